@@ -1,0 +1,54 @@
+"""Process state has one owner: devices, seeds and options are set here."""
+
+import os
+
+# The replicas of most tests are logical CPUs of this process, and each has a
+# thread pool: without this, TensorFlow's log drowns pytest's.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pytest
+import tensorflow as tf
+
+NUM_LOGICAL_CPUS = 8
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="large counts: more sweeps, more kills; takes much longer",
+    )
+
+
+@pytest.fixture(scope="session")
+def full(request) -> bool:
+    """Whether --full was given."""
+    return request.config.getoption("--full")
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "full: runs with --full only (large counts)"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--full"):
+        return
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="needs --full"))
+
+
+@pytest.fixture(autouse=True)
+def _seeds_and_policy():
+    import keras
+
+    keras.utils.set_random_seed(1)
+    yield
+    keras.mixed_precision.set_global_policy("float32")

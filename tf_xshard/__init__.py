@@ -1,0 +1,38 @@
+"""Cross-replica optimizers for Keras 3 on `tf.distribute`.
+
+Gradients are reduced exactly once, at the right scale, over the groups of
+replicas that you choose.
+
+    gradients of each replica
+        |   group_assignment     who reduces with whom
+        v
+    reduction                    pre_reduce, one sum per group, scale, post_reduce
+        |   transports           how a group sum travels, chosen per strategy
+        v
+    inner_update                 no second reduction
+        v
+    inner optimizer -> variables
+"""
+
+from tf_xshard import versions as _versions
+
+_versions.check()
+
+# The rest needs what the line above has found.
+from tf_xshard.communication import Communication  # noqa: E402
+from tf_xshard.cross_shard_optimizer import CrossShardOptimizer  # noqa: E402
+from tf_xshard.gradient_clipping import clip_by_global_norm  # noqa: E402
+from tf_xshard.gradient_clipping import clip_by_norm  # noqa: E402
+from tf_xshard.gradient_clipping import clip_by_value  # noqa: E402
+from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
+from tf_xshard.version import __version__  # noqa: E402
+
+__all__ = (
+    "Communication",
+    "CrossShardOptimizer",
+    "GroupAssignment",
+    "__version__",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+)

@@ -1,0 +1,322 @@
+"""Who reduces with whom: a frozen value that cannot be wrong."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+_HINT = (
+    "Expected a [num_groups, replicas_per_group] nested list of replica ids,"
+    " such as [[0, 1], [2, 3]]."
+)
+
+
+class GroupAssignment:
+    """Which replicas reduce their gradients together.
+
+    Use it wherever gradients should be shared inside groups of replicas and not
+    across them. It is frozen, hashable and equal by value, and needs no
+    TensorFlow. A nested list or an integer array is accepted wherever a
+    `GroupAssignment` is; build one to have mistakes reported where they are
+    made.
+
+    ```
+    GroupAssignment([[0, 1], [2, 3]])        replica   0   1   2   3
+                                             group     0   0   1   1
+    reduced gradient on each replica           g0+g1   g0+g1   g2+g3   g2+g3
+    ```
+
+    Args:
+      groups: A `[num_groups, replicas_per_group]` nested list, tuple or integer
+        array of replica ids, or another `GroupAssignment`. The ids are
+        `tf.distribute`'s `replica_id_in_sync_group`; each of `0 ..
+        num_replicas - 1` appears exactly once and all groups have one size. The
+        order of the groups, and of the ids in one, is kept.
+
+    Raises:
+      TypeError: If `groups` is not a nested sequence, or an id is not an
+        integer (bool and float are refused).
+      ValueError: If `groups` is empty or not two-dimensional, if groups differ
+        in size, or if an id is negative, appears twice or is missing.
+
+    Example:
+
+    >>> groups = tf_xshard.GroupAssignment([[0, 1], [2, 3]])
+    >>> groups.num_groups, groups.group_size, groups.num_replicas
+    (2, 2, 4)
+    >>> groups.group_of(2)
+    1
+    >>> groups == tf_xshard.GroupAssignment.contiguous(4, 2)
+    True
+
+    Source: `group_assignment` of `tf.compat.v1.tpu.CrossShardOptimizer`. That
+    one accepts duplicate ids (`[[0, 1], [1, 0]]`); this one does not.
+    """
+
+    __slots__ = ("_groups", "_group_of")
+
+    def __init__(
+        self, groups: GroupAssignment | Sequence[Sequence[int]] | np.ndarray
+    ):
+        rows = (
+            groups._groups
+            if isinstance(groups, GroupAssignment)
+            else _validated_rows(groups)
+        )
+        object.__setattr__(self, "_groups", rows)
+        object.__setattr__(
+            self,
+            "_group_of",
+            {r: index for index, row in enumerate(rows) for r in row},
+        )
+
+    @classmethod
+    def contiguous(cls, num_replicas: int, group_size: int) -> GroupAssignment:
+        """Groups of neighbours: replicas 0..k-1, k..2k-1, and so on.
+
+        Args:
+          num_replicas: Number of replicas, an int >= 1.
+          group_size: Replicas per group, an int that divides `num_replicas`.
+
+        Returns:
+          A `GroupAssignment` of `num_replicas // group_size` groups.
+
+        Raises:
+          TypeError: If an argument is not an int.
+          ValueError: If `group_size` does not divide `num_replicas`.
+
+        Example:
+
+        >>> tf_xshard.GroupAssignment.contiguous(num_replicas=8, group_size=4)
+        GroupAssignment([[0, 1, 2, 3], [4, 5, 6, 7]])
+        """
+        num_groups = _num_groups(num_replicas, group_size)
+        return cls(
+            np.arange(num_replicas).reshape(num_groups, group_size)
+        )
+
+    @classmethod
+    def strided(cls, num_replicas: int, group_size: int) -> GroupAssignment:
+        """Groups across neighbours, the transpose of `contiguous`.
+
+        With `num_groups = num_replicas // group_size`, group `i` holds the
+        replicas `i, i + num_groups, i + 2 * num_groups, ...`.
+
+        Args:
+          num_replicas: Number of replicas, an int >= 1.
+          group_size: Replicas per group, an int that divides `num_replicas`.
+
+        Returns:
+          A `GroupAssignment` of `num_replicas // group_size` groups.
+
+        Raises:
+          TypeError: If an argument is not an int.
+          ValueError: If `group_size` does not divide `num_replicas`.
+
+        Example:
+
+        >>> tf_xshard.GroupAssignment.strided(num_replicas=8, group_size=4)
+        GroupAssignment([[0, 2, 4, 6], [1, 3, 5, 7]])
+        """
+        num_groups = _num_groups(num_replicas, group_size)
+        return cls(
+            np.arange(num_replicas).reshape(group_size, num_groups).T
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return len(self._groups)
+
+    @property
+    def group_size(self) -> int:
+        """Number of replicas in each group."""
+        return len(self._groups[0])
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas in all groups together."""
+        return len(self._group_of)
+
+    def group_of(self, replica_id: int) -> int:
+        """The index of the group that a replica is in.
+
+        Args:
+          replica_id: A replica id, an int in `[0, num_replicas)`.
+
+        Returns:
+          The group's index, an int in `[0, num_groups)`.
+
+        Raises:
+          ValueError: If no group holds `replica_id`.
+
+        Example:
+
+        >>> tf_xshard.GroupAssignment([[0, 3], [1, 2]]).group_of(3)
+        0
+        """
+        if replica_id not in self._group_of:
+            raise ValueError(
+                f"No group holds replica {replica_id!r}: {self!r} is for"
+                f" replicas 0 to {self.num_replicas - 1}."
+            )
+        return self._group_of[replica_id]
+
+    def to_list(self) -> list[list[int]]:
+        """The groups as a new nested list of ints.
+
+        Returns:
+          A `[num_groups, group_size]` nested list.
+
+        Example:
+
+        >>> tf_xshard.GroupAssignment(((0, 2), (1, 3))).to_list()
+        [[0, 2], [1, 3]]
+        """
+        return [list(row) for row in self._groups]
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self._groups)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(
+            f"GroupAssignment is frozen: {name!r} can't be set. Make a new one."
+        )
+
+    def __delattr__(self, name):
+        raise AttributeError(
+            f"GroupAssignment is frozen: {name!r} can't be deleted."
+        )
+
+    def __reduce__(self):
+        return GroupAssignment, (self.to_list(),)
+
+    def __eq__(self, other):
+        if not isinstance(other, GroupAssignment):
+            return NotImplemented
+        return self._groups == other._groups
+
+    def __hash__(self):
+        return hash(self._groups)
+
+    def __repr__(self):
+        return f"GroupAssignment({self.to_list()})"
+
+
+def _num_groups(num_replicas: int, group_size: int) -> int:
+    for name, value in (
+        ("num_replicas", num_replicas),
+        ("group_size", group_size),
+    ):
+        if _as_replica_id(value) is None:
+            raise TypeError(f"{name} must be an int, got {value!r}.")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}.")
+    if num_replicas % group_size:
+        raise ValueError(
+            f"group_size={group_size} does not divide"
+            f" num_replicas={num_replicas}: every replica must be in exactly"
+            " one group, and groups have one size."
+        )
+    return num_replicas // group_size
+
+
+def _as_replica_id(value) -> int | None:
+    """`value` as an int, or None where it is no integer (a bool is none)."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _validated_rows(groups) -> tuple[tuple[int, ...], ...]:
+    """Checks everything that DESIGN's group assignment promises."""
+    rows = [_sequence(row, groups) for row in _sequence(groups, groups)]
+    if not rows or not any(rows):
+        raise ValueError(f"group_assignment {groups!r} is empty. {_HINT}")
+    ids = []
+    for row in rows:
+        for value in row:
+            if _sequence_or_none(value) is not None:
+                raise ValueError(
+                    f"group_assignment has more than two dimensions: {groups!r}"
+                    f". {_HINT}"
+                )
+            replica_id = _as_replica_id(value)
+            if replica_id is None:
+                raise TypeError(
+                    f"group_assignment holds {value!r}"
+                    f" ({type(value).__name__}), which is not an integer"
+                    f" replica id: {groups!r}. {_HINT}"
+                )
+            if replica_id < 0:
+                raise ValueError(
+                    f"group_assignment holds the negative replica id"
+                    f" {replica_id}: {groups!r}. Replica ids start at 0."
+                )
+            ids.append(replica_id)
+    rows = tuple(tuple(_as_replica_id(value) for value in row) for row in rows)
+    _check_each_id_once(rows, ids)
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(
+            "group_assignment has groups of different sizes"
+            f" {[len(row) for row in rows]}: {_shown(rows)}. All groups must"
+            " have the same number of replicas."
+        )
+    return rows
+
+
+def _check_each_id_once(rows, ids):
+    seen = {}
+    for index, row in enumerate(rows):
+        for replica_id in row:
+            if replica_id in seen:
+                where = (
+                    f"twice in group {index}"
+                    if seen[replica_id] == index
+                    else f"in groups {seen[replica_id]} and {index}"
+                )
+                raise ValueError(
+                    f"group_assignment puts replica {replica_id} {where}:"
+                    f" {_shown(rows)}. Each replica id must appear exactly"
+                    " once."
+                )
+            seen[replica_id] = index
+    missing = sorted(set(range(max(ids) + 1)) - set(ids))
+    if missing:
+        named = ", ".join(str(i) for i in missing[:8])
+        more = ", ..." if len(missing) > 8 else ""
+        raise ValueError(
+            f"group_assignment leaves out replica {named}{more}: {_shown(rows)}"
+            f". Every replica id from 0 to {max(ids)} must be in a group."
+        )
+
+
+def _shown(rows) -> list[list[int]]:
+    return [list(row) for row in rows]
+
+
+def _sequence_or_none(value) -> list | None:
+    if isinstance(value, np.ndarray) and value.ndim:
+        return list(value)
+    if isinstance(value, (list, tuple, range)):
+        return list(value)
+    return None
+
+
+def _sequence(value, groups) -> list:
+    found = _sequence_or_none(value)
+    if found is not None:
+        return found
+    if value is not groups and _as_replica_id(value) is not None:
+        raise ValueError(
+            f"group_assignment is not two-dimensional: {groups!r}. {_HINT}"
+        )
+    raise TypeError(
+        f"group_assignment got {value!r} ({type(value).__name__}), which is not"
+        f" a list of replica ids. {_HINT}"
+    )

@@ -1,0 +1,50 @@
+"""How one group sum travels: one file per path, one signature.
+
+| where | path |
+|---|---|
+| one replica | none: the identity |
+| MirroredStrategy, MultiWorkerMirroredStrategy in a `tf.function` | `collective` |
+| MirroredStrategy, eager | `merge_call` |
+| MultiWorkerMirroredStrategy, eager | `one_hot` |
+| TPUStrategy, one group of all | `tpu.STRATEGY` |
+| TPUStrategy with a device assignment | `tpu.NATIVE` |
+| TPUStrategy without one | `one_hot` |
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import replica_context
+from tf_xshard.transports import collective
+from tf_xshard.transports import merge_call
+from tf_xshard.transports import one_hot
+from tf_xshard.transports import tpu
+from tf_xshard.transports import transport
+
+
+def choose(
+    here: replica_context.Here, groups: group_assignment_lib.GroupAssignment
+) -> transport.Transport:
+    """The path of a group sum, for where the calling code runs.
+
+    Args:
+      here: Where the code runs; more than one replica.
+      groups: Who reduces with whom.
+
+    Returns:
+      The `Transport`.
+    """
+    eager = tf.executing_eagerly()
+    if here.kind == "mirrored":
+        return merge_call.TRANSPORT if eager else collective.TRANSPORT
+    if here.kind == "multi_worker":
+        return one_hot.TRANSPORT if eager else collective.TRANSPORT
+    assert here.kind == "tpu", here.kind
+    if groups.num_groups == 1:
+        return tpu.STRATEGY
+    if replica_context.has_device_assignment(here.strategy):
+        return tpu.NATIVE
+    tpu.tell_how_to_get_the_fast_path()
+    return one_hot.TRANSPORT

@@ -1,0 +1,537 @@
+"""What every Keras wrapper of this package does around its own decision.
+
+It delegates, builds, serializes, and refuses by name what can't be honoured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard import inner_update
+from tf_xshard import replica_context
+
+LOSS_NORMALIZATIONS = ("global", "replica")
+
+
+def _forwarded(name: str) -> property:
+    """An attribute that lives on the optimizer that updates the variables."""
+
+    def get(self):
+        return getattr(self._updating_optimizer, name)
+
+    def set_(self, value):
+        # The base class' constructor sets its defaults before there is an inner
+        # optimizer; they say nothing.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self._updating_optimizer, name, value)
+
+    return property(get, set_, doc=f"The inner optimizer's `{name}`.")
+
+
+class OptimizerWrapper(keras.optimizers.Optimizer):
+    """Base class of the optimizers that hand reduced gradients to another.
+
+    Subclasses override `_step` and `get_config`. All that is set on the inner
+    optimizer acts on the gradients that `_step` hands over.
+
+    Args:
+      inner_optimizer: A Keras optimizer, made in the same strategy scope.
+      loss_normalization: `"global"`, `"replica"` or None.
+      name: The optimizer's name.
+      **kwargs: Arguments of the base class, to refuse them by name.
+
+    Raises:
+      TypeError: If `inner_optimizer` is no Keras optimizer, or reduces by
+        itself, or a keyword is not known.
+      ValueError: For an argument that belongs on the inner optimizer, two
+        different `loss_normalization` in one stack, or another strategy's scope.
+    """
+
+    is_tf_xshard_wrapper = True
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        *,
+        loss_normalization: str | None,
+        name: str,
+        **kwargs: Any,
+    ):
+        own_name = type(self).__name__
+        _refuse_base_arguments(own_name, kwargs)
+        _check_inner(own_name, inner_optimizer)
+        if loss_normalization not in (None, *LOSS_NORMALIZATIONS):
+            raise ValueError(
+                f"loss_normalization must be one of {LOSS_NORMALIZATIONS} or"
+                f" None, got {loss_normalization!r}."
+            )
+        replica_context.kind_of(tf.distribute.get_strategy())
+        # A callable makes no learning rate variable, which would be saved and
+        # never used.
+        super().__init__(learning_rate=_no_learning_rate, name=name)
+        if inner_optimizer._distribution_strategy is not (
+            self._distribution_strategy
+        ):
+            raise ValueError(
+                f"{own_name} is made in the scope of"
+                f" {type(self._distribution_strategy).__name__} and its inner"
+                f" optimizer {inner_optimizer.name!r} in that of"
+                f" {type(inner_optimizer._distribution_strategy).__name__}. Make"
+                " both inside the same `with strategy.scope():`."
+            )
+        inner_update.make_local(inner_optimizer)
+        self.inner_optimizer = inner_optimizer
+        self._loss_normalization = loss_normalization
+        self._is_outermost = True
+        for inner in self._inner_wrappers():
+            inner._is_outermost = False
+        self._resolved_loss_normalization()
+
+    # What a step does.
+
+    def apply(self, grads: Sequence, trainable_variables=None) -> None:
+        """Reduces gradients as the class says and applies them.
+
+        Call it in replica context: from `strategy.run`, or with no strategy.
+
+        Args:
+          grads: A list of gradients: tensors, `tf.IndexedSlices` or None. An
+            empty list does nothing.
+          trainable_variables: The variables they belong to, in the same order.
+            None (default) for those that the optimizer was built with.
+
+        Raises:
+          RuntimeError: In cross-replica context, or where the optimizer was
+            made in another strategy's scope.
+          ValueError: If gradients and variables do not match, if no variable has
+            a gradient, or if the optimizer does not fit the strategy.
+
+        Example:
+
+        >>> optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.5))
+        >>> weight = keras.Variable(1.0)
+        >>> optimizer.apply([tf.constant(1.0)], [weight])
+        >>> float(weight)
+        0.5
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        variables = self._prepare(grads, trainable_variables)
+        here = replica_context.current()
+        self._check_strategy(here.strategy)
+        with tf.name_scope(self.name):
+            self._step(grads, variables, here)
+
+    def _step(self, gradients, variables, here: replica_context.Here) -> None:
+        raise NotImplementedError
+
+    def apply_gradients(self, grads_and_vars):
+        """`apply` for (gradient, variable) pairs.
+
+        Args:
+          grads_and_vars: An iterable of (gradient, variable) pairs.
+
+        Returns:
+          `iterations`, after the update.
+
+        Raises:
+          RuntimeError, ValueError: See `apply`.
+
+        Example:
+
+        >>> optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.5))
+        >>> weight = keras.Variable(1.0)
+        >>> int(optimizer.apply_gradients([(tf.constant(1.0), weight)]))
+        1
+        """
+        grads, variables = [], []
+        for grad, variable in grads_and_vars:
+            grads.append(grad)
+            variables.append(variable)
+        self.apply(grads, variables)
+        return self.iterations
+
+    def _prepare(self, grads, trainable_variables) -> list:
+        if trainable_variables is None:
+            if not self.built:
+                raise ValueError(
+                    f"{self.name} has not been built, so it does not know the"
+                    " variables of these gradients. Pass them:"
+                    " apply(grads, variables), or call build(variables) first."
+                )
+            variables = list(self._trainable_variables)
+        else:
+            variables = list(trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"{self.name} got {len(grads)} gradients for"
+                f" {len(variables)} variables. Pass one for each, None where"
+                " there is no gradient."
+            )
+        if not self.built:
+            # Variables can't be made inside a tf.function that runs more than
+            # once; init_scope leaves it, and the strategy's scope with it.
+            with tf.init_scope():
+                self.build(variables)
+        self._check_variables_are_known(variables)
+        return variables
+
+    # Building.
+
+    def build(self, variables) -> None:
+        """Makes the variables of this optimizer and of the inner one.
+
+        Args:
+          variables: The list of variables that will be trained.
+
+        Raises:
+          RuntimeError: If the optimizer was made in another strategy's scope.
+          ValueError: If a LossScaleOptimizer is around this optimizer under
+            several replicas.
+
+        Example:
+
+        >>> optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.Adam())
+        >>> optimizer.build([keras.Variable(1.0)])
+        >>> optimizer.inner_optimizer.built
+        True
+        """
+        self._refuse_outer_loss_scale()
+        if self.built:
+            return
+        variables = list(variables)
+        strategy = self._distribution_strategy
+        if tf.distribute.has_strategy():
+            self._check_strategy(tf.distribute.get_strategy())
+            self._build(variables)
+        else:
+            with strategy.scope():
+                self._build(variables)
+
+    def _build(self, variables) -> None:
+        with keras.name_scope(self.name, caller=self):
+            if not self.inner_optimizer.built:
+                self.inner_optimizer.build(variables)
+            super().build(variables)
+        inner_update.make_local(self.inner_optimizer)
+        # Keras keeps a MultiOptimizer's optimizers in a list that
+        # tf.train.Checkpoint does not follow; here it finds them.
+        for index, one in enumerate(inner_update.descendants(self)):
+            if isinstance(one, keras.optimizers.MultiOptimizer):
+                for position, leaf in enumerate(one.optimizers):
+                    self._track_trackable(
+                        leaf, f"optimizer_{index}_{position}", overwrite=True
+                    )
+
+    def _check_strategy(self, strategy) -> None:
+        own = self._distribution_strategy
+        # Outside any scope Keras writes through to all copies; that works.
+        if strategy is own or not tf.distribute.has_strategy():
+            return
+        raise RuntimeError(
+            f"{self.name} was made"
+            f" {_scope_name(own)} and is used under"
+            f" {type(strategy).__name__}. Make the model, the inner optimizer and"
+            f" {type(self).__name__} inside `with strategy.scope():` of the"
+            " strategy that trains them."
+        )
+
+    def _refuse_outer_loss_scale(self) -> None:
+        if (
+            self._distribution_strategy.num_replicas_in_sync == 1
+            or not self._is_outermost
+        ):
+            return
+        # Keras tells an inner optimizer nothing about what is around it, except
+        # by calling build: LossScaleOptimizer.build calls the inner one's.
+        frame = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if (
+                isinstance(caller, keras.optimizers.LossScaleOptimizer)
+                and caller.__dict__.get("inner_optimizer") is self
+            ):
+                name = type(self).__name__
+                raise ValueError(
+                    f"A LossScaleOptimizer is around {name} under"
+                    f" {self._distribution_strategy.num_replicas_in_sync}"
+                    " replicas. It decides on replica 0's gradients alone, so an"
+                    " overflow on another replica would reach the weights. Write"
+                    f" {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
+                    " model.compile(..., auto_scale_loss=False)."
+                )
+            frame = frame.f_back
+
+    # How losses are normalized.
+
+    @property
+    def loss_normalization(self) -> str:
+        """What the gradients that arrive were divided by.
+
+        `"global"`: by the number of replicas, as Keras and TF2 do. `"replica"`:
+        by nothing. One setting holds for a stack of wrappers.
+        """
+        return self._resolved_loss_normalization()
+
+    def _inner_wrappers(self) -> list[OptimizerWrapper]:
+        return [
+            one
+            for one in inner_update.descendants(self.inner_optimizer)
+            if inner_update.is_wrapper(one)
+        ]
+
+    def _resolved_loss_normalization(self) -> str:
+        stack = [self, *self._inner_wrappers()]
+        given = {
+            one._loss_normalization
+            for one in stack
+            if one._loss_normalization is not None
+        }
+        if len(given) > 1:
+            raise ValueError(
+                "A stack of tf_xshard optimizers has one loss_normalization, got"
+                f" {sorted(given)} in"
+                f" {[one.name for one in stack]}. Give it to one of them."
+            )
+        return given.pop() if given else "global"
+
+    def _arriving_divisor(self, here: replica_context.Here) -> int:
+        """What to multiply with to get the gradient of a replica's own loss.
+
+        The outermost wrapper of a stack undoes the division, once.
+        """
+        if self._is_outermost and self.loss_normalization == "global":
+            return here.num_replicas
+        return 1
+
+    # Delegation.
+
+    @property
+    def _updating_optimizer(self) -> keras.optimizers.Optimizer:
+        inner = self.inner_optimizer
+        while isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            inner = inner.inner_optimizer
+        return inner
+
+    weight_decay = _forwarded("weight_decay")
+    clipnorm = _forwarded("clipnorm")
+    global_clipnorm = _forwarded("global_clipnorm")
+    clipvalue = _forwarded("clipvalue")
+    use_ema = _forwarded("use_ema")
+    ema_momentum = _forwarded("ema_momentum")
+    ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
+    loss_scale_factor = _forwarded("loss_scale_factor")
+    gradient_accumulation_steps = _forwarded("gradient_accumulation_steps")
+    # SwapEMAWeights unwraps one level and reads these two.
+    _model_variables_moving_average = _forwarded(
+        "_model_variables_moving_average"
+    )
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """A MultiOptimizer's optimizers; other inner optimizers have none."""
+        return self._updating_optimizer.optimizers
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """This optimizer's variables, then the inner optimizer's."""
+        return self._variables + self.inner_optimizer.variables
+
+    @property
+    def learning_rate(self):
+        """The inner optimizer's learning rate; can be set."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value):
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self):
+        """The inner optimizer's number of updates."""
+        return self.inner_optimizer.iterations
+
+    def scale_loss(self, loss):
+        """The loss times the inner optimizer's loss scale.
+
+        Args:
+          loss: A scalar tensor.
+
+        Returns:
+          A scalar tensor.
+
+        Example:
+
+        >>> inner = keras.optimizers.SGD(loss_scale_factor=8.0)
+        >>> tf_xshard.CrossShardOptimizer(inner).scale_loss(2.0)
+        16.0
+        """
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list) -> None:
+        """Lets the inner optimizer set final values (its moving averages).
+
+        Args:
+          var_list: The model's trainable variables.
+        """
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None) -> None:
+        """Excludes variables from the inner optimizer's weight decay.
+
+        Args:
+          var_list: Variables to exclude, or None.
+          var_names: Strings; a variable whose name contains one is excluded.
+
+        Raises:
+          ValueError: If the inner optimizer has been built.
+        """
+        self._updating_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    # State and configuration.
+
+    def set_weights(self, weights: Sequence) -> None:
+        """Sets the values of `variables`, the inner optimizer's included.
+
+        Args:
+          weights: One array per variable, in the order of `variables`.
+
+        Raises:
+          ValueError: If the optimizer is not built, or the number of arrays or
+            a shape differs; nothing is changed then.
+        """
+        variables = self.variables
+        if not self.built:
+            raise ValueError(
+                f"{self.name} has not been built: call build(variables) before"
+                " set_weights()."
+            )
+        if len(weights) != len(variables):
+            raise ValueError(
+                f"{self.name} has {len(variables)} variables, got"
+                f" {len(weights)} weights. Was it saved with another inner"
+                " optimizer?"
+            )
+        for variable, weight in zip(variables, weights, strict=True):
+            if tuple(variable.shape) != tuple(weight.shape):
+                raise ValueError(
+                    f"{self.name}: variable {variable.path!r} has shape"
+                    f" {tuple(variable.shape)}, got a weight of shape"
+                    f" {tuple(weight.shape)}."
+                )
+        for variable, weight in zip(variables, weights, strict=True):
+            variable.assign(weight)
+
+    def save_own_variables(self, store) -> None:
+        """Saves this optimizer's own variables; Keras walks to the inner one.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        for index, variable in enumerate(self._variables):
+            store[str(index)] = variable.numpy()
+
+    def load_own_variables(self, store) -> None:
+        """Loads what `save_own_variables` saved.
+
+        Args:
+          store: A dict-like object, from Keras.
+
+        Raises:
+          ValueError: If the number of variables differs.
+        """
+        if len(store.keys()) != len(self._variables):
+            raise ValueError(
+                f"{self.name} has {len(self._variables)} variables of its own,"
+                f" the file has {len(store.keys())}: it was saved by another"
+                " optimizer."
+            )
+        for index, variable in enumerate(self._variables):
+            variable.assign(store[str(index)])
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization."""
+        return {
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
+            ),
+            "loss_normalization": self._loss_normalization,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict, custom_objects=None):
+        """Makes an optimizer from `get_config`'s dict, which is not changed.
+
+        Args:
+          config: A dict.
+          custom_objects: A dict of names and objects that Keras does not know.
+
+        Returns:
+          An optimizer with no state.
+        """
+        return cls(
+            **{
+                key: keras.saving.deserialize_keras_object(
+                    value, custom_objects=custom_objects
+                )
+                if isinstance(value, dict) and "class_name" in value
+                else value
+                for key, value in config.items()
+            }
+        )
+
+
+def _no_learning_rate() -> float:
+    return 0.0
+
+
+def _scope_name(strategy) -> str:
+    with tf.Graph().as_default():
+        if strategy is tf.distribute.get_strategy():
+            return "outside any strategy's scope"
+    return f"in the scope of another strategy, {type(strategy).__name__},"
+
+
+def _refuse_base_arguments(own_name: str, kwargs: dict) -> None:
+    base_arguments = (
+        "learning_rate",
+        "weight_decay",
+        "clipnorm",
+        "clipvalue",
+        "global_clipnorm",
+        "use_ema",
+        "ema_momentum",
+        "ema_overwrite_frequency",
+        "loss_scale_factor",
+        "gradient_accumulation_steps",
+    )
+    for argument in kwargs:
+        if argument in base_arguments:
+            raise ValueError(
+                f"{own_name} does not take {argument!r}: set it on the inner"
+                f" optimizer, {own_name}(keras.optimizers.SGD("
+                f"{argument}=...)). It acts on the reduced gradient there."
+            )
+        raise TypeError(f"{own_name} got an unknown argument {argument!r}.")
+
+
+def _check_inner(own_name: str, inner) -> None:
+    if isinstance(inner, tf.compat.v1.train.Optimizer):
+        raise TypeError(
+            f"{own_name} wraps Keras optimizers, got the TF1 optimizer"
+            f" {type(inner).__name__}. Use tf_xshard.compat.v1.{own_name} for"
+            " it, or give a Keras optimizer such as keras.optimizers.SGD(0.1)."
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"{own_name} wraps a keras.optimizers.Optimizer, got {inner!r}"
+            f" ({type(inner).__name__}). Write {own_name}("
+            "keras.optimizers.Adam(1e-3)), for example."
+        )
