@@ -110,7 +110,14 @@ class _Group:
             )
             base = arguments["instance_key"] >> _EXPONENT_BITS << _EXPONENT_BITS
             arguments["instance_key"] = base + exponent
-        return tf.raw_ops.CollectiveGatherV2(input=tensor, **arguments)
+        # CollectiveGatherV2 takes no bfloat16. It moves bytes and computes
+        # nothing, so they may pass for float16's.
+        dtype = tensor.dtype
+        if dtype == tf.bfloat16:
+            tensor = tf.bitcast(tensor, tf.float16)
+        return tf.bitcast(
+            tf.raw_ops.CollectiveGatherV2(input=tensor, **arguments), dtype
+        )
 
 
 def _group_sum(

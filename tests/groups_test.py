@@ -1,0 +1,137 @@
+"""Replicas of a group are equal; each group is one device on its shards."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests import replicas
+from tests import training
+
+NUM_REPLICAS = 8
+
+
+def _groups(layout, group_size):
+    if layout == "contiguous":
+        return tf_xshard.GroupAssignment.contiguous(NUM_REPLICAS, group_size)
+    if layout == "strided":
+        return tf_xshard.GroupAssignment.strided(NUM_REPLICAS, group_size)
+    order = np.random.default_rng(group_size).permutation(NUM_REPLICAS)
+    return tf_xshard.GroupAssignment(order.reshape(-1, group_size))
+
+
+def _adam():
+    return keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+
+
+@functools.cache
+def _alone(members):
+    """One device that is trained on the shards of these replicas."""
+    x, y = training.data()
+    rows = training.shard_rows(
+        len(x), training.BATCH_SIZE, NUM_REPLICAS, members
+    )
+    return training.train(
+        _adam,
+        xy=(x[rows], y[rows]),
+        batch_size=training.BATCH_SIZE // NUM_REPLICAS * len(members),
+    )[1]
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "shuffled"])
+def test_groups_train_apart(layout, group_size):
+    groups = _groups(layout, group_size)
+    strategy = replicas.mirrored(NUM_REPLICAS)
+    model, weights = training.train(
+        lambda: tf_xshard.CrossShardOptimizer(
+            _adam(), group_assignment=groups
+        ),
+        strategy,
+    )
+    slots = [
+        replicas.values(strategy, v) for v in model.optimizer.variables
+    ]
+    largest = 0.0
+    for members in groups:
+        for values in weights + slots:
+            for r in members:
+                np.testing.assert_array_equal(values[r], values[members[0]])
+        largest = max(
+            largest,
+            training.deviation(weights, _alone(members), members),
+        )
+    print(f"\n{groups!r}: max |dw| from one device {largest:.1e}")
+    assert largest <= 1e-6
+    for group, other in zip(list(groups), list(groups)[1:]):
+        assert np.abs(weights[0][group[0]] - weights[0][other[0]]).max() > 1e-3
+
+
+def test_three_groups_of_two():
+    """A number of replicas that is no power of two: the factor is not exact."""
+    strategy = replicas.mirrored(6)
+
+    def clipped():
+        return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.2)
+
+    x, y = training.data(48 * 4)
+    _, weights = training.train(
+        lambda: tf_xshard.CrossShardOptimizer(
+            clipped(), group_assignment=[[5, 0], [1, 3], [2, 4]]
+        ),
+        strategy,
+        xy=(x, y),
+        batch_size=48,
+    )
+    for members in ([5, 0], [1, 3], [2, 4]):
+        rows = training.shard_rows(len(x), 48, 6, members)
+        alone = training.train(clipped, xy=(x[rows], y[rows]), batch_size=16)[1]
+        assert training.deviation(weights, alone, members) <= 1e-6
+
+
+def test_another_groups_overflow_stays_there():
+    strategy = replicas.mirrored(4)
+    for graph in (True, False):
+        with strategy.scope():
+            weight = keras.Variable(0.0)
+            optimizer = tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(1.0), group_assignment=[[0, 1], [2, 3]]
+            )
+        replicas.apply_once(
+            strategy,
+            optimizer,
+            lambda r: [tf.constant(np.inf if r == 3 else 1.0)],
+            [weight],
+            graph,
+        )
+        # "global": what arrives is g / 4, so g is 4.
+        assert replicas.values(strategy, weight) == [-4, -4, -np.inf, -np.inf]
+
+
+def test_a_multi_optimizer_may_group_each_variable_otherwise():
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        body = keras.Variable(0.0, name="body")
+        head = keras.Variable(0.0, name="head")
+        optimizer = keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(
+                tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(1.0)),
+                {
+                    "head": tf_xshard.CrossShardOptimizer(
+                        keras.optimizers.SGD(1.0),
+                        group_assignment=[[0, 2], [1, 3]],
+                    )
+                },
+            )
+        )
+    replicas.apply_once(
+        strategy,
+        optimizer,
+        lambda r: [tf.constant(10.0**r), tf.constant(10.0**r)],
+        [body, head],
+    )
+    assert replicas.values(strategy, body) == [-1111] * 4
+    assert replicas.values(strategy, head) == [-202, -2020, -202, -2020]
