@@ -47,7 +47,11 @@ def train(
     x, y = data() if xy is None else xy
     with strategy.scope() if strategy else contextlib.nullcontext():
         trained = model_fn()
-        trained.compile(optimizer=optimizer_fn(), loss="mse", **compile_options)
+        trained.compile(
+            optimizer=optimizer_fn(),
+            loss=keras.losses.MeanSquaredError(),
+            **compile_options,
+        )
         trained.optimizer.build(trained.trainable_variables)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
     options = tf.data.Options()

@@ -156,8 +156,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         self._pre_reduce = pre_reduce
         self._post_reduce = post_reduce
         self._communication = communication
-        # A dict that is no attribute of Keras' tracking.
-        object.__setattr__(self, "_known_patterns", {})
+        self._set_untracked("_known_patterns", {})
         if tf.distribute.has_strategy():
             self._groups(tf.distribute.get_strategy().num_replicas_in_sync)
 
@@ -195,9 +194,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         scales_loss = inner_update.loss_scale_optimizer_in(self.inner_optimizer)
         finite = loss_scaling.all_finite(gradients) if scales_loss else None
         if self._pre_reduce is not None:
-            gradients = self._call(
-                "pre_reduce", gradients, variables, arriving
-            )
+            gradients = self._call("pre_reduce", gradients, variables, arriving)
             arriving = 1
         gradients = reduction_lib.group_sum(
             gradients,
@@ -207,9 +204,11 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             communication=self._communication,
             known_patterns=self._known_patterns,
         )
-        divisor = groups.group_size if self._reduction == "mean" else 1
+        mean = 1 / groups.group_size
+        factor = arriving * (mean if self._reduction == "mean" else 1)
         gradients = [
-            reduction_lib.scaled(g, arriving / divisor) for g in gradients
+            reduction_lib.scaled(g, mean if _is_overwritten(v) else factor)
+            for g, v in zip(gradients, variables, strict=True)
         ]
         if self._post_reduce is not None:
             gradients = self._call("post_reduce", gradients, variables, 1)
@@ -232,7 +231,11 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             values = reduction_lib.scaled(values, multiplier)
             return values / tf.cast(scale, values.dtype)
 
-        present = [i for i, g in enumerate(gradients) if g is not None]
+        present = [
+            i
+            for i, (g, v) in enumerate(zip(gradients, variables, strict=True))
+            if g is not None and not _is_overwritten(v)
+        ]
         given = [
             (
                 indexed_slices.map_values(unscaled, gradients[i]),
@@ -251,7 +254,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
                 f" {len(given)} variables that it was given, in their order; it"
                 f" returned {len(taken)} that do not match."
             )
-        result = [None] * len(gradients)
+        result = list(gradients)
         for i, (gradient, _) in zip(present, taken, strict=True):
             result[i] = indexed_slices.map_values(
                 lambda values, i=i: tf.cast(
@@ -303,6 +306,14 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
                 **config["communication"]
             )
         return super().from_config(config, custom_objects)
+
+
+def _is_overwritten(variable) -> bool:
+    """Whether Keras assigns a variable its "gradient", as float8 training does.
+
+    That is a statistic of the replica and no gradient of its loss.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def _serialized(function):

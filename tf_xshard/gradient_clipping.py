@@ -32,8 +32,21 @@ def _ratio(norm, bound):
     return tf.where(tf.math.is_finite(norm), ratio, math.nan)
 
 
+class _Clipping:
+    """A callable on (gradient, variable) pairs that Keras can serialize."""
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_config(cls, config: dict):
+        """The reverse of `get_config`."""
+        return cls(**config)
+
+
 @keras.saving.register_keras_serializable("tf_xshard")
-class clip_by_global_norm:  # noqa: N801 (used like a function)
+class clip_by_global_norm(_Clipping):  # noqa: N801 (used like a function)
     """Scales all gradients together so that their joint L2 norm is bounded.
 
     As `pre_reduce` each replica's own gradients are clipped before they are
@@ -82,13 +95,8 @@ class clip_by_global_norm:  # noqa: N801 (used like a function)
             for gradient, variable in grads_and_vars
         ]
 
-    def get_config(self) -> dict:
-        """The arguments, for serialization."""
-        return {"norm": self.norm}
-
-
 @keras.saving.register_keras_serializable("tf_xshard")
-class clip_by_norm:  # noqa: N801
+class clip_by_norm(_Clipping):  # noqa: N801
     """Scales each gradient by itself so that its L2 norm is bounded.
 
     Args:
@@ -125,13 +133,8 @@ class clip_by_norm:  # noqa: N801
     def _clip(self, x):
         return x * _ratio(tf.norm(x), self.norm)
 
-    def get_config(self) -> dict:
-        """The arguments, for serialization."""
-        return {"norm": self.norm}
-
-
 @keras.saving.register_keras_serializable("tf_xshard")
-class clip_by_value:  # noqa: N801
+class clip_by_value(_Clipping):  # noqa: N801
     """Bounds every element of every gradient.
 
     Args:
@@ -180,7 +183,3 @@ class clip_by_value:  # noqa: N801
     def _clip(self, x):
         clipped = tf.clip_by_value(x, self.low, self.high)
         return tf.where(tf.math.is_finite(x), clipped, x)
-
-    def get_config(self) -> dict:
-        """The arguments, for serialization."""
-        return {"low": self.low, "high": self.high}

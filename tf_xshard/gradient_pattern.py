@@ -69,8 +69,7 @@ def agree(
       One `Pattern` per replica.
 
     Raises:
-      RuntimeError: If another process does not answer in time, or the replicas
-        can't meet here (a `tf.function` nested inside the replica function).
+      RuntimeError: If another process does not answer in time.
       ValueError: If replicas apply other numbers of gradients or other types.
     """
     own = of(gradients)
@@ -89,30 +88,20 @@ def agree(
         return _Opaque(known[local])
 
     eager = tf.executing_eagerly()
-    patterns = _merge_call(in_cross_replica_context, _Opaque(own)).value
+    patterns = _merge_call(in_cross_replica_context, _Opaque(own), here).value
     _check_consistent(patterns, names)
     return patterns
 
 
-def _merge_call(fn, argument):
+def _merge_call(fn, argument, here):
     context = tf.distribute.get_replica_context()
-    if tf.executing_eagerly():
+    if here.graph is None:
         return context.merge_call(fn, args=(argument,))
-    # merge_call refuses to run while a branch of tf.cond or a body of
-    # tf.while_loop is traced, since its tensors belong to another graph. No
-    # tensor passes here, so the replicas may meet in the graph around it.
-    with replica_context.enclosing_function_graph().as_default():
-        try:
-            return context.merge_call(fn, args=(argument,))
-        except RuntimeError as error:
-            if "while defining a new graph" not in str(error):
-                raise
-            raise RuntimeError(
-                "Gradients are applied in a tf.function that is called inside"
-                " the replica function, where replicas can't meet. Decorate the"
-                " function that calls strategy.run() with tf.function instead,"
-                " and take the decorator off the inner one."
-            ) from error
+    # merge_call refuses to run while a branch of tf.cond is traced, since its
+    # tensors belong to another graph. No tensor passes here, so the replicas may
+    # meet in the graph around it.
+    with here.graph.as_default():
+        return context.merge_call(fn, args=(argument,))
 
 
 def _check_consistent(patterns, names):

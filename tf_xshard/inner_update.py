@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer as _TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer as _BaseOptimizer
+from keras.src.utils import tracking as _tracking
 
 # Keras' private names, each with the reason. Seen in 3.12 to 3.15.
 # tests/private_names_test.py fails with the name when a version moves one.
@@ -40,12 +41,17 @@ KERAS_PRIVATE_NAMES = (
     (keras.optimizers.LossScaleOptimizer, "_common_apply"),
     # The write behind every assign of a Keras variable.
     (keras.Variable, "_direct_assign"),
+    # What an optimizer is built with belongs to the model. Assigned while Keras
+    # tracks, it would become the optimizer's own.
+    (_tracking, "DotNotTrackScope"),
 )
 # Attributes of instances, used the same way:
 # `_iterations`            the step counter, aggregation ONLY_FIRST_REPLICA: each
 #                          increment would go through merge_call
 # `_distribution_strategy` the strategy in whose scope the optimizer was made
-# `_trainable_variables`   what the optimizer was built with
+# `_trainable_variables`, `_trainable_variables_indices`, `_var_key`,
+# `_check_variables_are_known`, `_variables`, `_track_trackable`
+#                          what a subclass of Optimizer has to keep in order
 
 _REDUCING_METHODS = (
     "apply",
@@ -74,9 +80,10 @@ def descendants(optimizer) -> Iterator[keras.optimizers.Optimizer]:
 def make_local(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes an optimizer, and all below it, update this replica only.
 
-    Changes the class of the object to a subclass of the same name, so that
-    configs, files and `isinstance` stay as they were. Idempotent; called again
-    after `build`, where a MultiOptimizer may make its optimizers.
+    Changes the type of the object to a subclass, which answers to `__class__`
+    with the original, so that configs, files and `isinstance` stay as they
+    were. Idempotent; called again after `build`, where a MultiOptimizer may make
+    its optimizers.
 
     Args:
       optimizer: The inner optimizer.
@@ -138,13 +145,18 @@ def _local_class(base: type, mixin: type) -> type:
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
+            # Keras looks up by `obj.__class__` under which name a class is
+            # registered; the original's is what belongs into a file.
+            "__class__": property(lambda self: base),
         },
     )
 
 
 def _change_class(optimizer, mixin) -> None:
-    if not isinstance(optimizer, mixin):
-        optimizer.__class__ = _local_class(type(optimizer), mixin)
+    if not issubclass(type(optimizer), mixin):
+        object.__setattr__(
+            optimizer, "__class__", _local_class(type(optimizer), mixin)
+        )
 
 
 class _Local(keras.optimizers.Optimizer):
@@ -217,6 +229,11 @@ class _ReplicaLocalVariable(keras.Variable):
         tf.raw_ops.AssignVariableOp(
             resource=variable.handle, value=tf.cast(value, variable.dtype)
         )
+
+
+def untracked():
+    """A context in which attributes take variables without owning them."""
+    return _tracking.DotNotTrackScope()
 
 
 def loss_scale_optimizer_in(optimizer) -> bool:

@@ -6,11 +6,14 @@ The only module that touches names that TensorFlow does not export.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute import mirrored_run as _mirrored_run
 from tensorflow.python.eager import context as _eager_context
 from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
 # TensorFlow's private names, each with the reason. Seen in 2.20 and 2.21.
 # tests/private_names_test.py fails with the name when a version moves one.
@@ -25,6 +28,11 @@ TF_PRIVATE_NAMES = (
     (_eager_context.Context, "set_config_key_value"),
     (_eager_context.Context, "get_config_key_value"),
     (_eager_context.Context, "delete_config_key_value"),
+    # The thread that traces a replica, with `graph`, the graph of the replica
+    # function. What lies between that and the current graph decides whether
+    # replicas can meet: `is_control_flow_graph` of a FuncGraph, and this class.
+    (_mirrored_run, "_MirroredReplicaThread"),
+    (_func_graphs, "WhileBodyFuncGraph"),
 )
 
 _MULTI_WORKER = (
@@ -97,6 +105,8 @@ class Here:
         time only (TPUStrategy traces one program for all replicas).
       device: The replica's device, a string; empty where it has no single one.
       num_local_replicas: How many of the replicas this process drives.
+      graph: The graph of the replica function where replicas are traced one by
+        one, else None. Code in `tf.cond` is traced in a graph inside it.
     """
 
     strategy: Any
@@ -105,6 +115,7 @@ class Here:
     replica_id: int | None
     device: str
     num_local_replicas: int
+    graph: tf.Graph | None = None
 
     @property
     def num_processes(self) -> int:
@@ -124,7 +135,9 @@ def current() -> Here:
       A `Here`.
 
     Raises:
-      RuntimeError: In cross-replica context, where there is no "this replica".
+      RuntimeError: In cross-replica context, where there is no "this replica",
+        and where replicas can't communicate: in a loop or a `tf.function`
+        inside the replica function.
       ValueError: Under a strategy that is not supported.
     """
     context = tf.distribute.get_replica_context()
@@ -146,7 +159,13 @@ def current() -> Here:
     devices = strategy.extended.worker_devices
     device = devices[replica_id % len(devices)]
     return Here(
-        strategy, kind, num_replicas, replica_id, device, len(devices)
+        strategy,
+        kind,
+        num_replicas,
+        replica_id,
+        device,
+        len(devices),
+        _meeting_graph(),
     )
 
 
@@ -185,10 +204,33 @@ def in_xla() -> bool:
     )
 
 
-def enclosing_function_graph() -> tf.Graph:
-    """The graph that is being traced, outside `tf.cond` and `tf.while_loop`."""
+def _meeting_graph() -> tf.Graph | None:
+    """The graph of the replica function, None in eager mode.
+
+    Raises:
+      RuntimeError: Where replicas can't communicate.
+    """
+    if tf.executing_eagerly():
+        return None
+    thread = threading.current_thread()
+    assert isinstance(thread, _mirrored_run._MirroredReplicaThread), thread
     graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):
+    while graph is not thread.graph:
+        if isinstance(graph, _func_graphs.WhileBodyFuncGraph):
+            # A collective's key holds the name of the loop that it is in, and
+            # each replica's loop has another one: they would wait forever.
+            raise RuntimeError(
+                "Gradients are applied in a loop (tf.while_loop, or `for` over"
+                " tf.range) inside the replica function, where replicas can't"
+                " meet. Put the loop around strategy.run() instead."
+            )
+        if not getattr(graph, "is_control_flow_graph", False):
+            raise RuntimeError(
+                "Gradients are applied in a tf.function that is called inside"
+                " the replica function, where replicas can't meet. Decorate the"
+                " function that calls strategy.run() with tf.function instead,"
+                " and take the decorator off the inner one."
+            )
         graph = graph.outer_graph
     return graph
 

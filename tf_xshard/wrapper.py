@@ -5,11 +5,13 @@ It delegates, builds, serializes, and refuses by name what can't be honoured.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard import inner_update
@@ -87,6 +89,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         inner_update.make_local(inner_optimizer)
         self.inner_optimizer = inner_optimizer
         self._loss_normalization = loss_normalization
+        self._set_untracked("_pending_weights", None)
         self._is_outermost = True
         for inner in self._inner_wrappers():
             inner._is_outermost = False
@@ -203,9 +206,11 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         True
         """
         self._refuse_outer_loss_scale()
-        if self.built:
-            return
         variables = list(variables)
+        # Keras' loader of legacy .h5 files builds with the variables of the
+        # model itself, without its layers': none. What it sets then has to wait.
+        if self.built or not variables:
+            return
         strategy = self._distribution_strategy
         if tf.distribute.has_strategy():
             self._check_strategy(tf.distribute.get_strategy())
@@ -218,7 +223,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         with keras.name_scope(self.name, caller=self):
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(variables)
-            super().build(variables)
+        # Not the base class' build: with `use_ema` and the like forwarded, it
+        # would make the inner optimizer's variables a second time.
+        for index, variable in enumerate(variables):
+            self._trainable_variables_indices[self._var_key(variable)] = index
+        with inner_update.untracked():
+            self._trainable_variables = variables
+        self.built = True
         inner_update.make_local(self.inner_optimizer)
         # Keras keeps a MultiOptimizer's optimizers in a list that
         # tf.train.Checkpoint does not follow; here it finds them.
@@ -228,6 +239,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                     self._track_trackable(
                         leaf, f"optimizer_{index}_{position}", overwrite=True
                     )
+        if self._pending_weights is not None:
+            pending = self._pending_weights
+            self._set_untracked("_pending_weights", None)
+            self.set_weights(pending)
+
+    def _set_untracked(self, name: str, value) -> None:
+        """Sets an attribute that neither Keras nor TensorFlow wraps or saves."""
+        object.__setattr__(self, name, value)
 
     def _check_strategy(self, strategy) -> None:
         own = self._distribution_strategy
@@ -341,7 +360,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[keras.Variable]:
         """This optimizer's variables, then the inner optimizer's."""
-        return self._variables + self.inner_optimizer.variables
+        return self._own_variables + self.inner_optimizer.variables
+
+    @property
+    def _own_variables(self) -> list[keras.Variable]:
+        # Without the base class' step counter, which stays 0: the inner
+        # optimizer counts.
+        return [v for v in self._variables if v is not self._iterations]
 
     @property
     def learning_rate(self):
@@ -399,19 +424,21 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def set_weights(self, weights: Sequence) -> None:
         """Sets the values of `variables`, the inner optimizer's included.
 
+        Before the optimizer is built they are kept, and set when it is.
+
         Args:
           weights: One array per variable, in the order of `variables`.
 
         Raises:
-          ValueError: If the optimizer is not built, or the number of arrays or
-            a shape differs; nothing is changed then.
+          ValueError: If the number of arrays or a shape differs; nothing is
+            changed then.
         """
-        variables = self.variables
+        # Copies, since a loader closes its file before they are used.
+        weights = [np.array(weight) for weight in weights]
         if not self.built:
-            raise ValueError(
-                f"{self.name} has not been built: call build(variables) before"
-                " set_weights()."
-            )
+            self._set_untracked("_pending_weights", weights)
+            return
+        variables = self.variables
         if len(weights) != len(variables):
             raise ValueError(
                 f"{self.name} has {len(variables)} variables, got"
@@ -419,11 +446,11 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 " optimizer?"
             )
         for variable, weight in zip(variables, weights, strict=True):
-            if tuple(variable.shape) != tuple(weight.shape):
+            if tuple(variable.shape) != weight.shape:
                 raise ValueError(
                     f"{self.name}: variable {variable.path!r} has shape"
                     f" {tuple(variable.shape)}, got a weight of shape"
-                    f" {tuple(weight.shape)}."
+                    f" {weight.shape}."
                 )
         for variable, weight in zip(variables, weights, strict=True):
             variable.assign(weight)
@@ -434,7 +461,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         Args:
           store: A dict-like object, from Keras.
         """
-        for index, variable in enumerate(self._variables):
+        for index, variable in enumerate(self._own_variables):
             store[str(index)] = variable.numpy()
 
     def load_own_variables(self, store) -> None:
@@ -446,13 +473,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         Raises:
           ValueError: If the number of variables differs.
         """
-        if len(store.keys()) != len(self._variables):
+        variables = self._own_variables
+        if len(store.keys()) != len(variables):
             raise ValueError(
-                f"{self.name} has {len(self._variables)} variables of its own,"
+                f"{self.name} has {len(variables)} variables of its own,"
                 f" the file has {len(store.keys())}: it was saved by another"
                 " optimizer."
             )
-        for index, variable in enumerate(self._variables):
+        for index, variable in enumerate(variables):
             variable.assign(store[str(index)])
 
     def get_config(self) -> dict:
@@ -476,6 +504,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         Returns:
           An optimizer with no state.
         """
+        # LossScaleOptimizer.from_config pops from the dict it is given.
+        config = copy.deepcopy(config)
         return cls(
             **{
                 key: keras.saving.deserialize_keras_object(

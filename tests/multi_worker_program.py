@@ -1,0 +1,205 @@
+"""What each process of tests/multi_worker_test.py runs.
+
+`python -m tests.multi_worker_program CASE`, with TF_CONFIG set. Prints one JSON
+line with what this process's replica holds.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+from tests import replicas
+
+GROUPS = {
+    "all": None,
+    "pairs": [[0, 1], [2, 3]],
+    "crossed": [[0, 2], [1, 3]],
+}
+TIMEOUT_SECONDS = 15
+KILLED_AT_STEP = 20
+
+
+def _optimizer(groups, inner=None, **kwargs):
+    return tf_xshard.CrossShardOptimizer(
+        inner or keras.optimizers.SGD(1.0),
+        "sum",
+        groups,
+        loss_normalization="replica",
+        communication=tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS),
+        **kwargs,
+    )
+
+
+def _values(variables):
+    return [np.asarray(v.numpy(), np.float64).tolist() for v in variables]
+
+
+def oracle(strategy):
+    """Powers of ten, dense, sparse, and None on worker 2."""
+    result = {}
+    for name, groups in GROUPS.items():
+        for graph in (True, False):
+            with strategy.scope():
+                variables = [
+                    keras.Variable(np.zeros(shape), dtype="float32")
+                    for shape in ((3,), (), (4, 2))
+                ]
+                optimizer = _optimizer(groups)
+
+            def gradients(r):
+                rows = tf.IndexedSlices(
+                    tf.fill([r + 1, 2], 10.0**r),
+                    tf.fill([r + 1], 1),
+                    tf.constant([4, 2]),
+                )
+                return [
+                    tf.fill([3], 10.0**r),
+                    None if r == 2 else tf.constant(10.0**r),
+                    rows,
+                ]
+
+            replicas.apply_once(
+                strategy, optimizer, gradients, variables, graph
+            )
+            key = f"{name}/{'function' if graph else 'eager'}"
+            result[key] = _values(variables)
+    return result
+
+
+def loss_scale(strategy):
+    """An overflow on worker 1, groups of two: all skip."""
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = _optimizer(
+            GROUPS["pairs"],
+            keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(1.0), initial_scale=8.0
+            ),
+        )
+    replicas.apply_once(
+        strategy,
+        optimizer,
+        lambda r: [tf.constant(np.inf if r == 1 else 1.0)],
+        [weight],
+    )
+    return _values([weight, optimizer.inner_optimizer.dynamic_scale])
+
+
+def retrace(strategy):
+    """Worker 1 traces its step once more, by itself."""
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = _optimizer(GROUPS["pairs"])
+    rank = strategy.cluster_resolver.task_id
+
+    @tf.function
+    def step(x):
+        strategy.run(
+            lambda: optimizer.apply(
+                [tf.reduce_sum(x) * 10.0 ** replicas.replica_id()], [weight]
+            )
+        )
+
+    step(tf.ones([1]))
+    step(tf.ones([2]) / 2 if rank == 1 else tf.ones([1]))
+    step(tf.ones([1]))
+    return _values([weight])
+
+
+def training(strategy):
+    """A custom training loop on this worker's part of each batch."""
+    from tests import training as training_lib
+
+    x, y = training_lib.data()
+    with strategy.scope():
+        model = training_lib.model()
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+            group_assignment=GROUPS["crossed"],
+        )
+    loss_fn = keras.losses.MeanSquaredError()
+
+    @tf.function
+    def step(x, y):
+        def on_replica(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_fn(y, model(x, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(
+                zip(gradients, model.trainable_variables)
+            )
+
+        strategy.run(on_replica, args=(x, y))
+
+    rank, per_worker = strategy.cluster_resolver.task_id, 16
+    for index in range(training_lib.NUM_STEPS):
+        start = index * 64 % len(x) + rank * per_worker
+        step(x[start : start + per_worker], y[start : start + per_worker])
+    return _values(model.trainable_variables)
+
+
+def cases(strategy):
+    return {
+        "oracle": oracle(strategy),
+        "loss_scale": loss_scale(strategy),
+        "retrace": retrace(strategy),
+        "training": training(strategy),
+    }
+
+
+def killed(strategy, rank=3):
+    """The worker `rank` dies in mid-training."""
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = _optimizer(GROUPS["crossed"])
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
+
+    for index in range(100_000):
+        if (
+            index == KILLED_AT_STEP
+            and strategy.cluster_resolver.task_id == rank
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+        step()
+        time.sleep(0.01)
+
+
+def killed_chief(strategy):
+    killed(strategy, rank=0)
+
+
+def absent(strategy):
+    """Worker 3 never traces the step."""
+    with strategy.scope():
+        weight = keras.Variable(0.0, name="the_weight")
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0),
+            communication=tf_xshard.Communication(timeout_seconds=3),
+        )
+    if strategy.cluster_resolver.task_id == 3:
+        time.sleep(10)
+        return None
+    try:
+        replicas.apply_once(
+            strategy, optimizer, lambda r: [tf.constant(1.0)], [weight]
+        )
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+if __name__ == "__main__":
+    made = tf.distribute.MultiWorkerMirroredStrategy()
+    print(json.dumps(globals()[sys.argv[1]](made)), flush=True)
+    # The peers may be gone; leaving in order would wait for them.
+    os._exit(0)

@@ -1,0 +1,196 @@
+"""Four real processes under MultiWorkerMirroredStrategy."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from tests import multi_worker_program as program
+from tests import training
+
+NUM_WORKERS = 4
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def _free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+class _Workers:
+    """Processes of one cluster, with their output in files."""
+
+    def __init__(self, case):
+        workers = [f"127.0.0.1:{port}" for port in _free_ports(NUM_WORKERS)]
+        self._output = [
+            (tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+"))
+            for _ in workers
+        ]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.multi_worker_program", case],
+                stdout=out,
+                stderr=err,
+                cwd=_ROOT,
+                env={
+                    **os.environ,
+                    "TF_CPP_MIN_LOG_LEVEL": "2",
+                    "TF_CONFIG": json.dumps(
+                        {
+                            "cluster": {"worker": workers},
+                            "task": {"type": "worker", "index": rank},
+                        }
+                    ),
+                },
+            )
+            for rank, (out, err) in enumerate(self._output)
+        ]
+
+    def wait(self, timeout_seconds):
+        """Exit codes; kills what still runs when the time is over."""
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            for process in self.processes:
+                process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            codes = [process.poll() for process in self.processes]
+            for process in self.processes:
+                process.kill()
+                process.wait()
+        return codes
+
+    def read(self, rank, stream):
+        file = self._output[rank][stream]
+        file.seek(0)
+        return file.read()
+
+    def results(self):
+        return [
+            json.loads(self.read(rank, 0).strip().splitlines()[-1])
+            for rank in range(NUM_WORKERS)
+        ]
+
+    def close(self):
+        for pair in self._output:
+            for file in pair:
+                file.close()
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What the four workers hold after all cases, one launch for all."""
+    workers = _Workers("cases")
+    codes = workers.wait(180)
+    assert codes == [0] * NUM_WORKERS, workers.read(0, 1)[-3000:]
+    found = workers.results()
+    workers.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["function", "eager"])
+@pytest.mark.parametrize("groups", program.GROUPS)
+def test_oracle(results, groups, mode):
+    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+    for rank, result in enumerate(results):
+        [members] = [group for group in assignment if rank in group]
+        dense, partly_none, table = result["oracle"][f"{groups}/{mode}"]
+        total = sum(10**r for r in members)
+        assert dense == [-total] * 3
+        assert partly_none == -sum(10**r for r in members if r != 2)
+        rows = sum((r + 1) * 10**r for r in members)
+        assert table == [[0, 0], [-rows, -rows], [0, 0], [0, 0]]
+
+
+def test_an_overflow_on_one_worker(results):
+    for result in results:
+        assert result["loss_scale"] == [0.0, 4.0]
+
+
+def test_a_worker_that_traces_again_by_itself(results):
+    for rank, result in enumerate(results):
+        assert result["retrace"] == [-33 if rank < 2 else -3300]
+
+
+def test_training_equals_one_device_on_the_groups_shards(results):
+    x, y = training.data()
+    for members in program.GROUPS["crossed"]:
+        rows = training.shard_rows(len(x), 64, NUM_WORKERS, members)
+        reference = training.train(
+            lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+            xy=(x[rows], y[rows]),
+            batch_size=32,
+        )[1]
+        for rank in members:
+            got = [[np.array(v)] for v in results[rank]["training"]]
+            assert training.deviation(got, reference) <= 1e-6
+        first, second = members
+        assert results[first]["training"] == results[second]["training"]
+
+
+def _check_killed(case, killed_rank):
+    workers = _Workers(case)
+    codes = {}
+    died_at = None
+    deadline = time.monotonic() + 150
+    while len(codes) < NUM_WORKERS and time.monotonic() < deadline:
+        for rank, process in enumerate(workers.processes):
+            if rank not in codes and process.poll() is not None:
+                codes[rank] = process.returncode
+                if rank == killed_rank:
+                    died_at = time.monotonic()
+                else:
+                    last_end = time.monotonic()
+        time.sleep(0.05)
+    workers.wait(0.1)
+    assert len(codes) == NUM_WORKERS, f"still running after 150 s: {codes}"
+    assert codes[killed_rank] == -9
+    seconds = last_end - died_at
+    print(f"\nthe others ended {seconds:.1f} s after worker {killed_rank}")
+    assert seconds < program.TIMEOUT_SECONDS + 10
+    for rank in codes:
+        if rank != killed_rank:
+            assert codes[rank] != 0
+            error = workers.read(rank, 1)
+            assert any(
+                text in error
+                for text in (
+                    f"/job:worker/replica:0/task:{killed_rank}",
+                    f"/job:worker/task:{killed_rank}",
+                    "leader task",
+                )
+            ), error[-3000:]
+    workers.close()
+
+
+def test_a_worker_is_killed():
+    _check_killed("killed", 3)
+
+
+@pytest.mark.full
+def test_the_chief_is_killed():
+    _check_killed("killed_chief", 0)
+
+
+def test_a_worker_that_does_not_take_part_is_named():
+    workers = _Workers("absent")
+    codes = workers.wait(120)
+    assert codes == [0] * NUM_WORKERS, workers.read(0, 1)[-3000:]
+    for message in workers.results()[:3]:
+        assert "Worker 3 did not say within 3 seconds" in message
+        assert "the_weight" in message
+    workers.close()
