@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_xshard
 from tests import replicas
@@ -141,8 +142,6 @@ def test_compile_options(compile_options):
 
 @pytest.mark.parametrize("strategy_name", ["none", "one_device"])
 def test_one_replica_is_plain_keras(strategy_name):
-    import tensorflow as tf
-
     strategy = (
         None
         if strategy_name == "none"
@@ -153,20 +152,49 @@ def test_one_replica_is_plain_keras(strategy_name):
     assert training.deviation(got, reference) == 0.0
 
 
-def test_ragged_last_batch():
-    """40 rows in batches of 16: the last 8 are 2 on each of 4 replicas."""
-    xy = training.data(40)
-    reference = training.train(
-        SETTINGS["sgd"], xy=xy, batch_size=16, num_steps=9
-    )[1]
+@pytest.mark.parametrize(
+    "num_rows, per_shard",
+    [(40, 2), (46, 4), (33, 1)],
+    ids=["equal", "ragged", "empty"],
+)
+def test_last_batch(num_rows, per_shard):
+    """Batches of 16 on 4 replicas: the last is 2 2 2 2, or 4 4 4 2, or 1 0 0 0.
+
+    The oracle is the mean of the replicas' losses; Keras' loss of no rows is 0,
+    finite everywhere.
+    """
+    x, y = training.data(num_rows)
     got = training.train(
         _wrapped(SETTINGS["sgd"]),
         replicas.mirrored(4),
-        xy=xy,
+        (x, y),
         batch_size=16,
-        num_steps=9,
+        num_steps=6,
     )[1]
-    assert training.deviation(got, reference) <= 1e-6
+    model = training.model()
+    optimizer = SETTINGS["sgd"]()
+    for start in (0, 16, 32, 0, 16, 32):
+        with tf.GradientTape() as tape:
+            losses = [
+                tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
+                for rows in (
+                    np.arange(first, min(first + size, num_rows))
+                    for size in [per_shard if start == 32 else 4]
+                    for first in range(start, start + 4 * size, size)
+                )
+                if len(rows)
+            ]
+            loss = tf.add_n(losses) / 4
+        optimizer.apply(
+            tape.gradient(loss, [v.value for v in model.trainable_variables]),
+            model.trainable_variables,
+        )
+    assert training.deviation(got, training.weights(model)) <= 1e-6
+    if num_rows == 40:
+        one = training.train(
+            SETTINGS["sgd"], xy=(x, y), batch_size=16, num_steps=6
+        )[1]
+        assert training.deviation(got, one) <= 1e-6
 
 
 def test_frozen_layer():

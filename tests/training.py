@@ -54,12 +54,8 @@ def train(
         )
         trained.optimizer.build(trained.trainable_variables)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy.OFF
-    )
     trained.fit(
-        dataset.with_options(options).repeat(),
+        dataset.repeat(),
         shuffle=False,
         steps_per_epoch=num_steps,
         verbose=0,

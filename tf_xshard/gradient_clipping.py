@@ -41,7 +41,11 @@ class _Clipping:
 
     @classmethod
     def from_config(cls, config: dict):
-        """The reverse of `get_config`."""
+        """The reverse of `get_config`.
+
+        Args:
+          config: What `get_config` returned.
+        """
         return cls(**config)
 
 
@@ -70,7 +74,7 @@ class clip_by_global_norm(_Clipping):  # noqa: N801 (used like a function)
 
     >>> clip = tf_xshard.clip_by_global_norm(1.0)
     >>> [(gradient, _)] = clip([(tf.constant([3.0, 4.0]), None)])
-    >>> gradient.numpy().round(3).tolist()
+    >>> [round(float(x), 3) for x in gradient]
     [0.6, 0.8]
 
     Source: Pascanu et al., "On the difficulty of training Recurrent Neural
@@ -115,7 +119,7 @@ class clip_by_norm(_Clipping):  # noqa: N801
 
     >>> clip = tf_xshard.clip_by_norm(1.0)
     >>> [(gradient, _)] = clip([(tf.constant([3.0, 4.0]), None)])
-    >>> gradient.numpy().round(3).tolist()
+    >>> [round(float(x), 3) for x in gradient]
     [0.6, 0.8]
 
     Source: `tf.clip_by_norm`.

@@ -1,0 +1,116 @@
+"""The commands, as a person runs them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tf_xshard import __main__ as cli
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def _run(*arguments, timeout_seconds=170):
+    return subprocess.run(
+        [sys.executable, "-m", "tf_xshard", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_seconds,
+        cwd=_ROOT,
+    )
+
+
+def test_demo(tmp_path):
+    """Fewer replicas and epochs than the default, which CI has no time for."""
+    picture = os.path.join(tmp_path, "groups.png")
+    run = _run(
+        "demo", "--replicas", "4", "--epochs", "3", "--plot", picture,
+        "--optimizer", "clipped",
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "All promises hold." in run.stdout
+    rows = {
+        line[:30].strip(): line
+        for line in run.stdout.splitlines()
+        if "max |dw|" not in line and "e-0" in line
+    }
+    assert "equal" in rows["CrossShardOptimizer, all"]
+    assert "equal" in rows["group 0, on its shards"]
+    assert "WRONG" in rows["a wrong reduction (on purpose)"]
+    assert os.path.getsize(picture) > 10_000
+
+
+def test_demo_notices_a_wrong_reduction():
+    """The exit code depends on the numbers: groups are ignored here."""
+    program = (
+        "import sys; import tf_xshard; from tf_xshard import __main__,"
+        " reduction, group_assignment as g; group_sum = reduction.group_sum;"
+        " reduction.group_sum = lambda *a, **k: group_sum(*a, **{**k, 'groups':"
+        " g.GroupAssignment.contiguous(4, 4)});"
+        " sys.exit(__main__.main(['demo', '--replicas', '4', '--epochs', '1',"
+        " '--optimizer', 'sgd']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+        cwd=_ROOT,
+    )
+    assert run.returncode == 1
+    assert "FAILED: group 0, on its shards" in run.stdout
+
+
+@pytest.mark.full
+def test_demo_defaults():
+    run = _run("demo")
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--replicas", "1"], "must be at least 2"),
+        (["--replicas", "6"], "divide the batch of 64"),
+        (["--groups", "3"], "divide the 8 replicas"),
+        (["--epochs", "0"], "must be at least 1"),
+        (["--optimizer", "nonsense"], "invalid choice"),
+    ],
+    ids=str,
+)
+def test_demo_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_doctor():
+    run = _run("doctor")
+    assert run.returncode == 0, run.stdout[-3000:]
+    lines = run.stdout.splitlines()
+    assert not [line for line in lines if line.startswith("FAIL")]
+    for path in (
+        "tf.function, [[2, 0], [3, 1]]: subgroup collectives",
+        "eager, [[2, 0], [3, 1]]: sum per group in merge_call",
+        "eager, [[2, 0], [3, 1]]: one-hot stack",
+        "MultiWorkerMirroredStrategy: 4 processes",
+    ):
+        assert [line for line in lines if path in line], path
+
+
+def test_doctor_finds_a_wrong_sum(monkeypatch, capsys):
+    from tests import replicas
+    from tf_xshard import doctor
+    from tf_xshard import reduction
+
+    monkeypatch.setattr(
+        reduction, "group_sum", lambda gradients, *_, **__: gradients
+    )
+    assert not doctor.check_strategy("broken", replicas.mirrored(4))
+    assert "FAIL  broken, tf.function, [[2, 0], [3, 1]]" in (
+        capsys.readouterr().out
+    )

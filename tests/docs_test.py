@@ -1,0 +1,104 @@
+"""Every public name is documented, and every example runs."""
+
+import doctest
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+
+ROOT = pathlib.Path(__file__).parent.parent
+MODULES = [
+    importlib.import_module(f"tf_xshard.{info.name}")
+    for info in pkgutil.walk_packages(tf_xshard.__path__)
+    if info.name != "__main__"
+] + [tf_xshard]
+GLOBALS = {"keras": keras, "np": np, "tf": tf, "tf_xshard": tf_xshard}
+
+
+def _examples():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for module in MODULES:
+        for test in finder.find(module, extraglobs=GLOBALS):
+            if test.examples:
+                yield pytest.param(test, id=test.name)
+
+
+@pytest.mark.parametrize("example", list(_examples()))
+def test_docstring_example(example):
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+    output = []
+    runner.run(example, out=output.append)
+    assert not runner.failures, "".join(output)
+
+
+def _public():
+    for name in tf_xshard.__all__:
+        value = getattr(tf_xshard, name)
+        if isinstance(value, type):
+            yield pytest.param(value, id=name)
+
+
+@pytest.mark.parametrize("value", list(_public()))
+def test_documented(value):
+    doc = inspect.getdoc(value)
+    for section in ("Args:", "Raises:", "Example:", "Source:"):
+        assert section in doc, f"{value.__name__} has no {section}"
+    for name in inspect.signature(value).parameters:
+        if name != "kwargs":
+            assert re.search(rf"^ +{name}: ", doc, re.M), name
+    for name, member in vars(value).items():
+        if name.startswith("_") or inspect.ismemberdescriptor(member):
+            continue
+        described = inspect.getdoc(getattr(value, name)) or ""
+        assert described, f"{value.__name__}.{name}"
+        if inspect.isfunction(member):
+            for argument in list(inspect.signature(member).parameters)[1:]:
+                assert f"{argument}: " in described, (
+                    f"{value.__name__}.{name}({argument})"
+                )
+
+
+def test_all_is_what_there_is():
+    assert len(set(tf_xshard.__all__)) == len(tf_xshard.__all__)
+    for name in tf_xshard.__all__:
+        assert hasattr(tf_xshard, name)
+
+
+def _readme_blocks():
+    text = (ROOT / "README.md").read_text()
+    for index, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.S)):
+        yield pytest.param(block, id=f"block{index}")
+
+
+@pytest.mark.parametrize("block", list(_readme_blocks()))
+def test_readme_example(block):
+    if "TPUClusterResolver" in block:
+        # Needs a TPU: that it compiles and that every name in it exists is what
+        # can be held here.
+        compile(block, "README.md", "exec")
+        for dotted in set(re.findall(r"tf(?:\.[A-Za-z_]\w*)+", block)):
+            value = tf
+            for part in dotted.split(".")[1:]:
+                value = getattr(value, part)
+        return
+    exec(compile(block, "README.md", "exec"), dict(GLOBALS))
+
+
+def test_readme_has_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    command = (
+        "python3 -m venv .venv && .venv/bin/python -m pip install"
+        " '.[cpu,{}]' && .venv/bin/python -m {}"
+    )
+    for extra, module in (("demo", "tf_xshard demo"), ("test", "pytest")):
+        assert command.format(extra, module) in text
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert command.format("test", "pytest") in ci

@@ -1,0 +1,106 @@
+"""The imports follow the data flow, and private names stay behind two doors."""
+
+import ast
+import pathlib
+
+import pytest
+
+import tf_xshard
+
+PACKAGE = pathlib.Path(tf_xshard.__file__).parent
+
+# From the first stage of the data to the last adapter. A module imports only
+# modules of lines above its own.
+LAYERS = (
+    ("version", "versions", "group_assignment", "communication"),
+    ("replica_context", "indexed_slices"),
+    ("transports.transport",),
+    (
+        "transports.collective",
+        "transports.merge_call",
+        "transports.one_hot",
+        "transports.tpu",
+    ),
+    ("transports",),
+    ("gradient_pattern", "gradient_clipping"),
+    ("reduction", "loss_scaling"),
+    ("inner_update",),
+    ("wrapper",),
+    ("cross_shard_optimizer",),
+    ("",),
+    ("logical_devices",),
+    ("demo", "doctor"),
+    ("__main__",),
+)
+DOORS = {
+    "tensorflow.python": "replica_context",
+    "keras.src": "inner_update",
+}
+
+
+def _modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        name = name.removesuffix("__init__").removesuffix(".")
+        yield name, ast.parse(path.read_text())
+
+
+def _imports(tree):
+    """Dotted names of all that is imported, `from a import b` as `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _layer_of(name):
+    for index, layer in enumerate(LAYERS):
+        if name in layer:
+            return index
+    return None
+
+
+def test_every_module_has_a_layer():
+    names = {name for name, _ in _modules()}
+    listed = [name for layer in LAYERS for name in layer]
+    assert names == set(listed) and len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("name, tree", list(_modules()), ids=lambda v: str(v)[:40])
+def test_imports_point_up(name, tree):
+    for imported in _imports(tree):
+        if not imported.startswith("tf_xshard"):
+            continue
+        target = imported.removeprefix("tf_xshard").removeprefix(".")
+        # `import tf_xshard` is the package; a public name is, too.
+        if _layer_of(target) is None:
+            target = target.rpartition(".")[0]
+        assert _layer_of(target) is not None, imported
+        if name == "":
+            continue
+        assert _layer_of(target) < _layer_of(name), (
+            f"tf_xshard/{name} imports {imported}, which comes later in the"
+            " data flow"
+        )
+
+
+@pytest.mark.parametrize("name, tree", list(_modules()), ids=lambda v: str(v)[:40])
+def test_private_names_have_one_door(name, tree):
+    for imported in _imports(tree):
+        for private, door in DOORS.items():
+            if imported.startswith(private):
+                assert name == door, f"{name} imports {imported}"
+
+
+def test_the_direction_test_can_fail():
+    tree = ast.parse("from tf_xshard import wrapper")
+    with pytest.raises(AssertionError, match="comes later"):
+        test_imports_point_up("reduction", tree)
+
+
+def test_no_module_is_long():
+    for path in PACKAGE.rglob("*.py"):
+        lines = len(path.read_text().splitlines())
+        assert lines <= 520, f"{path.name} has {lines} lines"

@@ -1,0 +1,98 @@
+"""Fails with the name when a new TensorFlow or Keras moves a private one."""
+
+import inspect
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tests import replicas
+from tf_xshard import doctor
+from tf_xshard import inner_update
+from tf_xshard import replica_context
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    replica_context.TF_PRIVATE_NAMES + inner_update.KERAS_PRIVATE_NAMES,
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_name(owner, name):
+    assert hasattr(owner, name), (
+        f"{owner.__name__}.{name} is gone from TensorFlow {tf.__version__} or"
+        f" Keras {keras.__version__}: see the comment beside it"
+    )
+
+
+def test_doctor_names_what_is_gone(monkeypatch):
+    assert doctor.missing_private_names() == []
+    monkeypatch.setattr(
+        inner_update, "KERAS_PRIVATE_NAMES", ((keras.Variable, "_gone"),)
+    )
+    [missing] = doctor.missing_private_names()
+    assert missing.endswith("Variable._gone")
+
+
+def test_keras_sums_in_one_place_only():
+    """A sum that a new Keras adds elsewhere would be a second one."""
+    source = inspect.getsource(inner_update._TFOptimizer)
+    assert source.count(".all_reduce(") == 1
+    base = inspect.getsource(inner_update._BaseOptimizer)
+    assert "all_reduce" not in base
+
+
+def test_attributes_of_instances():
+    optimizer = keras.optimizers.SGD()
+    for name in (
+        "_iterations",
+        "_distribution_strategy",
+        "_trainable_variables",
+        "_trainable_variables_indices",
+        "_var_key",
+        "_check_variables_are_known",
+        "_variables",
+        "_track_trackable",
+    ):
+        assert hasattr(optimizer, name), name
+    with replicas.mirrored(2).scope():
+        counter = keras.optimizers.SGD()._iterations
+    assert isinstance(counter.value, tf.distribute.DistributedValues)
+    assert (
+        counter.value.aggregation
+        == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    )
+
+
+def test_graphs_of_control_flow():
+    seen = []
+
+    @tf.function
+    def function(x):
+        def branch():
+            seen.append(tf.compat.v1.get_default_graph())
+            return x
+
+        def body(y):
+            seen.append(tf.compat.v1.get_default_graph())
+            return (y + 1,)
+
+        tf.cond(x > 0, branch, lambda: x)
+        return tf.while_loop(lambda y: y < 3, body, [x])
+
+    function(tf.constant(1))
+    branch, body = seen[0], seen[-1]
+    assert branch.is_control_flow_graph and body.is_control_flow_graph
+    assert not branch.outer_graph.is_control_flow_graph
+    assert type(body) is replica_context._func_graphs.WhileBodyFuncGraph
+    assert type(branch) is not type(body)
+
+
+def test_in_xla():
+    seen = []
+
+    def function():
+        seen.append(replica_context.in_xla())
+
+    tf.function(function, jit_compile=True).get_concrete_function()
+    tf.function(function).get_concrete_function()
+    assert seen == [True, False]

@@ -1,0 +1,66 @@
+"""Several replicas on one machine, for the demo, the doctor and benchmarks."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def use_logical_cpus(count: int) -> list[str]:
+    """Splits the CPU into logical devices.
+
+    Args:
+      count: How many, an int >= 1.
+
+    Returns:
+      Their names, for `tf.distribute.MirroredStrategy`.
+
+    Raises:
+      RuntimeError: If TensorFlow has been used already, which fixes devices.
+    """
+    [cpu, *_] = tf.config.list_physical_devices("CPU")
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * count
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{count} logical CPUs must be made before TensorFlow runs its first"
+            " operation."
+        ) from error
+    return [f"CPU:{index}" for index in range(count)]
+
+
+def best_strategy(num_replicas: int) -> tf.distribute.Strategy:
+    """The best strategy with several replicas that this machine offers.
+
+    Args:
+      num_replicas: Replicas wanted, an int >= 1. A TPU has as many as it has.
+
+    Returns:
+      A TPUStrategy where there is a TPU, a MirroredStrategy over GPUs where
+      there are at least `num_replicas`, else one over logical CPUs.
+    """
+    if tf.config.list_physical_devices("TPU"):
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
+        tf.config.experimental_connect_to_cluster(resolver)
+        topology = tf.tpu.experimental.initialize_tpu_system(resolver)
+        assignment = tf.tpu.experimental.DeviceAssignment.build(
+            topology, num_replicas=len(tf.config.list_logical_devices("TPU"))
+        )
+        return tf.distribute.TPUStrategy(
+            resolver, experimental_device_assignment=assignment
+        )
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) >= max(2, num_replicas):
+        return tf.distribute.MirroredStrategy(
+            [f"GPU:{index}" for index in range(num_replicas)]
+        )
+    return tf.distribute.MirroredStrategy(use_logical_cpus(num_replicas))
+
+
+def describe(strategy: tf.distribute.Strategy) -> str:
+    """A strategy in a few words, saying when a device is a logical CPU."""
+    devices = strategy.extended.worker_devices
+    kinds = sorted({device.split(":")[-2] for device in devices})
+    kind = "/".join("logical CPU" if k == "CPU" else k for k in kinds)
+    return f"{type(strategy).__name__} over {len(devices)} {kind}s"
