@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(tf_xshard.__file__).parent
 LAYERS = (
     ("version", "versions", "group_assignment", "communication"),
     ("replica_context", "indexed_slices"),
-    ("transports.transport",),
+    ("transports.transport", "transports.watchdog"),
     (
         "transports.collective",
         "transports.merge_call",

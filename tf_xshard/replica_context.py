@@ -28,6 +28,8 @@ TF_PRIVATE_NAMES = (
     (_eager_context.Context, "set_config_key_value"),
     (_eager_context.Context, "get_config_key_value"),
     (_eager_context.Context, "delete_config_key_value"),
+    # Ends collectives that wait for peers which don't come.
+    (_eager_context.Context, "abort_collective_ops"),
     # The thread that traces a replica, with `graph`, the graph of the replica
     # function. What lies between that and the current graph decides whether
     # replicas can meet: `is_control_flow_graph` of a FuncGraph, and this class.
@@ -254,3 +256,10 @@ def lookup(key: str, timeout_seconds: float) -> str:
 def withdraw(key: str) -> None:
     """Takes a value out of the cluster's key-value store."""
     _eager_context.context().delete_config_key_value(key)
+
+
+def abort_collectives(message: str) -> None:
+    """Makes every collective of this process fail, now and from now on."""
+    _eager_context.context().abort_collective_ops(
+        tf.errors.DEADLINE_EXCEEDED, message
+    )

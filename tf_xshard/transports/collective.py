@@ -24,25 +24,28 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import replica_context
 from tf_xshard.transports import transport
+from tf_xshard.transports import watchdog
 
 # tf.distribute counts its group keys up from 1 (its tests from multiples of
 # 100,000). A key that is used with two group sizes aborts every collective of
 # the process, so ours start far above.
 _FIRST_GROUP_KEY = 1 << 30
-_KEY_RANGE = 1 << 30
+_GROUP_KEYS = 1 << 30
 # Operations on one token run one after another, so several tokens are several
 # buckets in flight. NCCL needs one order on all devices, hence one token there.
 _IN_FLIGHT = 4
 # An instance key is bound to one shape for good. Rows of IndexedSlices are
 # padded to a power of two, whose exponent goes into the key's lowest bits.
 _EXPONENT_BITS = 5
+_FIRST_GATHER_KEY = 1 << 30
+_GATHER_KEYS = 1 << (30 - _EXPONENT_BITS)
 
 _tokens = {}
 _tokens_lock = threading.Lock()
 
 
 def _hash(*parts) -> int:
-    return zlib.crc32("|".join(map(str, parts)).encode()) % _KEY_RANGE
+    return zlib.crc32("|".join(map(str, parts)).encode())
 
 
 def _ordering_token(device: str, lane: int) -> tf.Tensor:
@@ -53,15 +56,9 @@ def _ordering_token(device: str, lane: int) -> tf.Tensor:
     """
     with _tokens_lock:
         if (device, lane) not in _tokens:
-            with tf.init_scope(), tf.device(device):
-                handle = tf.raw_ops.VarHandleOp(
-                    dtype=tf.float32,
-                    shape=[],
-                    container="",
-                    shared_name=f"tf_xshard_ordering_token_{lane}",
-                )
-                tf.raw_ops.AssignVariableOp(resource=handle, value=0.0)
-            _tokens[device, lane] = handle
+            _tokens[device, lane] = watchdog.host_variable(
+                device, f"tf_xshard_ordering_token_{lane}", tf.float32
+            )
         return _tokens[device, lane]
 
 
@@ -74,49 +71,67 @@ class _Group:
         self._device = here.device
         self._common = dict(
             group_size=len(members),
-            group_key=_FIRST_GROUP_KEY + _hash(*(names[r] for r in members)),
+            group_key=_FIRST_GROUP_KEY
+            + _hash(*(names[r] for r in members)) % _GROUP_KEYS,
             communication_hint="auto",
-            timeout_seconds=float(communication.timeout_seconds),
+            # See watchdog for the timeout.
+            timeout_seconds=0,
         )
+        self._timeout_seconds = float(communication.timeout_seconds)
         self._lanes = 1 if "GPU" in here.device else _IN_FLIGHT
 
-    def _arguments(self, position, *instance):
+    def _run(self, operation, position, tensor, instance_key) -> tf.Tensor:
         lane = position % self._lanes
-        return dict(
-            self._common,
-            instance_key=_hash(lane, *instance),
-            ordering_token=[_ordering_token(self._device, lane)],
+        return watchdog.run(
+            lambda: operation(
+                input=tensor,
+                instance_key=instance_key(lane),
+                ordering_token=[_ordering_token(self._device, lane)],
+            ),
+            tensor,
+            self._device,
+            lane,
+            self._timeout_seconds,
         )
 
     def all_reduce(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
-        return tf.raw_ops.CollectiveReduceV2(
-            input=tensor,
-            merge_op="Add",
-            final_op="Id",
-            **self._arguments(
-                position, "sum", tensor.dtype.name, tensor.shape.as_list()
+        return self._run(
+            functools.partial(
+                tf.raw_ops.CollectiveReduceV2,
+                merge_op="Add",
+                final_op="Id",
+                **self._common,
             ),
+            position,
+            tensor,
+            lambda lane: _hash(lane, tensor.dtype.name, tensor.shape.as_list())
+            % _FIRST_GATHER_KEY,
         )
 
     def all_gather(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates; an unknown number of rows must be a power of two."""
-        arguments = self._arguments(
-            position, "gather", tensor.dtype.name, tensor.shape.as_list()
-        )
-        if tensor.shape[0] is None:
+        name, shape = tensor.dtype.name, tensor.shape.as_list()
+        exponent = 0
+        if shape[0] is None:
             rows = tf.cast(tf.shape(tensor)[0], tf.float32)
             exponent = tf.cast(
                 tf.math.round(tf.math.log(rows) / tf.math.log(2.0)), tf.int32
             )
-            base = arguments["instance_key"] >> _EXPONENT_BITS << _EXPONENT_BITS
-            arguments["instance_key"] = base + exponent
+
+        def instance_key(lane):
+            key = _hash(lane, name, shape) % _GATHER_KEYS << _EXPONENT_BITS
+            return _FIRST_GATHER_KEY + key + exponent
+
         # CollectiveGatherV2 takes no bfloat16. It moves bytes and computes
         # nothing, so they may pass for float16's.
         dtype = tensor.dtype
         if dtype == tf.bfloat16:
             tensor = tf.bitcast(tensor, tf.float16)
+        operation = functools.partial(
+            tf.raw_ops.CollectiveGatherV2, **self._common
+        )
         return tf.bitcast(
-            tf.raw_ops.CollectiveGatherV2(input=tensor, **arguments), dtype
+            self._run(operation, position, tensor, instance_key), dtype
         )
 
 

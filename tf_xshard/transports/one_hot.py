@@ -10,6 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_xshard.transports import transport
+from tf_xshard.transports import watchdog
 
 
 def _group_sum(tensors, here, groups, communication):
@@ -29,14 +30,23 @@ def _group_sum(tensors, here, groups, communication):
         slots = tf.reshape(mine, [-1] + [1] * tensor.shape.rank)
         return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))
 
-    options = tf.distribute.experimental.CommunicationOptions(
-        timeout_seconds=float(communication.timeout_seconds)
-    )
-    sums = context.all_reduce(
-        tf.distribute.ReduceOp.SUM,
-        [stack(tensor) for tensor in tensors],
-        options,
-    )
+    def all_reduce(stacks):
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, stacks)
+
+    stacks = [stack(tensor) for tensor in tensors]
+    if here.kind == "tpu":
+        sums = all_reduce(stacks)
+    else:
+        sums = [
+            watchdog.run(
+                lambda one=one: all_reduce([one])[0],
+                one,
+                here.device,
+                0,
+                float(communication.timeout_seconds),
+            )
+            for one in stacks
+        ]
     return [tf.gather(total, index) for total in sums]
 
 

@@ -1,0 +1,194 @@
+"""Claim: a step costs no more with CrossShardOptimizer than with plain Keras.
+
+One process, MirroredStrategy over logical CPUs. Plain Keras twice and the
+wrapper, interleaved in blocks: `python -m benchmarks.step_time`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app
+from absl import flags
+
+import tf_xshard
+from benchmarks import measuring
+from tf_xshard import logical_devices
+
+_REPLICAS = flags.DEFINE_integer("replicas", 4, "logical CPUs")
+_BLOCKS = flags.DEFINE_integer("blocks", 9, "interleaved blocks", 5)
+_MODELS = flags.DEFINE_list(
+    "models", ["small", "convolutional", "large"], "which models to run"
+)
+
+BASELINE, AGAIN, OURS = "plain Keras", "plain Keras again", "wrapper"
+
+
+def _small():
+    return keras.Sequential(
+        [
+            keras.layers.Input((16,)),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def _convolutional():
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input((32, 32, 3)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.Conv2D(64, 3, strides=2, activation="relu"),
+            layers.Conv2D(64, 3, strides=2, activation="relu"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(1),
+        ]
+    )
+
+
+def _large():
+    """162 tensors, 52 million parameters."""
+    return keras.Sequential(
+        [keras.layers.Input((800,))]
+        + [keras.layers.Dense(800, activation="relu") for _ in range(80)]
+        + [keras.layers.Dense(800)]
+    )
+
+
+# Model, optimizer, rows per replica, steps per block.
+MODELS = {
+    "small": (_small, lambda: keras.optimizers.Adam(), 8, 150),
+    "convolutional": (_convolutional, lambda: keras.optimizers.Adam(), 8, 12),
+    "large": (_large, lambda: keras.optimizers.SGD(1e-3), 4, 3),
+}
+
+
+class _StepTimes(keras.callbacks.Callback):
+    """Seconds between the ends of two batches, each waited for."""
+
+    def on_train_begin(self, logs=None):
+        self.ends = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        float(logs["loss"])  # Waits until the step is done.
+        self.ends.append(time.perf_counter())
+
+
+def _batch(model, rows):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, *model.input_shape[1:])).astype("float32")
+    y = rng.normal(size=(rows, *model.output_shape[1:])).astype("float32")
+    return x, y
+
+
+def _fit(strategy, model, rows, steps):
+    """A function that times `steps` steps of `fit`."""
+    dataset = tf.data.Dataset.from_tensors(_batch(model, rows)).repeat()
+    times = _StepTimes()
+
+    def run():
+        model.fit(
+            dataset,
+            steps_per_epoch=steps + 1,
+            shuffle=False,
+            verbose=0,
+            callbacks=[times],
+        )
+        return np.diff(times.ends).tolist()
+
+    return run
+
+
+def _loop(strategy, model, rows, steps):
+    """A function that times `steps` steps of a custom loop."""
+    x, y = _batch(model, rows)
+    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    loss_fn = keras.losses.MeanSquaredError()
+
+    @tf.function
+    def step(batch):
+        def on_replica(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_fn(y, model(x, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            model.optimizer.apply_gradients(
+                zip(gradients, model.trainable_variables)
+            )
+            return loss
+
+        return strategy.run(on_replica, args=batch)
+
+    def run():
+        seconds = []
+        for _ in range(steps):
+            batch = next(batches)
+            start = time.perf_counter()
+            losses = strategy.experimental_local_results(step(batch))
+            for loss in losses:
+                float(loss)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    return run
+
+
+def _variants(strategy, how, model_fn, optimizer_fn, rows, steps):
+    variants = {}
+    for name in (BASELINE, AGAIN, OURS):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = model_fn()
+            optimizer = optimizer_fn()
+            if name == OURS:
+                optimizer = tf_xshard.CrossShardOptimizer(optimizer)
+            model.compile(optimizer=optimizer, loss="mse")
+            optimizer.build(model.trainable_variables)
+        variants[name] = how(strategy, model, rows, steps)
+        variants[name]()  # Traces and warms up, outside the timed blocks.
+    return variants
+
+
+def _measure(title, how, strategy, name):
+    model_fn, optimizer_fn, rows, steps = MODELS[name]
+    variants = _variants(
+        strategy,
+        how,
+        model_fn,
+        optimizer_fn,
+        rows * strategy.num_replicas_in_sync,
+        steps,
+    )
+    medians = measuring.interleaved(variants, _BLOCKS.value)
+    base = measuring.quartiles(medians[BASELINE])[1]
+    print(f"{name}, {title}: plain Keras {base * 1e3:.2f} ms a step")
+    for other in (AGAIN, OURS):
+        low, middle, high = measuring.quartiles(
+            measuring.ratios(medians, other, BASELINE)
+        )
+        more = measuring.quartiles(medians[other])[1] - base
+        print(
+            f"  {other:18} / plain Keras: {middle:.3f} (quartiles {low:.3f} to"
+            f" {high:.3f}), {more * 1e3:+.2f} ms"
+        )
+
+
+def main(argv):
+    del argv
+    tf.get_logger().setLevel("ERROR")
+    devices = logical_devices.use_logical_cpus(_REPLICAS.value)
+    strategy = tf.distribute.MirroredStrategy(devices)
+    measuring.print_setting(logical_devices.describe(strategy))
+    for name in _MODELS.value:
+        for title, how in (("fit", _fit), ("custom loop", _loop)):
+            _measure(title, how, strategy, name)
+            tf.keras.backend.clear_session()
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,129 @@
+"""A collective that waits too long fails, and the timeout costs no threads."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests import replicas
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+# Replica 1 never takes part. The failure aborts the process's collectives, hence
+# a process of its own.
+_PROGRAM = """
+import time
+import tensorflow as tf
+from tf_xshard import communication, group_assignment, logical_devices
+from tf_xshard import replica_context
+from tf_xshard.transports import collective
+
+strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
+groups = group_assignment.GroupAssignment([[0, 1]])
+
+@tf.function
+def step(both):
+    def on_replica():
+        here = replica_context.current()
+        if here.replica_id == 0 or both:
+            collective.TRANSPORT.group_sum(
+                [tf.constant(1.0)], here, groups,
+                communication.Communication(timeout_seconds=2))
+    strategy.run(on_replica)
+
+step(True)
+start = time.monotonic()
+try:
+    step(False)
+except tf.errors.DeadlineExceededError as error:
+    assert 2 <= time.monotonic() - start < 6, time.monotonic() - start
+    assert "waited longer than 2.0 seconds" in str(error), error
+    print("ended")
+"""
+
+
+def test_a_missing_replica_is_an_error_after_the_timeout():
+    run = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=90,
+        cwd=_ROOT,
+    )
+    assert run.stdout.strip().endswith("ended"), run.stderr[-3000:]
+    # Also where nobody catches the error.
+    assert "waited longer than 2.0 seconds for the other" in run.stderr
+
+
+def _num_threads():
+    with open("/proc/self/status") as status:
+        [line] = [one for one in status if one.startswith("Threads:")]
+    return int(line.split()[1])
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="needs Linux"
+)
+def test_a_timeout_costs_no_threads():
+    """TensorFlow's own starts two per collective, for the whole timeout."""
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
+        optimizer.build([weight])
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
+
+    step()
+    before = _num_threads()
+    for _ in range(50):
+        step()
+    assert _num_threads() <= before + 10
+    watchdogs = [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "tf_xshard_watchdog"
+    ]
+    assert len(watchdogs) == 1
+
+
+def test_waiting_for_nothing_is_no_timeout():
+    """Between two steps, and while inputs are computed, no time counts.
+
+    The two sleeps run one after the other: the first replica's collective waits
+    one second for the second's, two after the step began.
+    """
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0),
+            communication=tf_xshard.Communication(timeout_seconds=1.5),
+        )
+
+    def slow():
+        time.sleep(1.0)
+        return 1.0
+
+    @tf.function
+    def step():
+        def on_replica():
+            gradient = tf.py_function(slow, [], tf.float32)
+            gradient = tf.ensure_shape(gradient, [])
+            optimizer.apply([gradient / 2], [weight])
+
+        strategy.run(on_replica)
+
+    step()
+    time.sleep(2.0)
+    step()
+    assert replicas.values(strategy, weight) == [-2.0, -2.0]
