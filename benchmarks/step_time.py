@@ -63,7 +63,7 @@ def _large():
 # Model, optimizer, rows per replica, steps per block.
 MODELS = {
     "small": (_small, lambda: keras.optimizers.Adam(), 8, 150),
-    "convolutional": (_convolutional, lambda: keras.optimizers.Adam(), 8, 12),
+    "convolutional": (_convolutional, lambda: keras.optimizers.Adam(), 48, 8),
     "large": (_large, lambda: keras.optimizers.SGD(1e-3), 4, 3),
 }
 

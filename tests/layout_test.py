@@ -24,7 +24,7 @@ LAYERS = (
     ("transports",),
     ("gradient_pattern", "gradient_clipping"),
     ("reduction", "loss_scaling"),
-    ("inner_update",),
+    ("inner_update", "delegation"),
     ("wrapper",),
     ("cross_shard_optimizer",),
     ("",),
@@ -103,4 +103,4 @@ def test_the_direction_test_can_fail():
 def test_no_module_is_long():
     for path in PACKAGE.rglob("*.py"):
         lines = len(path.read_text().splitlines())
-        assert lines <= 520, f"{path.name} has {lines} lines"
+        assert lines <= 450, f"{path.name} has {lines} lines"

@@ -83,9 +83,10 @@ def agree(
         )
         if here.num_processes == 1:
             return _Opaque(local)
-        if eager or local not in known:
-            known[local] = _exchange(local, names, here, timeout_seconds)
-        return _Opaque(known[local])
+        key = tuple(names), local
+        if eager or key not in known:
+            known[key] = _exchange(local, names, here, timeout_seconds)
+        return _Opaque(known[key])
 
     eager = tf.executing_eagerly()
     patterns = _merge_call(in_cross_replica_context, _Opaque(own), here).value

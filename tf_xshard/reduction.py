@@ -104,7 +104,7 @@ def group_sum(
         return list(gradients)
     patterns = gradient_pattern.agree(
         gradients,
-        [variable.name for variable in variables],
+        [getattr(v, "path", v.name) for v in variables],
         here,
         communication.timeout_seconds,
         known_patterns,
@@ -133,7 +133,7 @@ def group_sum(
         for i in range(len(variables))
     ]
     result = [None] * len(variables)
-    summed = _sum_dense(
+    summed = sum_dense(
         [_as_dense(gradients[i], variables[i], dtypes[i]) for i in dense],
         transport,
         (here, groups, communication),
@@ -167,7 +167,17 @@ def _as_sparse(gradient, variable, dtype) -> tf.IndexedSlices:
     return gradient
 
 
-def _sum_dense(tensors, transport, where) -> list[tf.Tensor]:
+def sum_dense(tensors, transport, where) -> list[tf.Tensor]:
+    """The group sums of dense tensors, packed into buckets where that helps.
+
+    Args:
+      tensors: This replica's tensors.
+      transport: The `Transport` to use.
+      where: A tuple of `Here`, `GroupAssignment` and `Communication`.
+
+    Returns:
+      The sums, in the order of `tensors` and in their types.
+    """
     if not tensors:
         return []
     here, groups, communication = where

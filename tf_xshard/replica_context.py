@@ -79,7 +79,7 @@ def kind_of(strategy: tf.distribute.Strategy) -> str:
         return "mirrored"
     if isinstance(strategy, _TPU):
         return "tpu"
-    if isinstance(strategy, _ONE_DEVICE) or _is_default(strategy):
+    if isinstance(strategy, _ONE_DEVICE) or is_default(strategy):
         return "single"
     raise ValueError(
         f"tf_xshard does not support {type(strategy).__name__}. Supported:"
@@ -88,7 +88,8 @@ def kind_of(strategy: tf.distribute.Strategy) -> str:
     )
 
 
-def _is_default(strategy) -> bool:
+def is_default(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this is the strategy of code outside any scope."""
     # The default strategy's class is not exported, the object itself is: it is
     # what get_strategy answers in a new thread of control, outside any scope.
     with tf.Graph().as_default():
