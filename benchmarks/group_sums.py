@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 from absl import app
 from absl import flags
+from absl import logging
 
 from benchmarks import measuring
 from tf_xshard import communication as communication_lib
@@ -30,7 +31,7 @@ from tf_xshard.transports import collective
 from tf_xshard.transports import one_hot
 
 _BLOCKS = flags.DEFINE_integer("blocks", 5, "interleaved blocks", 5)
-_STEPS = flags.DEFINE_integer("steps", 3, "steps a block")
+_STEPS = flags.DEFINE_integer("steps", 2, "steps a block")
 _WORKER = flags.DEFINE_bool("worker", False, "for the program's own use")
 
 NUM_WORKERS = 4
@@ -80,6 +81,9 @@ def _loopback_bytes() -> int:
 
 
 def _worker():
+    # Its info lines name every collective that is traced.
+    tf.get_logger().setLevel("ERROR")
+    logging.set_verbosity(logging.ERROR)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank = strategy.cluster_resolver.task_id
     variables = [tf.Variable(tf.fill(s, 10.0**rank)) for s in SHAPES]
