@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
+from tests import replicas
 from tf_xshard import __main__ as cli
+from tf_xshard import doctor
+from tf_xshard import reduction
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -92,25 +95,20 @@ def test_doctor():
     run = _run("doctor")
     assert run.returncode == 0, run.stdout[-3000:]
     lines = run.stdout.splitlines()
+    pairs = doctor.shuffled_groups(4)[0]
     assert not [line for line in lines if line.startswith("FAIL")]
     for path in (
-        "tf.function, [[2, 0], [3, 1]]: subgroup collectives",
-        "eager, [[2, 0], [3, 1]]: sum per group in merge_call",
-        "eager, [[2, 0], [3, 1]]: one-hot stack",
+        f"tf.function, {pairs}: subgroup collectives",
+        f"eager, {pairs}: sum per group in merge_call",
+        f"eager, {pairs}: one-hot stack",
         "MultiWorkerMirroredStrategy: 4 processes",
     ):
         assert [line for line in lines if path in line], path
 
 
 def test_doctor_finds_a_wrong_sum(monkeypatch, capsys):
-    from tests import replicas
-    from tf_xshard import doctor
-    from tf_xshard import reduction
-
     monkeypatch.setattr(
         reduction, "group_sum", lambda gradients, *_, **__: gradients
     )
     assert not doctor.check_strategy("broken", replicas.mirrored(4))
-    assert "FAIL  broken, tf.function, [[2, 0], [3, 1]]" in (
-        capsys.readouterr().out
-    )
+    assert "FAIL  broken, tf.function, [[" in capsys.readouterr().out

@@ -25,10 +25,20 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.fixture(scope="session")
-def full(request) -> bool:
-    """Whether --full was given."""
-    return request.config.getoption("--full")
+_REPORT = []
+
+
+@pytest.fixture
+def report():
+    """A function that prints a line at the end of the run."""
+    return _REPORT.append
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _REPORT:
+        terminalreporter.section("measured")
+        for line in _REPORT:
+            terminalreporter.write_line(line)
 
 
 def pytest_configure(config):

@@ -210,7 +210,8 @@ def test_tf_variables():
 
 
 def test_multi_worker_strategy_over_local_devices():
-    tf.distribute.MultiWorkerMirroredStrategy._collective_key_base += 100_000
+    # Away from the keys of tests/replicas.py.
+    tf.distribute.MultiWorkerMirroredStrategy._collective_key_base = 50_000_000
     strategy = tf.distribute.MultiWorkerMirroredStrategy._from_local_devices(
         [f"/device:CPU:{i}" for i in range(4)]
     )
@@ -252,9 +253,7 @@ def test_hooks_see_unscaled_gradients():
 
     def record(stage):
         def function(pairs):
-            [(gradient, variable)] = pairs
-            variable_value = tf.convert_to_tensor(variable)
-            del variable_value
+            [(gradient, _)] = pairs
             seen.setdefault(stage, {})[replicas.replica_id()] = float(gradient)
             return pairs
 
@@ -287,6 +286,28 @@ def test_hooks_see_unscaled_gradients():
         assert seen["pre"] == {0: 1, 1: 10, 2: 100, 3: 1000}
         assert seen["post"] == {0: 5.5, 1: 5.5, 2: 550, 3: 550}
         assert replicas.values(strategy, weight) == [-5.5, -5.5, -550, -550]
+
+
+@pytest.mark.parametrize("argument", ["pre_reduce", "post_reduce"])
+def test_a_hook_that_does_nothing_changes_nothing_in_float16(argument):
+    """Nor does it overflow where the gradient itself would not."""
+    strategy = replicas.mirrored(2)
+    for hook in (None, lambda pairs: pairs):
+        with strategy.scope():
+            weight = keras.Variable(0.0, dtype="float16")
+            optimizer = tf_xshard.CrossShardOptimizer(
+                keras.optimizers.LossScaleOptimizer(
+                    SGD(1.0 / 16), initial_scale=2.0**13
+                ),
+                **{argument: hook},
+            )
+        replicas.apply_once(
+            strategy,
+            optimizer,
+            lambda r: [tf.constant(5.0 / 2 * 2**13, tf.float16)],
+            [weight],
+        )
+        assert replicas.values(strategy, weight) == [-0.3125] * 2
 
 
 @pytest.mark.parametrize("argument", ["pre_reduce", "post_reduce"])

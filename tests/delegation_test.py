@@ -142,6 +142,46 @@ def test_exclude_from_weight_decay():
     assert (float(kernel), float(bias)) == (0.5, 1.0)
 
 
+def test_an_inner_apply_gradients_is_called():
+    class Doubling(O.SGD):
+        def apply_gradients(self, grads_and_vars):
+            return super().apply_gradients(
+                [(2 * g, v) for g, v in grads_and_vars]
+            )
+
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = tf_xshard.CrossShardOptimizer(Doubling(1.0))
+    replicas.apply_once(
+        strategy, optimizer, lambda r: [tf.constant(1.0 + r)], [weight]
+    )
+    assert replicas.values(strategy, weight) == [-6.0, -6.0]
+
+
+def test_static_loss_scale_with_indexed_slices():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        table = keras.Variable(np.zeros([2, 1]), dtype="float32")
+        optimizer = tf_xshard.CrossShardOptimizer(
+            O.SGD(1.0, loss_scale_factor=8.0)
+        )
+    replicas.apply_once(
+        strategy,
+        optimizer,
+        lambda r: [
+            tf.IndexedSlices(
+                tf.fill([2, 1], 8.0 * (r + 1) / 2),
+                tf.constant([1, 1]),
+                tf.constant([2, 1]),
+            )
+        ],
+        [table],
+    )
+    for got in replicas.values(strategy, table):
+        assert got.tolist() == [[0.0], [-3.0]]
+
+
 def test_constraints():
     strategy = replicas.mirrored(2)
     with strategy.scope():

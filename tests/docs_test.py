@@ -88,7 +88,7 @@ def test_readme_example(block):
             value = tf
             for part in dotted.split(".")[1:]:
                 value = getattr(value, part)
-        return
+        pytest.skip("the rest needs an accelerator")
     exec(compile(block, "README.md", "exec"), dict(GLOBALS))
 
 

@@ -80,10 +80,10 @@ def _wrapped(optimizer_fn):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_fit_on_2_4_8_replicas(name):
+def test_fit_on_2_4_8_replicas(name, report):
     optimizer_fn = SETTINGS[name]
     reference, tolerance, moved = _reference(optimizer_fn)
-    line = f"\n{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
+    line = f"{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
     for num_replicas in (2, 4, 8):
         _, got = training.train(
             _wrapped(optimizer_fn), replicas.mirrored(num_replicas)
@@ -97,17 +97,17 @@ def test_fit_on_2_4_8_replicas(name):
         line += f"; plain Keras on 4: {difference:.1e}"
         # Keras mended this: remove the row.
         assert (difference > 1e-3) == ("clip" in name), line
-    print(line)
+    report(line)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_optimizer(name):
+def test_every_other_optimizer(name, report):
     optimizer_fn = OTHERS[name]
     reference, tolerance, moved = _reference(optimizer_fn)
     _, got = training.train(_wrapped(optimizer_fn), replicas.mirrored(4))
     difference = training.deviation(got, reference)
-    print(
-        f"\n{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
+    report(
+        f"{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
         f" 4 replicas {difference:.1e}"
     )
     assert difference <= tolerance

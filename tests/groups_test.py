@@ -43,7 +43,7 @@ def _alone(members):
 
 @pytest.mark.parametrize("group_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "shuffled"])
-def test_groups_train_apart(layout, group_size):
+def test_groups_train_apart(layout, group_size, report):
     groups = _groups(layout, group_size)
     strategy = replicas.mirrored(NUM_REPLICAS)
     model, weights = training.train(
@@ -64,10 +64,33 @@ def test_groups_train_apart(layout, group_size):
             largest,
             training.deviation(weights, _alone(members), members),
         )
-    print(f"\n{groups!r}: max |dw| from one device {largest:.1e}")
+    report(f"{groups!r}: max |dw| from one device {largest:.1e}")
     assert largest <= 1e-6
     for group, other in zip(list(groups), list(groups)[1:]):
         assert np.abs(weights[0][group[0]] - weights[0][other[0]]).max() > 1e-3
+
+
+def test_moving_averages_of_groups_survive_the_end_of_fit():
+    """`fit` ends with each replica's own average in its weights."""
+    x, y = training.data()
+
+    def averaged():
+        return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
+
+    groups = [[0, 3], [2, 1]]
+    _, weights = training.train(
+        lambda: tf_xshard.CrossShardOptimizer(
+            averaged(), group_assignment=groups
+        ),
+        replicas.mirrored(4),
+    )
+    for members in groups:
+        rows = training.shard_rows(len(x), training.BATCH_SIZE, 4, members)
+        alone = training.train(
+            averaged, xy=(x[rows], y[rows]), batch_size=32
+        )[1]
+        assert training.deviation(weights, alone, members) <= 1e-6
+    assert np.abs(weights[0][0] - weights[0][1]).max() > 1e-3
 
 
 def test_three_groups_of_two():

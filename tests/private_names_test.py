@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 from tests import replicas
-from tf_xshard import doctor
 from tf_xshard import inner_update
 from tf_xshard import replica_context
 
@@ -22,15 +21,6 @@ def test_name(owner, name):
         f"{owner.__name__}.{name} is gone from TensorFlow {tf.__version__} or"
         f" Keras {keras.__version__}: see the comment beside it"
     )
-
-
-def test_doctor_names_what_is_gone(monkeypatch):
-    assert doctor.missing_private_names() == []
-    monkeypatch.setattr(
-        inner_update, "KERAS_PRIVATE_NAMES", ((keras.Variable, "_gone"),)
-    )
-    [missing] = doctor.missing_private_names()
-    assert missing.endswith("Variable._gone")
 
 
 def test_keras_sums_in_one_place_only():

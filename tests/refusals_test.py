@@ -148,6 +148,52 @@ def test_an_outer_loss_scale_optimizer_on_one_device_is_fine():
     assert training.deviation(got, reference) == 0.0
 
 
+def test_an_outer_loss_scale_optimizer_around_a_multi_optimizer():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        outer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(CrossShardOptimizer(SGD(1.0)))
+            )
+        )
+    with pytest.raises(ValueError, match="LossScaleOptimizer is around"):
+        replicas.apply_once(
+            strategy, outer, lambda r: [tf.constant(1.0)], [weight]
+        )
+    assert replicas.values(strategy, weight) == [1.0, 1.0]
+
+
+def test_two_loss_scale_optimizers_on_one_device():
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    with pytest.raises(ValueError, match="both scale the loss"):
+        training.train(
+            lambda: CrossShardOptimizer(
+                keras.optimizers.LossScaleOptimizer(SGD(0.1))
+            )
+        )
+
+
+def test_a_refused_wrapper_leaves_the_inner_optimizer_as_it_was():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        plain, wrapped = SGD(1.0), CrossShardOptimizer(SGD(1.0))
+        for inner in (plain, wrapped):
+            weight = keras.Variable(0.0)
+            with pytest.raises(ValueError, match="is for 4 replicas"):
+                CrossShardOptimizer(
+                    inner, group_assignment=[[0, 1], [2, 3]]
+                )
+            inner.build([weight])
+    for inner in (plain, wrapped):
+        weight = inner._trainable_variables[0]
+        replicas.apply_once(
+            strategy, inner, lambda r: [tf.constant(r + 1.0)], [weight]
+        )
+        # "global" arrives halved: the mean of 2 and 4; plain Keras sums.
+        assert replicas.values(strategy, weight) == [-3.0, -3.0]
+
+
 def test_parameter_server_strategy():
     class Unconnected(tf.distribute.ParameterServerStrategy):
         def __init__(self):  # No server runs in this test.
@@ -359,6 +405,11 @@ def test_versions(version, outcome):
             check()
     else:
         check()
+
+
+def test_a_private_name_that_moved():
+    with pytest.raises(ImportError, match="Variable._gone"):
+        versions.check_names(((keras.Variable, "_gone"),))
 
 
 def test_no_tensorflow(monkeypatch):

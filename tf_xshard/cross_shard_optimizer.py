@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
@@ -145,6 +146,11 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
                 "communication must be a tf_xshard.Communication, got"
                 f" {communication!r}."
             )
+        if tf.distribute.has_strategy():
+            _groups_for(
+                group_assignment,
+                tf.distribute.get_strategy().num_replicas_in_sync,
+            )
         super().__init__(
             inner_optimizer,
             loss_normalization=loss_normalization,
@@ -157,8 +163,6 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         self._post_reduce = post_reduce
         self._communication = communication
         self._set_untracked("_known_patterns", {})
-        if tf.distribute.has_strategy():
-            self._groups(tf.distribute.get_strategy().num_replicas_in_sync)
 
     @property
     def reduction(self) -> str:
@@ -170,32 +174,14 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         """The groups, or None for one group of all replicas."""
         return self._group_assignment
 
-    def _groups(self, num_replicas) -> group_assignment_lib.GroupAssignment:
-        groups = self._group_assignment
-        if groups is None:
-            return group_assignment_lib.GroupAssignment.contiguous(
-                num_replicas, num_replicas
-            )
-        if groups.num_replicas != num_replicas:
-            raise ValueError(
-                f"group_assignment {groups.to_list()} is for"
-                f" {groups.num_replicas} replicas, and the strategy"
-                f" {type(tf.distribute.get_strategy()).__name__} has"
-                f" {num_replicas}. Give one for {num_replicas} (a saved model:"
-                " load it with compile=False and compile it anew), and use the"
-                " optimizer under the strategy that it was written for."
-            )
-        return groups
-
     def _step(self, gradients, variables, here: replica_context.Here) -> None:
-        groups = self._groups(here.num_replicas)
+        groups = _groups_for(self._group_assignment, here.num_replicas)
         arriving = self._arriving_divisor(here)
         gradients = reduction_lib.standardized(gradients, variables)
         scales_loss = inner_update.loss_scale_optimizer_in(self.inner_optimizer)
         finite = loss_scaling.all_finite(gradients) if scales_loss else None
         if self._pre_reduce is not None:
             gradients = self._call("pre_reduce", gradients, variables, arriving)
-            arriving = 1
         gradients = reduction_lib.group_sum(
             gradients,
             variables,
@@ -204,10 +190,10 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             communication=self._communication,
             known_patterns=self._known_patterns,
         )
-        mean = 1 / groups.group_size
-        factor = arriving * (mean if self._reduction == "mean" else 1)
+        size = groups.group_size
+        factor = arriving / (size if self._reduction == "mean" else 1)
         gradients = [
-            reduction_lib.scaled(g, mean if _is_overwritten(v) else factor)
+            reduction_lib.scaled(g, 1 / size if _is_overwritten(v) else factor)
             for g, v in zip(gradients, variables, strict=True)
         ]
         if self._post_reduce is not None:
@@ -223,13 +209,17 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
 
     def _call(self, argument, gradients, variables, multiplier) -> list:
         """Lets a user's function see unscaled gradients."""
-        scale = self.inner_optimizer.scale_loss(1.0)
+        loss_scale = self.inner_optimizer.scale_loss(1.0)
 
         def unscaled(values):
             if values.dtype.size < 4:
                 values = tf.cast(values, tf.float32)
-            values = reduction_lib.scaled(values, multiplier)
-            return values / tf.cast(scale, values.dtype)
+            factor = tf.cast(multiplier / loss_scale, values.dtype)
+            return values * factor
+
+        def scaled_again(values, dtype):
+            factor = tf.cast(loss_scale / multiplier, values.dtype)
+            return tf.cast(values * factor, dtype)
 
         present = [
             i
@@ -257,12 +247,30 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         result = list(gradients)
         for i, (gradient, _) in zip(present, taken, strict=True):
             result[i] = indexed_slices.map_values(
-                lambda values, i=i: tf.cast(
-                    values * tf.cast(scale, values.dtype), gradients[i].dtype
-                ),
+                lambda values, i=i: scaled_again(values, gradients[i].dtype),
                 gradient,
             )
         return result
+
+    def save_own_variables(self, store) -> None:
+        """Saves this optimizer's own variables; Keras walks to the inner one.
+
+        Says so once where only the values of replica 0's group are saved.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        groups = self._group_assignment
+        if groups is not None and groups.num_groups > 1:
+            logging.log_first_n(
+                logging.WARNING,
+                "%s trains %d groups, whose variables differ. Keras and"
+                " TensorFlow save those of replica 0 only.",
+                1,
+                self.name,
+                groups.num_groups,
+            )
+        super().save_own_variables(store)
 
     def get_config(self) -> dict:
         """The arguments, for serialization.
@@ -306,6 +314,25 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
                 **config["communication"]
             )
         return super().from_config(config, custom_objects)
+
+
+def _groups_for(
+    groups: group_assignment_lib.GroupAssignment | None, num_replicas: int
+) -> group_assignment_lib.GroupAssignment:
+    if groups is None:
+        return group_assignment_lib.GroupAssignment.contiguous(
+            num_replicas, num_replicas
+        )
+    if groups.num_replicas != num_replicas:
+        raise ValueError(
+            f"group_assignment {groups.to_list()} is for"
+            f" {groups.num_replicas} replicas, and the strategy"
+            f" {type(tf.distribute.get_strategy()).__name__} has"
+            f" {num_replicas}. Give one for {num_replicas} (a saved model:"
+            " load it with compile=False and compile it anew), and use the"
+            " optimizer under the strategy that it was written for."
+        )
+    return groups
 
 
 def _is_overwritten(variable) -> bool:

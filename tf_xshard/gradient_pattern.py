@@ -48,7 +48,7 @@ def of(gradients: Sequence) -> Pattern:
 
 def agree(
     gradients: Sequence,
-    names: Sequence[str],
+    variables: Sequence,
     here: replica_context.Here,
     timeout_seconds: float,
     known: dict,
@@ -57,7 +57,7 @@ def agree(
 
     Args:
       gradients: This replica's, one per variable.
-      names: The variables' names, for messages.
+      variables: The variables they belong to.
       here: Where the code runs.
       timeout_seconds: How long to wait for other processes.
       known: The answers that one optimizer got while it was traced, kept by it.
@@ -73,6 +73,8 @@ def agree(
       ValueError: If replicas apply other numbers of gradients or other types.
     """
     own = of(gradients)
+    names = [getattr(v, "path", v.name) for v in variables]
+    shapes = [list(v.shape) for v in variables]
     if here.kind == "tpu":
         # One program is traced for all replicas.
         return (own,) * here.num_replicas
@@ -85,7 +87,9 @@ def agree(
             return _Opaque(local)
         key = tuple(names), local
         if eager or key not in known:
-            known[key] = _exchange(local, names, here, timeout_seconds)
+            known[key] = _exchange(
+                local, names, shapes, here, timeout_seconds
+            )
         return _Opaque(known[key])
 
     eager = tf.executing_eagerly()
@@ -126,7 +130,7 @@ def _check_consistent(patterns, names):
             )
 
 
-def _exchange(local, names, here, timeout_seconds):
+def _exchange(local, names, shapes, here, timeout_seconds):
     """Tells the other processes about this one's replicas, and hears of them.
 
     Exchanges are paired by their number, counted per number of variables.
@@ -135,12 +139,16 @@ def _exchange(local, names, here, timeout_seconds):
         number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
     prefix = f"tf_xshard/gradient_pattern/{len(names)}"
     replica_context.publish(
-        f"{prefix}/{number}/{here.process_id}", json.dumps(local)
+        f"{prefix}/{number}/{here.process_id}", json.dumps([shapes, local])
     )
     patterns = []
     for process in range(here.num_processes):
         patterns += _hear(
-            f"{prefix}/{number}/{process}", process, names, timeout_seconds
+            f"{prefix}/{number}/{process}",
+            process,
+            names,
+            shapes,
+            timeout_seconds,
         )
     if number:
         # Whoever answered in this round has read all of the one before.
@@ -148,7 +156,7 @@ def _exchange(local, names, here, timeout_seconds):
     return tuple(patterns)
 
 
-def _hear(key, process, names, timeout_seconds):
+def _hear(key, process, names, shapes, timeout_seconds):
     try:
         answer = replica_context.lookup(key, timeout_seconds)
     except tf.errors.OpError as error:
@@ -159,7 +167,13 @@ def _hear(key, process, names, timeout_seconds):
             " ended, hangs, or traces another step than this worker. See its"
             " output; all workers must run the same steps."
         ) from error
+    their_shapes, patterns = json.loads(answer)
+    if their_shapes != shapes:
+        raise RuntimeError(
+            f"Worker {process} applies gradients of shapes {their_shapes} where"
+            f" this one applies {shapes} ({', '.join(names[:5])}). All workers"
+            " must call their optimizers in the same order."
+        )
     return [
-        tuple(tuple(entry) for entry in pattern)
-        for pattern in json.loads(answer)
+        tuple(tuple(entry) for entry in pattern) for pattern in patterns
     ]

@@ -21,6 +21,9 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer as _TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer as _BaseOptimizer
 from keras.src.utils import tracking as _tracking
 
+from tf_xshard import indexed_slices
+from tf_xshard import versions
+
 # Keras' private names, each with the reason. Seen in 3.12 to 3.15.
 # tests/private_names_test.py fails with the name when a version moves one.
 KERAS_PRIVATE_NAMES = (
@@ -31,7 +34,6 @@ KERAS_PRIVATE_NAMES = (
     (_TFOptimizer, "_backend_update_step"),
     (_TFOptimizer, "_apply_weight_decay"),
     (_TFOptimizer, "_backend_increment_gradient_accumulators"),
-    (_TFOptimizer, "_overwrite_model_variables_with_average_value"),
     (_BaseOptimizer, "_backend_update_step"),
     (_BaseOptimizer, "_apply_weight_decay"),
     (_BaseOptimizer, "_backend_increment_gradient_accumulators"),
@@ -92,13 +94,14 @@ def make_local(optimizer: keras.optimizers.Optimizer) -> None:
       TypeError: If an optimizer reduces gradients by itself in a way that can't
         be taken out.
     """
-    for one in list(descendants(optimizer)):
-        if is_wrapper(one):
-            continue
+    found = [one for one in descendants(optimizer) if not is_wrapper(one)]
+    # All are looked at before any is changed.
+    for one in found:
+        _refuse_own_reduction(one)
+    for one in found:
         if isinstance(one, keras.optimizers.LossScaleOptimizer):
             _change_class(one, _LocalLossScale)
             continue
-        _refuse_own_reduction(one)
         _change_class(one, _Local)
         if type(one._iterations) is keras.Variable:
             one._iterations.__class__ = _ReplicaLocalVariable
@@ -185,17 +188,28 @@ class _Local(keras.optimizers.Optimizer):
     def _overwrite_model_variables_with_average_value(
         self, trainable_variables
     ):
-        # At the end of fit, in cross-replica context, Keras' own version writes
-        # each replica's average into that replica's variable. BaseOptimizer's
-        # would write replica 0's into all.
-        version = (
-            _TFOptimizer
-            if tf.distribute.in_cross_replica_context()
-            else _BaseOptimizer
-        )
-        return version._overwrite_model_variables_with_average_value(
-            self, trainable_variables
-        )
+        strategy = self._distribution_strategy
+        if strategy.num_replicas_in_sync == 1 or (
+            tf.distribute.has_strategy()
+            and not tf.distribute.in_cross_replica_context()
+        ):
+            return _BaseOptimizer._overwrite_model_variables_with_average_value(
+                self, trainable_variables
+            )
+        # At the end of fit: each replica's average into that replica's variable.
+        # Keras' own versions write replica 0's into all.
+        with strategy.scope():
+            for variable, average in zip(
+                trainable_variables,
+                self._model_variables_moving_average,
+                strict=True,
+            ):
+                if average is not None:
+                    strategy.extended.update(
+                        getattr(variable, "value", variable),
+                        lambda copy, value: copy.assign(value),
+                        args=(average.value,),
+                    )
 
 
 class _LocalLossScale(keras.optimizers.LossScaleOptimizer):
@@ -249,5 +263,19 @@ def apply(
     gradients: Sequence,
     variables: Sequence,
 ) -> None:
-    """Lets the inner optimizer apply reduced gradients on this replica."""
-    optimizer.apply(list(gradients), list(variables))
+    """Lets the inner optimizer apply reduced gradients on this replica.
+
+    Through `apply_gradients`, as `fit` does, which a subclass may override.
+    """
+    if any(one.loss_scale_factor for one in descendants(optimizer)):
+        # Keras divides gradients by it, and IndexedSlices can't be divided.
+        gradients = [
+            indexed_slices.dense(gradient, variable)
+            if isinstance(gradient, tf.IndexedSlices)
+            else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+    optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+
+
+versions.check_names(KERAS_PRIVATE_NAMES)

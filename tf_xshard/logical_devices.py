@@ -34,11 +34,12 @@ def best_strategy(num_replicas: int) -> tf.distribute.Strategy:
     """The best strategy with several replicas that this machine offers.
 
     Args:
-      num_replicas: Replicas wanted, an int >= 1. A TPU has as many as it has.
+      num_replicas: Replicas wanted, an int >= 1. A TPU has as many as it has,
+        and GPUs can be fewer.
 
     Returns:
       A TPUStrategy where there is a TPU, a MirroredStrategy over GPUs where
-      there are at least `num_replicas`, else one over logical CPUs.
+      there are at least two, else one over logical CPUs.
     """
     if tf.config.list_physical_devices("TPU"):
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
@@ -51,9 +52,9 @@ def best_strategy(num_replicas: int) -> tf.distribute.Strategy:
             resolver, experimental_device_assignment=assignment
         )
     gpus = tf.config.list_physical_devices("GPU")
-    if len(gpus) >= max(2, num_replicas):
+    if len(gpus) > 1:
         return tf.distribute.MirroredStrategy(
-            [f"GPU:{index}" for index in range(num_replicas)]
+            [f"GPU:{index}" for index in range(min(len(gpus), num_replicas))]
         )
     return tf.distribute.MirroredStrategy(use_logical_cpus(num_replicas))
 

@@ -104,7 +104,7 @@ def group_sum(
         return list(gradients)
     patterns = gradient_pattern.agree(
         gradients,
-        [getattr(v, "path", v.name) for v in variables],
+        variables,
         here,
         communication.timeout_seconds,
         known_patterns,

@@ -6,6 +6,7 @@ The only module that touches names that TensorFlow does not export.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from typing import Any
 
@@ -14,6 +15,8 @@ from tensorflow.python.distribute import mirrored_run as _mirrored_run
 from tensorflow.python.eager import context as _eager_context
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
+
+from tf_xshard import versions
 
 # TensorFlow's private names, each with the reason. Seen in 2.20 and 2.21.
 # tests/private_names_test.py fails with the name when a version moves one.
@@ -36,6 +39,8 @@ TF_PRIVATE_NAMES = (
     (_mirrored_run, "_MirroredReplicaThread"),
     (_func_graphs, "WhileBodyFuncGraph"),
 )
+
+versions.check_names(TF_PRIVATE_NAMES)
 
 _MULTI_WORKER = (
     tf.distribute.MultiWorkerMirroredStrategy,
@@ -92,8 +97,13 @@ def is_default(strategy: tf.distribute.Strategy) -> bool:
     """Whether this is the strategy of code outside any scope."""
     # The default strategy's class is not exported, the object itself is: it is
     # what get_strategy answers in a new thread of control, outside any scope.
+    return strategy is _default_strategy()
+
+
+@functools.cache
+def _default_strategy() -> tf.distribute.Strategy:
     with tf.Graph().as_default():
-        return strategy is tf.distribute.get_strategy()
+        return tf.distribute.get_strategy()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,8 +40,41 @@ def check_range(name: str, version: str, proven: tuple) -> None:
     if _minor(version) > proven[1]:
         warnings.warn(
             f"tf_xshard is proven with {name} {oldest} to {newest}, found"
-            f" {version}. `python -m tf_xshard doctor` checks what it rests on.",
+            f" {version}. `python -m tf_xshard doctor` checks the results.",
             stacklevel=3,
+        )
+
+
+def missing_names(names: tuple) -> list[str]:
+    """Names that TensorFlow or Keras no longer has.
+
+    Args:
+      names: Pairs of a module or class and an attribute's name.
+
+    Returns:
+      The full names of those that are missing.
+    """
+    return [
+        f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}"
+        for owner, name in names
+        if not hasattr(owner, name)
+    ]
+
+
+def check_names(names: tuple) -> None:
+    """Refuses a TensorFlow or Keras that has moved what this package rests on.
+
+    Args:
+      names: Pairs of a module or class and an attribute's name.
+
+    Raises:
+      ImportError: If one is missing.
+    """
+    missing = missing_names(names)
+    if missing:
+        raise ImportError(
+            f"tf_xshard rests on {missing}, which this TensorFlow or Keras does"
+            f" not have. Proven: TensorFlow {TENSORFLOW}, Keras {KERAS}."
         )
 
 

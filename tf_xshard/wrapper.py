@@ -72,14 +72,15 @@ class OptimizerWrapper(delegation.Delegation):
                 f" {type(inner_optimizer._distribution_strategy).__name__}. Make"
                 " both inside the same `with strategy.scope():`."
             )
-        inner_update.make_local(inner_optimizer)
         self.inner_optimizer = inner_optimizer
         self._loss_normalization = loss_normalization
         self._set_untracked("_pending_weights", None)
         self._is_outermost = True
+        self._resolved_loss_normalization()
+        # The inner optimizers change last, when nothing can be refused any more.
+        inner_update.make_local(inner_optimizer)
         for inner in self._inner_wrappers():
             inner._is_outermost = False
-        self._resolved_loss_normalization()
 
     # What a step does.
 
@@ -244,30 +245,36 @@ class OptimizerWrapper(delegation.Delegation):
         )
 
     def _refuse_outer_loss_scale(self) -> None:
-        if (
-            self._distribution_strategy.num_replicas_in_sync == 1
-            or not self._is_outermost
-        ):
+        num_replicas = self._distribution_strategy.num_replicas_in_sync
+        has_own = inner_update.loss_scale_optimizer_in(self.inner_optimizer)
+        if not self._is_outermost or (num_replicas == 1 and not has_own):
             return
         # Keras tells an inner optimizer nothing about what is around it, except
         # by calling build: LossScaleOptimizer.build calls the inner one's.
         frame = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self")
-            if (
-                isinstance(caller, keras.optimizers.LossScaleOptimizer)
-                and caller.__dict__.get("inner_optimizer") is self
-            ):
-                name = type(self).__name__
-                raise ValueError(
-                    f"A LossScaleOptimizer is around {name} under"
-                    f" {self._distribution_strategy.num_replicas_in_sync}"
-                    " replicas. It decides on replica 0's gradients alone, so an"
-                    " overflow on another replica would reach the weights. Write"
-                    f" {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
-                    " model.compile(..., auto_scale_loss=False)."
-                )
+            if isinstance(
+                caller, keras.optimizers.LossScaleOptimizer
+            ) and any(one is self for one in inner_update.descendants(caller)):
+                break
             frame = frame.f_back
+        else:
+            return
+        name = type(self).__name__
+        why = (
+            "There is another inside, and both scale the loss."
+            if has_own
+            else (
+                f"It decides on replica 0's gradients alone, of {num_replicas},"
+                " so an overflow on another replica would reach the weights."
+            )
+        )
+        raise ValueError(
+            f"A LossScaleOptimizer is around {name}. {why} Write"
+            f" {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
+            " model.compile(..., auto_scale_loss=False)."
+        )
 
     # How losses are normalized.
 
