@@ -3,15 +3,13 @@
 Four processes on one machine under MultiWorkerMirroredStrategy, 162 tensors and
 52 million float32 numbers a step, groups of two. Subgroup collectives against a
 one-hot stack through the strategy's all_reduce and against its all_gather, all
-in one run, interleaved; and the bytes on the wire beside the ring's lower bound:
-`python -m benchmarks.group_sums`.
+in one run, interleaved; and the bytes on the wire beside the ring's lower
+bound: `python -m benchmarks.group_sums`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +23,7 @@ from absl import logging
 from benchmarks import measuring
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment
+from tf_xshard import local_cluster
 from tf_xshard import reduction
 from tf_xshard import replica_context
 from tf_xshard.transports import collective
@@ -187,40 +186,21 @@ def main(argv):
     if _WORKER.value:
         _worker()
     measuring.print_setting(
-        f"{NUM_WORKERS} processes on the loopback interface, one CPU device each,"
-        f" {os.cpu_count()} cores"
+        f"{NUM_WORKERS} processes on the loopback interface, one CPU device"
+        f" each, {os.cpu_count()} cores"
     )
-    sockets = [socket.socket() for _ in range(NUM_WORKERS)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.group_sums",
-                "--worker",
-                f"--blocks={_BLOCKS.value}",
-                f"--steps={_STEPS.value}",
-            ],
-            env={
-                **os.environ,
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "TF_CONFIG": json.dumps(
-                    {
-                        "cluster": {"worker": workers},
-                        "task": {"type": "worker", "index": rank},
-                    }
-                ),
-            },
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-            stderr=None if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(NUM_WORKERS)
-    ]
+    nowhere = subprocess.DEVNULL
+    processes = local_cluster.start(
+        [
+            "-m",
+            "benchmarks.group_sums",
+            "--worker",
+            f"--blocks={_BLOCKS.value}",
+            f"--steps={_STEPS.value}",
+        ],
+        [(None, None)] + [(nowhere, nowhere)] * (NUM_WORKERS - 1),
+        {"TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
     codes = [process.wait() for process in processes]
     if any(codes):
         sys.exit(f"workers ended with {codes}")

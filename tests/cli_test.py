@@ -29,8 +29,15 @@ def test_demo(tmp_path):
     """Fewer replicas and epochs than the default, which CI has no time for."""
     picture = os.path.join(tmp_path, "groups.png")
     run = _run(
-        "demo", "--replicas", "4", "--epochs", "3", "--plot", picture,
-        "--optimizer", "clipped",
+        "demo",
+        "--replicas",
+        "4",
+        "--epochs",
+        "3",
+        "--plot",
+        picture,
+        "--optimizer",
+        "clipped",
     )
     assert run.returncode == 0, run.stdout[-3000:]
     assert "All promises hold." in run.stdout

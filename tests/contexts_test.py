@@ -1,4 +1,4 @@
-"""Where a step may be: functions, conditionals, loops, other orders of calls."""
+"""Where a step may be: functions, conditionals, loops, orders of calls."""
 
 import keras
 import numpy as np
@@ -51,7 +51,7 @@ def test_unbuilt_on_first_use(run):
 
 
 def test_in_cond_with_other_patterns_of_none():
-    """The replicas agree although the branch is traced in a graph of its own."""
+    """The replicas agree although the branch has a graph of its own."""
     strategy, variables, optimizer = _setup(num_variables=2)
 
     @tf.function
@@ -277,9 +277,7 @@ def test_hooks_see_unscaled_gradients():
         replicas.apply_once(
             strategy,
             optimizer,
-            lambda r, divisor=divisor: [
-                tf.constant(512.0 * 10.0**r / divisor)
-            ],
+            lambda r, divisor=divisor: [tf.constant(512.0 * 10.0**r / divisor)],
             [weight],
             graph=False,
         )

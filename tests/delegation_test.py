@@ -306,7 +306,9 @@ def test_backup_and_restore(tmp_path):
         )
     resumed = _model(strategy, optimizer)
     history = _fit(
-        resumed, epochs=4, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)]
+        resumed,
+        epochs=4,
+        callbacks=[keras.callbacks.BackupAndRestore(tmp_path)],
     )
     assert history.epoch == [2, 3]
     for mine, theirs in zip(

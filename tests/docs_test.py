@@ -74,7 +74,9 @@ def test_all_is_what_there_is():
 
 def _readme_blocks():
     text = (ROOT / "README.md").read_text()
-    for index, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.S)):
+    for index, block in enumerate(
+        re.findall(r"```python\n(.*?)```", text, re.S)
+    ):
         yield pytest.param(block, id=f"block{index}")
 
 

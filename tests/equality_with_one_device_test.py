@@ -63,7 +63,8 @@ def _reference(optimizer_fn):
     x, y = training.data()
     order = np.concatenate(
         [
-            start + np.random.default_rng(start).permutation(training.BATCH_SIZE)
+            start
+            + np.random.default_rng(start).permutation(training.BATCH_SIZE)
             for start in range(0, len(x), training.BATCH_SIZE)
         ]
     )
@@ -114,10 +115,7 @@ def test_every_other_optimizer(name, report):
 
 
 def test_no_keras_optimizer_is_left_out():
-    swept = {
-        type(fn()).__name__
-        for fn in (SETTINGS | OTHERS).values()
-    }
+    swept = {type(fn()).__name__ for fn in (SETTINGS | OTHERS).values()}
     exported = {
         name
         for name, value in vars(O).items()
@@ -267,7 +265,9 @@ def test_the_assertion_fails_for_mutants(mutant, num_replicas, monkeypatch):
     x, y = training.data()
     reference = training.train(SETTINGS["sgd"], xy=(x, y))[1]
     got = training.train(
-        lambda: tf_xshard.CrossShardOptimizer(SETTINGS["sgd"](), "mean", groups),
+        lambda: tf_xshard.CrossShardOptimizer(
+            SETTINGS["sgd"](), "mean", groups
+        ),
         replicas.mirrored(num_replicas),
     )[1]
     if mutant == "groups_ignored":

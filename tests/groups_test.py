@@ -47,14 +47,10 @@ def test_groups_train_apart(layout, group_size, report):
     groups = _groups(layout, group_size)
     strategy = replicas.mirrored(NUM_REPLICAS)
     model, weights = training.train(
-        lambda: tf_xshard.CrossShardOptimizer(
-            _adam(), group_assignment=groups
-        ),
+        lambda: tf_xshard.CrossShardOptimizer(_adam(), group_assignment=groups),
         strategy,
     )
-    slots = [
-        replicas.values(strategy, v) for v in model.optimizer.variables
-    ]
+    slots = [replicas.values(strategy, v) for v in model.optimizer.variables]
     largest = 0.0
     for members in groups:
         for values in weights + slots:
@@ -86,9 +82,9 @@ def test_moving_averages_of_groups_survive_the_end_of_fit():
     )
     for members in groups:
         rows = training.shard_rows(len(x), training.BATCH_SIZE, 4, members)
-        alone = training.train(
-            averaged, xy=(x[rows], y[rows]), batch_size=32
-        )[1]
+        alone = training.train(averaged, xy=(x[rows], y[rows]), batch_size=32)[
+            1
+        ]
         assert training.deviation(weights, alone, members) <= 1e-6
     assert np.abs(weights[0][0] - weights[0][1]).max() > 1e-3
 

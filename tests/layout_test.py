@@ -28,7 +28,7 @@ LAYERS = (
     ("wrapper",),
     ("cross_shard_optimizer",),
     ("",),
-    ("logical_devices",),
+    ("local_cluster", "logical_devices"),
     ("demo", "doctor"),
     ("__main__",),
 )
@@ -68,7 +68,9 @@ def test_every_module_has_a_layer():
     assert names == set(listed) and len(listed) == len(set(listed))
 
 
-@pytest.mark.parametrize("name, tree", list(_modules()), ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    "name, tree", list(_modules()), ids=lambda v: str(v)[:40]
+)
 def test_imports_point_up(name, tree):
     for imported in _imports(tree):
         if not imported.startswith("tf_xshard"):
@@ -86,7 +88,9 @@ def test_imports_point_up(name, tree):
         )
 
 
-@pytest.mark.parametrize("name, tree", list(_modules()), ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    "name, tree", list(_modules()), ids=lambda v: str(v)[:40]
+)
 def test_private_names_have_one_door(name, tree):
     for imported in _imports(tree):
         for private, door in DOORS.items():

@@ -133,9 +133,10 @@ def test_an_overflow_of_the_sum_in_one_group_only():
         [weight],
     )
     assert replicas.values(strategy, weight) == [0.0] * 4
-    assert replicas.values(
-        strategy, optimizer.inner_optimizer.dynamic_scale
-    ) == [1.0] * 4
+    assert (
+        replicas.values(strategy, optimizer.inner_optimizer.dynamic_scale)
+        == [1.0] * 4
+    )
 
 
 @pytest.mark.parametrize("argument", ["pre_reduce", "post_reduce"])
@@ -162,9 +163,10 @@ def test_no_clipping_hides_an_overflow(argument, function):
         [weight],
     )
     assert replicas.values(strategy, weight) == [0.0] * 4
-    assert replicas.values(
-        strategy, optimizer.inner_optimizer.dynamic_scale
-    ) == [512.0] * 4
+    assert (
+        replicas.values(strategy, optimizer.inner_optimizer.dynamic_scale)
+        == [512.0] * 4
+    )
 
 
 @pytest.mark.parametrize("argument", ["pre_reduce", "post_reduce"])

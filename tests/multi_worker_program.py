@@ -132,9 +132,7 @@ def training(strategy):
             with tf.GradientTape() as tape:
                 loss = loss_fn(y, model(x, training=True))
             gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(
-                zip(gradients, model.trainable_variables)
-            )
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
         strategy.run(on_replica, args=(x, y))
 

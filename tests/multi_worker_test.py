@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -15,6 +13,7 @@ import pytest
 
 from tests import multi_worker_program as program
 from tests import training
+from tf_xshard import local_cluster
 
 NUM_WORKERS = 4
 # What TensorFlow says of a worker that is gone: its heartbeat stopped, or its
@@ -27,45 +26,20 @@ _CAUSE = (
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def _free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
-
-
 class _Workers:
     """Processes of one cluster, with their output in files."""
 
     def __init__(self, case):
-        workers = [f"127.0.0.1:{port}" for port in _free_ports(NUM_WORKERS)]
         self._output = [
             (tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+"))
-            for _ in workers
+            for _ in range(NUM_WORKERS)
         ]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.multi_worker_program", case],
-                stdout=out,
-                stderr=err,
-                cwd=_ROOT,
-                env={
-                    **os.environ,
-                    "TF_CPP_MIN_LOG_LEVEL": "2",
-                    "TF_CONFIG": json.dumps(
-                        {
-                            "cluster": {"worker": workers},
-                            "task": {"type": "worker", "index": rank},
-                        }
-                    ),
-                },
-            )
-            for rank, (out, err) in enumerate(self._output)
-        ]
+        self.processes = local_cluster.start(
+            ["-m", "tests.multi_worker_program", case],
+            self._output,
+            {"TF_CPP_MIN_LOG_LEVEL": "2"},
+            cwd=_ROOT,
+        )
 
     def wait(self, timeout_seconds):
         """Exit codes; kills what still runs when the time is over."""

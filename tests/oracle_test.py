@@ -27,9 +27,7 @@ GROUPS = {
     8: [None, [[0, 2, 4, 6], [1, 3, 5, 7]], [[7, 1], [0, 4], [5, 2], [3, 6]]],
 }
 # Keras' warning where no replica of a group has a gradient.
-may_lack_gradients = pytest.mark.filterwarnings(
-    "ignore:Gradients do not exist"
-)
+may_lack_gradients = pytest.mark.filterwarnings("ignore:Gradients do not exist")
 
 
 def _oracle(own, groups, reduction):
@@ -142,7 +140,8 @@ def _random_case(rng, num_replicas, dtype):
                 of_replica.append((rows, row_values.astype(np.float64)))
             else:
                 of_replica.append(
-                    rng.normal(size=shape).astype(NUMPY_TYPES[dtype])
+                    rng.normal(size=shape)
+                    .astype(NUMPY_TYPES[dtype])
                     .astype(np.float64)
                     if dtype in ("float32", "float64")
                     else rng.integers(-2, 3, size=shape).astype(np.float64)
@@ -258,7 +257,9 @@ def test_several_buckets_keep_their_order():
     strategy = replicas.mirrored(4)
     shapes = [[3], [5, 2], [], [40], [2], [7, 3], [1]]
     with strategy.scope():
-        variables = [keras.Variable(np.zeros(s), dtype="float32") for s in shapes]
+        variables = [
+            keras.Variable(np.zeros(s), dtype="float32") for s in shapes
+        ]
         optimizer = tf_xshard.CrossShardOptimizer(
             keras.optimizers.SGD(1.0),
             "sum",
@@ -450,7 +451,8 @@ def test_custom_loop_with_a_loss_per_replica_is_one_device():
     with strategy.scope():
         weight = keras.Variable(np.ones(3), dtype="float32")
         optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.SGD(0.1, momentum=0.9), loss_normalization="replica"
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            loss_normalization="replica",
         )
 
     @tf.function
@@ -459,7 +461,9 @@ def test_custom_loop_with_a_loss_per_replica_is_one_device():
             r = replicas.replica_id()
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(
-                    tf.square(tf.linalg.matvec(x[4 * r : 4 * r + 4], weight.value))
+                    tf.square(
+                        tf.linalg.matvec(x[4 * r : 4 * r + 4], weight.value)
+                    )
                 )
             gradient = tape.gradient(loss, weight.value)
             optimizer.apply_gradients([(gradient, weight)])

@@ -55,7 +55,10 @@ def _run(strategy, optimizer, gradient_of, variables, steps=1, build=True):
     for _ in range(steps):
         step()
     return [
-        [np.asarray(v, np.float64).tolist() for v in replicas.values(strategy, w)]
+        [
+            np.asarray(v, np.float64).tolist()
+            for v in replicas.values(strategy, w)
+        ]
         for w in variables
     ]
 
@@ -94,8 +97,12 @@ def steps_per_execution(wrap):
     strategy = replicas.mirrored(NUM_REPLICAS)
     with strategy.scope():
         model = keras.Sequential(
-            [keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False,
-             kernel_initializer="zeros")]
+            [
+                keras.layers.Input((1,)),
+                keras.layers.Dense(
+                    1, use_bias=False, kernel_initializer="zeros"
+                ),
+            ]
         )
         model.compile(
             optimizer=wrap(keras.optimizers.SGD(0.25)),
@@ -105,8 +112,10 @@ def steps_per_execution(wrap):
     x = np.ones([16, 1], np.float32)
     model.fit(x, x, batch_size=8, verbose=0, shuffle=False)
     return [
-        [np.asarray(v, np.float64).tolist()
-         for v in replicas.values(strategy, model.trainable_variables[0])]
+        [
+            np.asarray(v, np.float64).tolist()
+            for v in replicas.values(strategy, model.trainable_variables[0])
+        ]
     ]
 
 
@@ -150,8 +159,10 @@ def overflow(wrap):
     step(tf.constant(True))
     step(tf.constant(False))
     return [
-        [np.asarray(v, np.float64).tolist()
-         for v in replicas.values(strategy, weight)]
+        [
+            np.asarray(v, np.float64).tolist()
+            for v in replicas.values(strategy, weight)
+        ]
     ]
 
 
@@ -246,9 +257,7 @@ def in_cond(wrap):
     def step(due):
         def on_replica():
             def apply():
-                optimizer.apply(
-                    _mean_gradient(replicas.replica_id()), [weight]
-                )
+                optimizer.apply(_mean_gradient(replicas.replica_id()), [weight])
                 return 1
 
             tf.cond(due, apply, lambda: 0)
@@ -258,8 +267,10 @@ def in_cond(wrap):
     for due in (True, False, True):
         step(tf.constant(due))
     return [
-        [np.asarray(v, np.float64).tolist()
-         for v in replicas.values(strategy, weight)]
+        [
+            np.asarray(v, np.float64).tolist()
+            for v in replicas.values(strategy, weight)
+        ]
     ]
 
 

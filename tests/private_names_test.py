@@ -48,8 +48,7 @@ def test_attributes_of_instances():
         counter = keras.optimizers.SGD()._iterations
     assert isinstance(counter.value, tf.distribute.DistributedValues)
     assert (
-        counter.value.aggregation
-        == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        counter.value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     )
 
 

@@ -52,7 +52,11 @@ def test_base_arguments(argument, value):
         (dict(loss_normalization="none"), ValueError, "must be one of"),
         (dict(pre_reduce=1.0), TypeError, "pre_reduce must be a callable"),
         (dict(post_reduce="clip"), TypeError, "post_reduce must be a callable"),
-        (dict(communication={}), TypeError, "must be a tf_xshard.Communication"),
+        (
+            dict(communication={}),
+            TypeError,
+            "must be a tf_xshard.Communication",
+        ),
         (dict(group_assignment=[[0, 0]]), ValueError, "replica 0 twice"),
     ],
     ids=str,
@@ -181,9 +185,7 @@ def test_a_refused_wrapper_leaves_the_inner_optimizer_as_it_was():
         for inner in (plain, wrapped):
             weight = keras.Variable(0.0)
             with pytest.raises(ValueError, match="is for 4 replicas"):
-                CrossShardOptimizer(
-                    inner, group_assignment=[[0, 1], [2, 3]]
-                )
+                CrossShardOptimizer(inner, group_assignment=[[0, 1], [2, 3]])
             inner.build([weight])
     for inner in (plain, wrapped):
         weight = inner._trainable_variables[0]
@@ -351,9 +353,17 @@ def test_a_hook_that_returns_something_else(returned):
         ),
         (lambda: tf_xshard.clip_by_norm("1"), TypeError, "takes a number"),
         (lambda: tf_xshard.clip_by_value(1, 1), ValueError, "below"),
-        (lambda: tf_xshard.clip_by_value(0, float("inf")), ValueError, "finite"),
+        (
+            lambda: tf_xshard.clip_by_value(0, float("inf")),
+            ValueError,
+            "finite",
+        ),
         (lambda: tf_xshard.clip_by_value(True, 2), TypeError, "takes a number"),
-        (lambda: tf_xshard.Communication(dtype="int8"), ValueError, "Supported"),
+        (
+            lambda: tf_xshard.Communication(dtype="int8"),
+            ValueError,
+            "Supported",
+        ),
         (lambda: tf_xshard.Communication(dtype=1), TypeError, "a string"),
         (
             lambda: tf_xshard.Communication(bytes_per_bucket=0),
@@ -391,7 +401,12 @@ def test_loss_normalization_of_a_stack():
 
 @pytest.mark.parametrize(
     "version, outcome",
-    [("2.19.1", ImportError), ("2.20.0", None), ("2.21.3", None), ("3.0.0", UserWarning)],
+    [
+        ("2.19.1", ImportError),
+        ("2.20.0", None),
+        ("2.21.3", None),
+        ("3.0.0", UserWarning),
+    ],
 )
 def test_versions(version, outcome):
     def check():

@@ -229,9 +229,12 @@ def test_config_round_trip():
     serialized = keras.saving.serialize_keras_object(optimizer)
     again = keras.saving.deserialize_keras_object(serialized)
     assert again.get_config() == config
-    assert keras.optimizers.deserialize(
-        keras.optimizers.serialize(optimizer)
-    ).get_config() == config
+    assert (
+        keras.optimizers.deserialize(
+            keras.optimizers.serialize(optimizer)
+        ).get_config()
+        == config
+    )
 
 
 def test_a_learning_rate_schedule_survives(tmp_path):

@@ -75,9 +75,7 @@ def _strategy(with_device_assignment):
         ("_device_input_worker_devices", cpus),
         ("_host_input_worker_devices", cpus[:1] * NUM_REPLICAS),
     ):
-        setattr(
-            extended, name, collections.OrderedDict({cpus[0]: workers})
-        )
+        setattr(extended, name, collections.OrderedDict({cpus[0]: workers}))
     return strategy
 
 

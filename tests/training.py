@@ -64,9 +64,7 @@ def train(
 
 
 def weights(trained, strategy=None):
-    return [
-        replicas.values(strategy, v) for v in trained.trainable_variables
-    ]
+    return [replicas.values(strategy, v) for v in trained.trainable_variables]
 
 
 def deviation(got, reference, replica_ids=None) -> float:

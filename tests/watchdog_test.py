@@ -15,8 +15,8 @@ from tests import replicas
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# Replica 1 never takes part. The failure aborts the process's collectives, hence
-# a process of its own.
+# Replica 1 never takes part. The failure aborts the process's collectives,
+# hence a process of its own.
 _PROGRAM = """
 import time
 import tensorflow as tf

@@ -6,7 +6,7 @@ replicas that you choose.
     gradients of each replica
         |   group_assignment     who reduces with whom
         v
-    reduction                    pre_reduce, one sum per group, scale, post_reduce
+    reduction                    pre_reduce, a sum per group, scale, post_reduce
         |   transports           how a group sum travels, chosen per strategy
         v
     inner_update                 no second reduction

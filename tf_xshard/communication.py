@@ -33,8 +33,9 @@ class Communication:
 
     Example:
 
-    >>> tf_xshard.Communication(dtype="bfloat16", timeout_seconds=60)
-    Communication(dtype='bfloat16', bytes_per_bucket=4194304, timeout_seconds=60)
+    >>> slow_network = tf_xshard.Communication(dtype="bfloat16")
+    >>> slow_network.bytes_per_bucket, slow_network.timeout_seconds
+    (4194304, 300)
 
     Source: `tf.distribute.experimental.CommunicationOptions`, with the type on
     the wire that Horovod calls `Compression`.

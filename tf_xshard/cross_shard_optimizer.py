@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: combine gradients over groups of replicas, then apply."""
+"""CrossShardOptimizer: combine gradients over groups of replicas, apply."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
     """Combines gradients over groups of replicas; the inner optimizer applies.
 
     Use it to train on several replicas exactly as one device with the global
-    batch would, or to train groups of replicas apart from each other (ensembles,
-    populations, teams). Do not use it under ParameterServerStrategy, whose
-    workers are not in step.
+    batch would, or to train groups of replicas apart from each other
+    (ensembles, populations, teams). Do not use it under
+    ParameterServerStrategy, whose workers are not in step.
 
     ```
     group_assignment=[[0, 1], [2, 3]], reduction="mean"
@@ -73,16 +73,16 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
       pre_reduce: A callable on a list of (gradient, variable) pairs, before the
         reduction, on each replica's own gradients; it returns a list of pairs
         for the same variables. None (default) does nothing. See
-        `tf_xshard.clip_by_global_norm`. Gradients come unscaled (1/N undone, the
-        loss scale of an inner `LossScaleOptimizer` divided out), 16-bit ones as
-        float32.
+        `tf_xshard.clip_by_global_norm`. Gradients come unscaled (1/N undone,
+        the loss scale of an inner `LossScaleOptimizer` divided out), 16-bit
+        ones as float32.
       post_reduce: The same, on the reduced gradients.
       communication: A `Communication`. None (default) for its defaults.
       name: The optimizer's name.
 
     Raises:
-      TypeError: If an argument has a wrong type; for a TF1 or other optimizer as
-        `inner_optimizer`.
+      TypeError: If an argument has a wrong type; for a TF1 or other optimizer
+        as `inner_optimizer`.
       ValueError: If an argument has a wrong value, if `group_assignment` is for
         another number of replicas than the strategy has, for an argument that
         belongs on the inner optimizer, and under a strategy that is not
@@ -98,8 +98,8 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
     ...         keras.optimizers.Adam(0.01)))
     >>> history = model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
 
-    Limits: replicas' shards of a batch should have equal size for `"mean"` to be
-    the mean over the global batch; `keras.layers.BatchNormalization` keeps
+    Limits: replicas' shards of a batch should have equal size for `"mean"` to
+    be the mean over the global batch; `keras.layers.BatchNormalization` keeps
     statistics of each replica's own shard, and Dropout masks are equal on all
     replicas, as Keras has it.
 
@@ -237,7 +237,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         taken = [tuple(pair) for pair in function(list(given))]
         if len(taken) != len(given) or any(
             len(pair) != 2 or pair[1] is not variable
-            for pair, (_, variable) in zip(taken, given)
+            for pair, (_, variable) in zip(taken, given, strict=False)
         ):
             raise ValueError(
                 f"{argument} must return (gradient, variable) pairs for the"

@@ -180,5 +180,5 @@ class Delegation(keras.optimizers.Optimizer):
             variable.assign(store[str(index)])
 
     def _set_untracked(self, name: str, value) -> None:
-        """Sets an attribute that neither Keras nor TensorFlow wraps or saves."""
+        """Sets an attribute that Keras and TensorFlow neither wrap nor save."""
         object.__setattr__(self, name, value)

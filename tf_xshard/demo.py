@@ -1,8 +1,8 @@
 """The main job on real data: handwritten digits, one device against many.
 
 Trains one small convolutional classifier on one device, with plain Keras under
-a strategy, with CrossShardOptimizer over all replicas, and in groups, and checks
-what the package promises.
+a strategy, with CrossShardOptimizer over all replicas, and in groups, and
+checks what the package promises.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def _compile(model, optimizer):
 class _Trained:
     """A finished run: the weights of every replica, and what they are worth."""
 
-    def __init__(self, title, digits, options, strategy=None, wrap=None,
-                 callbacks=()):
+    def __init__(
+        self, title, digits, options, strategy=None, wrap=None, callbacks=()
+    ):
         print(f"\n{title}", flush=True)
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = _model(options.seed)
@@ -170,7 +171,10 @@ class _Trained:
         # np.max and not max, which can lose a nan.
         return float(
             np.max(
-                [_difference(self.weights[r], other.weights[0]) for r in members]
+                [
+                    _difference(self.weights[r], other.weights[0])
+                    for r in members
+                ]
             )
         )
 
@@ -304,7 +308,9 @@ def run(options, parser) -> int:
     watch = _LossOfGroups(groups, digits, options.seed, losses)
     one = _Trained("One device, the same global batch", digits, options)
     tolerance = one.tolerance()
-    plain = _Trained("Plain Keras under the strategy", digits, options, strategy)
+    plain = _Trained(
+        "Plain Keras under the strategy", digits, options, strategy
+    )
     everyone = _Trained(
         "CrossShardOptimizer over all replicas",
         digits,
@@ -393,8 +399,8 @@ def run(options, parser) -> int:
     )
     _print_table(rows)
     print(
-        "tolerance: three times what another order of the rows inside each batch"
-        " changes on one device"
+        "tolerance: three times what another order of the rows inside each"
+        " batch changes on one device"
     )
     if options.plot:
         _plot(losses, groups, options.plot)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -14,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
+from tf_xshard import local_cluster
 from tf_xshard import logical_devices
 from tf_xshard import replica_context
 from tf_xshard import transports
@@ -24,9 +23,7 @@ TIMEOUT_SECONDS = 60
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "--worker", action="store_true", help=argparse.SUPPRESS
-    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -39,10 +36,7 @@ def shuffled_groups(num_replicas: int) -> list[list[list[int]]]:
     """Assignments that neither a transposed nor a sorted one passes for."""
     order = np.random.default_rng(1).permutation(num_replicas)
     sizes = [size for size in (2, num_replicas, 1) if num_replicas % size == 0]
-    return [
-        order.reshape(-1, size).tolist()
-        for size in dict.fromkeys(sizes)
-    ]
+    return [order.reshape(-1, size).tolist() for size in dict.fromkeys(sizes)]
 
 
 def group_sums(strategy, groups, graph: bool) -> tuple[str, list[float]]:
@@ -135,37 +129,18 @@ def check_strategy(title, strategy, first_replica=0) -> bool:
 
 def _check_processes() -> bool:
     """MultiWorkerMirroredStrategy over four processes of this machine."""
-    sockets = [socket.socket() for _ in range(NUM_REPLICAS)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tf_xshard", "doctor", "--worker"],
-            env={
-                **os.environ,
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "CUDA_VISIBLE_DEVICES": "-1",
-                "TF_CONFIG": json.dumps(
-                    {
-                        "cluster": {"worker": workers},
-                        "task": {"type": "worker", "index": index},
-                    }
-                ),
-            },
-            stdout=None if index == 0 else subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for index in range(NUM_REPLICAS)
-    ]
+    nowhere = subprocess.DEVNULL
+    processes = local_cluster.start(
+        ["-m", "tf_xshard", "doctor", "--worker"],
+        [(None, nowhere)] + [(nowhere, nowhere)] * (NUM_REPLICAS - 1),
+        {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
+    )
     try:
         codes = [p.wait(timeout=3 * TIMEOUT_SECONDS) for p in processes]
     except subprocess.TimeoutExpired:
         return _report(
             False,
-            f"MultiWorkerMirroredStrategy: no end after {3 * TIMEOUT_SECONDS} s."
+            f"MultiWorkerMirroredStrategy: no end in {3 * TIMEOUT_SECONDS} s."
             " Is the loopback interface up, and are ports free?",
         )
     finally:

@@ -15,7 +15,9 @@ GradientsAndVariables = Sequence[tuple]
 
 def _positive(function: str, name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{function}({name}=...) takes a number, got {value!r}.")
+        raise TypeError(
+            f"{function}({name}=...) takes a number, got {value!r}."
+        )
     if not 0 < value < math.inf:
         raise ValueError(
             f"{function}({name}={value!r}) must be positive and finite."
@@ -99,13 +101,14 @@ class clip_by_global_norm(_Clipping):  # noqa: N801 (used like a function)
             for gradient, variable in grads_and_vars
         ]
 
+
 @keras.saving.register_keras_serializable("tf_xshard")
 class clip_by_norm(_Clipping):  # noqa: N801
     """Scales each gradient by itself so that its L2 norm is bounded.
 
     Args:
-      norm: The largest norm of one variable's gradient, a float > 0, in units of
-        the gradient of a replica's own loss.
+      norm: The largest norm of one variable's gradient, a float > 0, in units
+        of the gradient of a replica's own loss.
 
     Returns:
       A callable that takes and returns a list of (gradient, variable) pairs. A
@@ -137,13 +140,14 @@ class clip_by_norm(_Clipping):  # noqa: N801
     def _clip(self, x):
         return x * _ratio(tf.norm(x), self.norm)
 
+
 @keras.saving.register_keras_serializable("tf_xshard")
 class clip_by_value(_Clipping):  # noqa: N801
     """Bounds every element of every gradient.
 
     Args:
-      low: The smallest element, a float, in units of the gradient of a replica's
-        own loss.
+      low: The smallest element, a float, in units of the gradient of a
+        replica's own loss.
       high: The largest element, a float > `low`.
 
     Returns:

@@ -87,9 +87,7 @@ def agree(
             return _Opaque(local)
         key = tuple(names), local
         if eager or key not in known:
-            known[key] = _exchange(
-                local, names, shapes, here, timeout_seconds
-            )
+            known[key] = _exchange(local, names, shapes, here, timeout_seconds)
         return _Opaque(known[key])
 
     eager = tf.executing_eagerly()
@@ -103,8 +101,8 @@ def _merge_call(fn, argument, here):
     if here.graph is None:
         return context.merge_call(fn, args=(argument,))
     # merge_call refuses to run while a branch of tf.cond is traced, since its
-    # tensors belong to another graph. No tensor passes here, so the replicas may
-    # meet in the graph around it.
+    # tensors belong to another graph. No tensor passes here, so the replicas
+    # may meet in the graph around it.
     with here.graph.as_default():
         return context.merge_call(fn, args=(argument,))
 
@@ -174,6 +172,4 @@ def _hear(key, process, names, shapes, timeout_seconds):
             f" this one applies {shapes} ({', '.join(names[:5])}). All workers"
             " must call their optimizers in the same order."
         )
-    return [
-        tuple(tuple(entry) for entry in pattern) for pattern in patterns
-    ]
+    return [tuple(tuple(entry) for entry in pattern) for pattern in patterns]

@@ -93,9 +93,7 @@ class GroupAssignment:
         GroupAssignment([[0, 1, 2, 3], [4, 5, 6, 7]])
         """
         num_groups = _num_groups(num_replicas, group_size)
-        return cls(
-            np.arange(num_replicas).reshape(num_groups, group_size)
-        )
+        return cls(np.arange(num_replicas).reshape(num_groups, group_size))
 
     @classmethod
     def strided(cls, num_replicas: int, group_size: int) -> GroupAssignment:
@@ -121,9 +119,7 @@ class GroupAssignment:
         GroupAssignment([[0, 2, 4, 6], [1, 3, 5, 7]])
         """
         num_groups = _num_groups(num_replicas, group_size)
-        return cls(
-            np.arange(num_replicas).reshape(group_size, num_groups).T
-        )
+        return cls(np.arange(num_replicas).reshape(group_size, num_groups).T)
 
     @property
     def num_groups(self) -> int:

@@ -29,8 +29,8 @@ from tf_xshard import versions
 KERAS_PRIVATE_NAMES = (
     # The sum over all replicas, which must not happen a second time.
     (_TFOptimizer, "_all_reduce_sum_gradients"),
-    # These go through merge_call in TFOptimizer; BaseOptimizer's versions do the
-    # same on whatever variable they are given.
+    # These go through merge_call in TFOptimizer; BaseOptimizer's versions do
+    # the same on whatever variable they are given.
     (_TFOptimizer, "_backend_update_step"),
     (_TFOptimizer, "_apply_weight_decay"),
     (_TFOptimizer, "_backend_increment_gradient_accumulators"),
@@ -48,8 +48,8 @@ KERAS_PRIVATE_NAMES = (
     (_tracking, "DotNotTrackScope"),
 )
 # Attributes of instances, used the same way:
-# `_iterations`            the step counter, aggregation ONLY_FIRST_REPLICA: each
-#                          increment would go through merge_call
+# `_iterations`            the step counter, aggregation ONLY_FIRST_REPLICA:
+#                          each increment would go through merge_call
 # `_distribution_strategy` the strategy in whose scope the optimizer was made
 # `_trainable_variables`, `_trainable_variables_indices`, `_var_key`,
 # `_check_variables_are_known`, `_variables`, `_track_trackable`
@@ -84,8 +84,8 @@ def make_local(optimizer: keras.optimizers.Optimizer) -> None:
 
     Changes the type of the object to a subclass, which answers to `__class__`
     with the original, so that configs, files and `isinstance` stay as they
-    were. Idempotent; called again after `build`, where a MultiOptimizer may make
-    its optimizers.
+    were. Idempotent; called again after `build`, where a MultiOptimizer may
+    make its optimizers.
 
     Args:
       optimizer: The inner optimizer.
@@ -196,7 +196,7 @@ class _Local(keras.optimizers.Optimizer):
             return _BaseOptimizer._overwrite_model_variables_with_average_value(
                 self, trainable_variables
             )
-        # At the end of fit: each replica's average into that replica's variable.
+        # At the end of fit: each replica's average into its own variable.
         # Keras' own versions write replica 0's into all.
         with strategy.scope():
             for variable, average in zip(

@@ -24,8 +24,8 @@ def use_logical_cpus(count: int) -> list[str]:
         )
     except RuntimeError as error:
         raise RuntimeError(
-            f"{count} logical CPUs must be made before TensorFlow runs its first"
-            " operation."
+            f"{count} logical CPUs must be made before TensorFlow runs its"
+            " first operation."
         ) from error
     return [f"CPU:{index}" for index in range(count)]
 

@@ -1,8 +1,8 @@
 """What a LossScaleOptimizer inside a wrapper needs from all replicas.
 
 It skips a step and halves its scale where it sees a gradient that is not
-finite, and it looks at one replica's gradients. One flag over all replicas makes
-them skip together.
+finite, and it looks at one replica's gradients. One flag over all replicas
+makes them skip together.
 """
 
 from __future__ import annotations

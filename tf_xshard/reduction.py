@@ -1,13 +1,13 @@
 """Per-replica gradients -> gradients that are reduced over the group.
 
-    gradients of replica r:   dense        IndexedSlices        None
-                                |                |                |
-      agree on the pattern      |                |      zeros, if another replica
-                                |                |      of the group has one
-      pack into buckets      [flat]              |
-      group sum or gather       |            sum of rows
-      unpack, scale             |                |
-                              dense        IndexedSlices, each index once
+gradients of replica r:   dense        IndexedSlices        None
+                            |                |                |
+  agree on the pattern      |                |      zeros, if another replica
+                            |                |      of the group has one
+  pack into buckets      [flat]              |
+  group sum or gather       |            sum of rows
+  unpack, scale             |                |
+                          dense        IndexedSlices, each index once
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from tf_xshard import versions
 # TensorFlow's private names, each with the reason. Seen in 2.20 and 2.21.
 # tests/private_names_test.py fails with the name when a version moves one.
 TF_PRIVATE_NAMES = (
-    # XLA can't compile tf.unique (a shape that depends on data), so IndexedSlices
-    # must be made dense there; no public call tells whether XLA compiles.
+    # XLA can't compile tf.unique (a shape that depends on data), so
+    # IndexedSlices must be made dense there; no public call tells whether XLA
+    # compiles.
     (_control_flow_util, "GraphOrParentsInXlaContext"),
     # The key-value store of the coordination service that
     # MultiWorkerMirroredStrategy starts. Workers tell each other there, while
@@ -157,9 +158,9 @@ def current() -> Here:
     if context is None:
         raise RuntimeError(
             "Gradients can't be applied in cross-replica context: there,"
-            " TensorFlow can't tell one replica's gradients from another's. Call"
-            " apply() or apply_gradients() inside the function that you pass to"
-            " strategy.run()."
+            " TensorFlow can't tell one replica's gradients from another's."
+            " Call apply() or apply_gradients() inside the function that you"
+            " pass to strategy.run()."
         )
     strategy = context.strategy
     kind = kind_of(strategy)

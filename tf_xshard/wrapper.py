@@ -37,7 +37,8 @@ class OptimizerWrapper(delegation.Delegation):
       TypeError: If `inner_optimizer` is no Keras optimizer, or reduces by
         itself, or a keyword is not known.
       ValueError: For an argument that belongs on the inner optimizer, two
-        different `loss_normalization` in one stack, or another strategy's scope.
+        different `loss_normalization` in one stack, or another strategy's
+        scope.
     """
 
     is_tf_xshard_wrapper = True
@@ -69,15 +70,16 @@ class OptimizerWrapper(delegation.Delegation):
                 f"{own_name} is made in the scope of"
                 f" {type(self._distribution_strategy).__name__} and its inner"
                 f" optimizer {inner_optimizer.name!r} in that of"
-                f" {type(inner_optimizer._distribution_strategy).__name__}. Make"
-                " both inside the same `with strategy.scope():`."
+                f" {type(inner_optimizer._distribution_strategy).__name__}."
+                " Make both inside the same `with strategy.scope():`."
             )
         self.inner_optimizer = inner_optimizer
         self._loss_normalization = loss_normalization
         self._set_untracked("_pending_weights", None)
         self._is_outermost = True
         self._resolved_loss_normalization()
-        # The inner optimizers change last, when nothing can be refused any more.
+        # The inner optimizers change last, when nothing can be refused any
+        # more.
         inner_update.make_local(inner_optimizer)
         for inner in self._inner_wrappers():
             inner._is_outermost = False
@@ -98,8 +100,8 @@ class OptimizerWrapper(delegation.Delegation):
         Raises:
           RuntimeError: In cross-replica context, or where the optimizer was
             made in another strategy's scope.
-          ValueError: If gradients and variables do not match, if no variable has
-            a gradient, or if the optimizer does not fit the strategy.
+          ValueError: If gradients and variables do not match, if no variable
+            has a gradient, or if the optimizer does not fit the strategy.
 
         Example:
 
@@ -195,7 +197,8 @@ class OptimizerWrapper(delegation.Delegation):
         self._refuse_outer_loss_scale()
         variables = list(variables)
         # Keras' loader of legacy .h5 files builds with the variables of the
-        # model itself, without its layers': none. What it sets then has to wait.
+        # model itself, without its layers': none. What it sets then has to
+        # wait.
         if self.built or not variables:
             return
         strategy = self._distribution_strategy
@@ -239,8 +242,8 @@ class OptimizerWrapper(delegation.Delegation):
         raise RuntimeError(
             f"{self.name} was made"
             f" {_scope_name(own)} and is used under"
-            f" {type(strategy).__name__}. Make the model, the inner optimizer and"
-            f" {type(self).__name__} inside `with strategy.scope():` of the"
+            f" {type(strategy).__name__}. Make the model, the inner optimizer"
+            f" and {type(self).__name__} inside `with strategy.scope():` of the"
             " strategy that trains them."
         )
 
@@ -254,9 +257,9 @@ class OptimizerWrapper(delegation.Delegation):
         frame = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self")
-            if isinstance(
-                caller, keras.optimizers.LossScaleOptimizer
-            ) and any(one is self for one in inner_update.descendants(caller)):
+            if isinstance(caller, keras.optimizers.LossScaleOptimizer) and any(
+                one is self for one in inner_update.descendants(caller)
+            ):
                 break
             frame = frame.f_back
         else:
@@ -303,8 +306,8 @@ class OptimizerWrapper(delegation.Delegation):
         }
         if len(given) > 1:
             raise ValueError(
-                "A stack of tf_xshard optimizers has one loss_normalization, got"
-                f" {sorted(given)} in"
+                "A stack of tf_xshard optimizers has one loss_normalization,"
+                f" got {sorted(given)} in"
                 f" {[one.name for one in stack]}. Give it to one of them."
             )
         return given.pop() if given else "global"

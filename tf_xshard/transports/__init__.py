@@ -3,7 +3,9 @@
 | where | path |
 |---|---|
 | one replica | none: the identity |
-| MirroredStrategy, MultiWorkerMirroredStrategy in a `tf.function` | `collective` |
+| MirroredStrategy, MultiWorkerMirroredStrategy in a `tf.function` |
+`collective`
+|
 | MirroredStrategy, eager | `merge_call` |
 | MultiWorkerMirroredStrategy, eager | `one_hot` |
 | TPUStrategy, one group of all | `tpu.STRATEGY` |

@@ -104,8 +104,10 @@ class _Group:
             ),
             position,
             tensor,
-            lambda lane: _hash(lane, tensor.dtype.name, tensor.shape.as_list())
-            % _FIRST_GATHER_KEY,
+            lambda lane: (
+                _hash(lane, tensor.dtype.name, tensor.shape.as_list())
+                % _FIRST_GATHER_KEY
+            ),
         )
 
     def all_gather(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
