@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import keras
 import pytest
@@ -96,34 +95,52 @@ def test_a_timeout_costs_no_threads():
     assert len(watchdogs) == 1
 
 
+# The two sleeps run one after the other: the first replica's collective waits 2
+# seconds for the second's, 4 after the step began. Then nothing runs for 4.
+_SLOW_PROGRAM = """
+import time
+import keras
+import tensorflow as tf
+import tf_xshard
+from tf_xshard import logical_devices
+
+strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
+with strategy.scope():
+    weight = keras.Variable(0.0)
+    optimizer = tf_xshard.CrossShardOptimizer(
+        keras.optimizers.SGD(1.0),
+        communication=tf_xshard.Communication(timeout_seconds=3.5))
+    optimizer.build([weight])
+
+def slow(seconds):
+    time.sleep(float(seconds))
+    return 1.0
+
+@tf.function
+def step(seconds):
+    def on_replica():
+        gradient = tf.py_function(slow, [seconds], tf.float32)
+        optimizer.apply([tf.ensure_shape(gradient, []) / 2], [weight])
+    strategy.run(on_replica)
+
+step(tf.constant(0.0))
+start = time.monotonic()
+step(tf.constant(2.0))
+assert time.monotonic() - start > 3.9
+time.sleep(4.0)
+step(tf.constant(0.0))
+print([float(v) for v in strategy.experimental_local_results(weight.value)])
+"""
+
+
 def test_waiting_for_nothing_is_no_timeout():
-    """Between two steps, and while inputs are computed, no time counts.
-
-    The two sleeps run one after the other: the first replica's collective waits
-    one second for the second's, two after the step began.
-    """
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight = keras.Variable(0.0)
-        optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.SGD(1.0),
-            communication=tf_xshard.Communication(timeout_seconds=1.5),
-        )
-
-    def slow():
-        time.sleep(1.0)
-        return 1.0
-
-    @tf.function
-    def step():
-        def on_replica():
-            gradient = tf.py_function(slow, [], tf.float32)
-            gradient = tf.ensure_shape(gradient, [])
-            optimizer.apply([gradient / 2], [weight])
-
-        strategy.run(on_replica)
-
-    step()
-    time.sleep(2.0)
-    step()
-    assert replicas.values(strategy, weight) == [-2.0, -2.0]
+    """Between two steps, and while inputs are computed, no time counts."""
+    run = subprocess.run(
+        [sys.executable, "-c", _SLOW_PROGRAM],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=90,
+        cwd=_ROOT,
+    )
+    assert run.stdout.strip() == "[-3.0, -3.0]", run.stderr[-3000:]
