@@ -10,6 +10,7 @@ import tensorflow as tf
 import tf_xshard
 from tests import replicas
 from tests import training
+from tests.replicas import needs_multi_optimizer
 
 O = keras.optimizers  # noqa: E741
 
@@ -44,6 +45,7 @@ def test_learning_rate():
         scheduled.learning_rate = 0.1
 
 
+@needs_multi_optimizer
 def test_multi_optimizer_has_optimizers_and_no_learning_rate():
     inner = O.MultiOptimizer(O.OptimizerMap(O.SGD(0.1)))
     optimizer = tf_xshard.CrossShardOptimizer(inner)

@@ -10,6 +10,7 @@ import tensorflow as tf
 import tf_xshard
 from tests import replicas
 from tests import training
+from tests.replicas import needs_multi_optimizer
 
 NUM_REPLICAS = 8
 
@@ -130,6 +131,7 @@ def test_another_groups_overflow_stays_there():
         assert replicas.values(strategy, weight) == [-4, -4, -np.inf, -np.inf]
 
 
+@needs_multi_optimizer
 def test_a_multi_optimizer_may_group_each_variable_otherwise():
     strategy = replicas.mirrored(4)
     with strategy.scope():

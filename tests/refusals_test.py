@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf_xshard
 from tests import replicas
 from tests import training
+from tests.replicas import needs_multi_optimizer
 from tf_xshard import replica_context
 from tf_xshard import versions
 
@@ -152,6 +153,7 @@ def test_an_outer_loss_scale_optimizer_on_one_device_is_fine():
     assert training.deviation(got, reference) == 0.0
 
 
+@needs_multi_optimizer
 def test_an_outer_loss_scale_optimizer_around_a_multi_optimizer():
     strategy = replicas.mirrored(2)
     with strategy.scope():

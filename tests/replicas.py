@@ -4,7 +4,13 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
+
+needs_multi_optimizer = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"),
+    reason="this Keras has no MultiOptimizer",
+)
 
 
 @functools.cache

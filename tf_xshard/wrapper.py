@@ -224,11 +224,12 @@ class OptimizerWrapper(delegation.Delegation):
         # Keras keeps a MultiOptimizer's optimizers in a list that
         # tf.train.Checkpoint does not follow; here it finds them.
         for index, one in enumerate(inner_update.descendants(self)):
-            if isinstance(one, keras.optimizers.MultiOptimizer):
-                for position, leaf in enumerate(one.optimizers):
-                    self._track_trackable(
-                        leaf, f"optimizer_{index}_{position}", overwrite=True
-                    )
+            if hasattr(one, "inner_optimizer"):
+                continue
+            for position, leaf in enumerate(inner_update.children(one)):
+                self._track_trackable(
+                    leaf, f"optimizer_{index}_{position}", overwrite=True
+                )
         if self._pending_weights is not None:
             pending = self._pending_weights
             self._set_untracked("_pending_weights", None)
