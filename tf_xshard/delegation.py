@@ -45,7 +45,7 @@ class Delegation(keras.optimizers.Optimizer):
     ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
     loss_scale_factor = _forwarded("loss_scale_factor")
     gradient_accumulation_steps = _forwarded("gradient_accumulation_steps")
-    # SwapEMAWeights unwraps one level and reads these two.
+    # SwapEMAWeights unwraps one level and reads this.
     _model_variables_moving_average = _forwarded(
         "_model_variables_moving_average"
     )
