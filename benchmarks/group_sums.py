@@ -31,6 +31,9 @@ from tf_xshard.transports import one_hot
 
 _BLOCKS = flags.DEFINE_integer("blocks", 5, "interleaved blocks", 5)
 _STEPS = flags.DEFINE_integer("steps", 2, "steps a block")
+_TIMEOUT_SECONDS = flags.DEFINE_integer(
+    "timeout_seconds", 1800, "ends a run that hangs"
+)
 _WORKER = flags.DEFINE_bool("worker", False, "for the program's own use")
 
 NUM_WORKERS = 4
@@ -201,7 +204,12 @@ def main(argv):
         [(None, None)] + [(nowhere, nowhere)] * (NUM_WORKERS - 1),
         {"TF_CPP_MIN_LOG_LEVEL": "3"},
     )
-    codes = [process.wait() for process in processes]
+    try:
+        codes = [process.wait(_TIMEOUT_SECONDS.value) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     if any(codes):
         sys.exit(f"workers ended with {codes}")
 
