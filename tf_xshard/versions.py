@@ -55,7 +55,8 @@ def missing_names(names: tuple) -> list[str]:
       The full names of those that are missing.
     """
     return [
-        f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}"
+        f"{getattr(owner, '__module__', '')}"
+        f".{getattr(owner, '__name__', type(owner).__name__)}.{name}"
         for owner, name in names
         if not hasattr(owner, name)
     ]

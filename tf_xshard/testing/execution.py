@@ -1,0 +1,218 @@
+"""Puts the execution of a replicated program into the user's graph.
+
+host's operations -> read variables -> [ lower, compile, execute ] -> assign
+                                        tf.numpy_function
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard.testing import replicated_program
+from tf_xshard.testing import stablehlo
+from tf_xshard.testing import xla_cpu
+
+
+def emit(
+    extraction: replicated_program.Extraction,
+    traced: tf.Graph,
+    xla_numbering: Sequence[int],
+) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
+    """Adds the execution of a program to the current graph.
+
+    Args:
+      extraction: The program, and what feeds it in the graph that was traced.
+      traced: That graph.
+      xla_numbering: The replica that each XLA replica executes.
+
+    Returns:
+      For each replica its outputs, and the operations that must run before
+      these are handed to the user.
+    """
+    program = extraction.program
+    num_replicas = program.num_replicas
+    host_side = _host_side(traced)
+    arguments = host_side(extraction.arguments)
+    resources = host_side(extraction.resources)
+    written = [program.variables[index].spec for index in program.written]
+    specs = [*program.output_specs, *written]
+    if not specs:
+        return [[] for _ in range(num_replicas)], []
+    runner = _Runner(program, xla_numbering, traced)
+    runner.lower_early([per_replica[0].shape for per_replica in arguments])
+    values = [
+        tf.raw_ops.ReadVariableOp(resource=resource, dtype=variable.spec.dtype)
+        for variable, per_replica in zip(
+            program.variables, resources, strict=True
+        )
+        for resource in per_replica
+    ]
+    flat = tf.numpy_function(
+        _bound_to_current_graph(runner),
+        [tensor for per_replica in arguments for tensor in per_replica]
+        + values,
+        [spec.dtype for spec in specs for _ in range(num_replicas)],
+        name="simulated_tpu",
+    )
+    by_result = [
+        flat[start : start + num_replicas]
+        for start in range(0, len(flat), num_replicas)
+    ]
+    for spec, per_replica in zip(specs, by_result, strict=True):
+        for tensor in per_replica:
+            tensor.set_shape(spec.shape)
+    num_outputs = len(program.output_specs)
+    assignments = [
+        tf.raw_ops.AssignVariableOp(resource=resource, value=value)
+        for index, new_values in zip(
+            program.written, by_result[num_outputs:], strict=True
+        )
+        for resource, value in zip(resources[index], new_values, strict=True)
+    ]
+    outputs = [
+        [by_result[index][replica] for index in range(num_outputs)]
+        for replica in range(num_replicas)
+    ]
+    return outputs, assignments
+
+
+def _bound_to_current_graph(runner: _Runner) -> Callable:
+    """A function that calls the runner, which lives as long as the graph.
+
+    `tf.numpy_function` keeps its function for as long as the process lives: in
+    the global default graph, also when a `tf.function` calls it.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    function_graph = tf.__internal__.FuncGraph
+    while isinstance(graph, function_graph) and isinstance(
+        graph.outer_graph, function_graph
+    ):
+        graph = graph.outer_graph
+    runners = getattr(graph, "_simulated_tpu_runners", [])
+    graph._simulated_tpu_runners = [*runners, runner]
+    reference = weakref.ref(runner)
+    return lambda *values: reference()(*values)
+
+
+def _host_side(traced: tf.Graph) -> Callable:
+    """Rebuilds what surrounds the program, such as padding, where it is called.
+
+    Args:
+      traced: The graph that was traced.
+
+    Returns:
+      A function from tuples of tensors of that graph to tensors of the current
+      one.
+    """
+    captured = {inside.name: outside for outside, inside in traced.captures}
+
+    def rebuilt(groups: Sequence[Sequence[tf.Tensor]]):
+        wanted = {t.name: t for ts in groups for t in ts}
+        needed = _ancestors(
+            [t for name, t in wanted.items() if name not in captured]
+        )
+        tensors = dict(captured)
+        if needed:
+            graph_def = traced.as_graph_def()
+            keep = {o.name for o in needed}
+            nodes = [n for n in graph_def.node if n.name in keep]
+            del graph_def.node[:]
+            graph_def.node.extend(nodes)
+            names = [name for name in wanted if name not in captured]
+            used = {
+                t.name for o in needed for t in o.inputs if t.name in captured
+            }
+            imported = tf.graph_util.import_graph_def(
+                graph_def,
+                input_map={name: captured[name] for name in used},
+                return_elements=names,
+                name="host",
+            )
+            tensors.update(zip(names, imported, strict=True))
+        return [[tensors[t.name] for t in ts] for ts in groups]
+
+    return rebuilt
+
+
+def _ancestors(tensors) -> set[tf.Operation]:
+    found = set()
+    pending = [t.op for t in tensors]
+    while pending:
+        operation = pending.pop()
+        if operation in found or operation.type == "Placeholder":
+            continue
+        found.add(operation)
+        pending += [t.op for t in operation.inputs]
+        pending += operation.control_inputs
+    return found
+
+
+class _Runner:
+    """What `tf.numpy_function` calls: lowers, compiles, executes.
+
+    Args:
+      program: The replicas' program.
+      xla_numbering: The replica that each XLA replica executes.
+      traced: The graph it was traced in, which owns the functions that the
+        host's side calls; it lives as long as this.
+    """
+
+    def __init__(self, program, xla_numbering, traced):
+        self._traced = traced
+        self._program = program
+        self._xla_numbering = xla_numbering
+        self._lowered = {}
+        self._lock = threading.Lock()
+
+    def lower_early(self, shapes) -> None:
+        """Lowers while tracing if all shapes are known: errors come sooner."""
+        if all(shape.is_fully_defined() for shape in shapes):
+            self._lower(tuple(tuple(shape) for shape in shapes))
+
+    def _lower(self, shapes) -> stablehlo.Lowered:
+        with self._lock:
+            if shapes not in self._lowered:
+                self._lowered[shapes] = stablehlo.lower(self._program, shapes)
+            return self._lowered[shapes]
+
+    def __call__(self, *values: np.ndarray) -> list[np.ndarray]:
+        program = self._program
+        num_replicas = program.num_replicas
+        values = [np.asarray(value) for value in values]
+        parameters = [
+            values[start : start + num_replicas]
+            for start in range(0, len(values), num_replicas)
+        ]
+        num_arguments = len(program.argument_specs)
+        lowered = self._lower(
+            tuple(vs[0].shape for vs in parameters[:num_arguments])
+        )
+        executable = xla_cpu.compiled(lowered.text, num_replicas)
+        numbering = self._xla_numbering
+        results = executable(
+            [[vs[replica] for replica in numbering] for vs in parameters]
+        )
+        position = {replica: xla for xla, replica in enumerate(numbering)}
+        results = [
+            [vs[position[replica]] for replica in range(num_replicas)]
+            for vs in results
+        ]
+        outputs = []
+        for output in lowered.outputs:
+            for replica in range(num_replicas):
+                value = results[output.data][replica]
+                if output.sizes is not None:
+                    sizes = results[output.sizes][replica]
+                    value = value[tuple(slice(size) for size in sizes)]
+                outputs.append(value)
+        for index in program.written:
+            if index in lowered.updates:
+                outputs += results[lowered.updates[index]]
+            else:
+                outputs += parameters[num_arguments + index]
+        return outputs

@@ -1,0 +1,103 @@
+"""A TPU system that exists on paper: its topology, and who speaks for it.
+
+`tf.distribute.TPUStrategy` asks a cluster resolver for the system's metadata
+and nothing else. Here every TPU core is a logical CPU of this process.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import tensorflow as tf
+
+_Device = collections.namedtuple("_Device", ["name", "device_type"])
+
+_TASK = "/job:localhost/replica:0/task:0/device:"
+
+
+def cpu_name(index: int) -> str:
+    """The full name of a logical CPU."""
+    return f"{_TASK}CPU:{index}"
+
+
+class Topology(tf.tpu.experimental.Topology):
+    """A topology whose cores are logical CPUs, numbered through all hosts.
+
+    Args:
+      num_replicas: How many cores there are.
+      num_hosts: Over how many hosts they are spread, evenly.
+    """
+
+    def __init__(self, num_replicas: int, num_hosts: int):
+        per_host = num_replicas // num_hosts
+        # Two cores on a chip, as v2 to v4 have, where the number allows it.
+        cores = 2 if per_host % 2 == 0 else 1
+        chips = per_host // cores
+        super().__init__(
+            mesh_shape=[chips, num_hosts, 1, cores],
+            device_coordinates=np.array(
+                [
+                    [
+                        [chip, host, 0, core]
+                        for chip in range(chips)
+                        for core in range(cores)
+                    ]
+                    for host in range(num_hosts)
+                ],
+                np.int32,
+            ),
+        )
+
+    def host_of(self, core: str) -> str:
+        """The device that hosts a core: the first core of its host."""
+        index = int(core.rpartition(":")[2])
+        return cpu_name(index - index % self.num_tpus_per_task)
+
+    def tpu_device_name_at_coordinates(self, device_coordinates, job=None):
+        """See the base class."""
+        task = self.task_ordinal_at_coordinates(device_coordinates)
+        ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
+        return cpu_name(task * self.num_tpus_per_task + ordinal)
+
+    def cpu_device_name_at_coordinates(self, device_coordinates, job=None):
+        """See the base class."""
+        task = self.task_ordinal_at_coordinates(device_coordinates)
+        return cpu_name(task * self.num_tpus_per_task)
+
+
+class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
+    """Answers what `TPUStrategy` asks of a `TPUClusterResolver`."""
+
+    environment = ""
+    tpu_hardware_feature = None
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+        self._num_hosts = topology.num_tasks
+        self._num_replicas = topology.num_tasks * topology.num_tpus_per_task
+
+    def get_tpu_system_metadata(self):
+        """See `TPUClusterResolver`."""
+        return tf.tpu.experimental.TPUSystemMetadata(
+            num_cores=self._num_replicas,
+            num_hosts=self._num_hosts,
+            num_of_cores_per_host=self._num_replicas // self._num_hosts,
+            topology=self._topology,
+            devices=tuple(
+                _Device(f"{_TASK}TPU:{index}", "TPU")
+                for index in range(self._num_replicas)
+            ),
+        )
+
+    def cluster_spec(self):
+        """See the base class."""
+        return tf.train.ClusterSpec({})
+
+    def master(self, task_type=None, task_id=None, rpc_layer=None):
+        """See the base class."""
+        return ""
+
+    def num_accelerators(self, task_type=None, task_id=None, config_proto=None):
+        """See the base class."""
+        return {"TPU": self._num_replicas}

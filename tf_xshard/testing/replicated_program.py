@@ -1,0 +1,393 @@
+"""What `TPUStrategy.run` traced, cut out of its graph as one program.
+
+    strategy.run(fn, args)  ->  padding  ->  [ the replicas' program ]  ->  results
+                                (host)         (_tpu_replicate ops)
+
+`tf.distribute.TPUStrategy` marks every operation of the replicas' program with
+the attribute `_tpu_replicate`. Those operations become a GraphDef of their own,
+in which the operations that only a TPU has are written as XLA's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard.testing import internals
+
+# Custom calls that stablehlo.py turns into StableHLO's own operations.
+ALL_TO_ALL = "tf_xshard.all_to_all"
+COLLECTIVE_PERMUTE = "tf_xshard.collective_permute"
+
+_MARK = "_tpu_replicate"
+_PLACEMENT = (
+    _MARK,
+    "_class",
+    "_pivot_for_cluster",
+    "_tpu_input_identity",
+    "_xla_inferred_shapes",
+)
+# They describe the program to a TPU's runtime and compute nothing.
+_METADATA = ("TPUReplicateMetadata", "TPUCompilationResult")
+_OUTSIDE = ("_xla_outside_compilation", "_xla_map_outside_compilation")
+_EMBEDDING_CORES = "TPU embedding (its embedding cores)"
+_UNSUPPORTED = {
+    "EagerPyFunc": "tf.py_function",
+    "InfeedDequeue": "infeed",
+    "InfeedDequeueTuple": "infeed",
+    "OutfeedEnqueue": "outfeed",
+    "OutfeedEnqueueTuple": "outfeed",
+    "PrintV2": "tf.print",
+    "PyFunc": "tf.numpy_function",
+    "PyFuncStateless": "tf.numpy_function",
+    "RecvTPUEmbeddingActivations": _EMBEDDING_CORES,
+    "SendTPUEmbeddingGradients": _EMBEDDING_CORES,
+    "StringFormat": "tf.strings.format (tf.print)",
+    "TPUEmbeddingActivations": _EMBEDDING_CORES,
+    "TPUPartitionedInput": "model parallelism (several cores per replica)",
+    "TPUPartitionedInputV2": "model parallelism (several cores per replica)",
+    "XlaRecvTPUEmbeddingActivations": _EMBEDDING_CORES,
+    "XlaSendTPUEmbeddingGradients": _EMBEDDING_CORES,
+}
+_unique = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """A variable that the replicas' program captures.
+
+    Attributes:
+      name: The tensor that stands for it in the program's graph.
+      spec: Its shape and dtype.
+      is_written: Whether the program may assign to it.
+    """
+
+    name: str
+    spec: tf.TensorSpec
+    is_written: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicatedProgram:
+    """One program for all replicas, as TPUStrategy traced it.
+
+    Attributes:
+      graph_def: The program's operations, in the order of their creation.
+      argument_names: The tensors that are fed, a value for each replica.
+      argument_specs: Their shapes (dimensions may be unknown) and dtypes.
+      variables: The variables that it captures.
+      output_names: What it returns on each replica.
+      output_specs: Their shapes (dimensions may be unknown) and dtypes.
+      num_replicas: How many replicas it was traced for.
+    """
+
+    graph_def: tf.compat.v1.GraphDef
+    argument_names: tuple[str, ...]
+    argument_specs: tuple[tf.TensorSpec, ...]
+    variables: tuple[Variable, ...]
+    output_names: tuple[str, ...]
+    output_specs: tuple[tf.TensorSpec, ...]
+    num_replicas: int
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The indices in `variables` of those that may be written."""
+        return tuple(
+            index for index, v in enumerate(self.variables) if v.is_written
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Extraction:
+    """A program and the tensors around it in the graph that was traced.
+
+    Attributes:
+      program: The replicas' program.
+      arguments: For each argument, its tensor for each replica.
+      resources: For each variable, its resource on each replica.
+    """
+
+    program: ReplicatedProgram
+    arguments: tuple[tuple[tf.Tensor, ...], ...]
+    resources: tuple[tuple[tf.Tensor, ...], ...]
+
+
+def creates_variables(graph: tf.Graph) -> bool:
+    """Whether a traced program initializes variables that it creates."""
+    return any(
+        o.type == "VarIsInitializedOp" and _is_marked(o)
+        for o in graph.get_operations()
+    )
+
+
+def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
+    """Cuts the replicas' program out of a traced graph.
+
+    Args:
+      graph: The graph in which `TPUStrategy.run` was traced, once.
+      num_replicas: The number of replicas.
+
+    Returns:
+      The program and what feeds it.
+
+    Raises:
+      NotImplementedError: If the program holds what can't run here.
+    """
+    operations = graph.get_operations()
+    inside = [
+        o for o in operations if _is_marked(o) and o.type not in _METADATA
+    ]
+    outputs = [o.inputs[0] for o in operations if _is_output(o)]
+    inside = _alive(inside, outputs)
+    _refuse(inside, graph)
+    names = {o.name for o in inside}
+    boundary = {
+        tensor.name: tensor
+        for o in inside
+        for tensor in o.inputs
+        if tensor.op.name not in names
+    }
+    written = {
+        _root(tensor, names).name
+        for o in inside
+        for tensor in internals.written_resources(o)
+        if o.type != "Identity"
+    }
+    arguments = [t for t in boundary.values() if t.dtype != tf.resource]
+    resources = [t for t in boundary.values() if t.dtype == tf.resource]
+    variables = tuple(
+        Variable(t.name, _variable_spec(t), t.name in written)
+        for t in resources
+    )
+    program = ReplicatedProgram(
+        graph_def=_graph_def(graph, names),
+        argument_names=tuple(t.name for t in arguments),
+        argument_specs=tuple(
+            tf.TensorSpec(t.shape, t.dtype) for t in arguments
+        ),
+        variables=variables,
+        output_names=tuple(t.name for t in outputs),
+        output_specs=tuple(tf.TensorSpec(t.shape, t.dtype) for t in outputs),
+        num_replicas=num_replicas,
+    )
+    internals.register_functions(program, program.graph_def.library.function)
+    return Extraction(
+        program,
+        tuple(_per_replica(t, num_replicas) for t in arguments),
+        tuple(_per_replica(t, num_replicas) for t in resources),
+    )
+
+
+def output_index(tensor: tf.Tensor) -> tuple[int, int]:
+    """Which output of which replica a result of the traced graph is.
+
+    Args:
+      tensor: A tensor that the traced call of `TPUStrategy.run` returned.
+
+    Returns:
+      The index of the output and the replica's id.
+    """
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    assert _is_output(tensor.op), tensor
+    outputs = [o for o in tensor.graph.get_operations() if _is_output(o)]
+    return outputs.index(tensor.op), tensor.value_index
+
+
+def _alive(inside, outputs) -> list[tf.Operation]:
+    """Those whose result is used or that have a side effect, as on a TPU."""
+    candidates = set(inside)
+    alive = set()
+    pending = [o for o in inside if o.op_def.is_stateful]
+    pending += [t.op for t in outputs]
+    while pending:
+        operation = pending.pop()
+        if operation not in candidates or operation in alive:
+            continue
+        alive.add(operation)
+        pending += [t.op for t in operation.inputs]
+        pending += operation.control_inputs
+    return [o for o in inside if o in alive]
+
+
+def _is_marked(operation: tf.Operation) -> bool:
+    return _MARK in operation.node_def.attr
+
+
+def _is_output(operation: tf.Operation) -> bool:
+    return operation.type == "TPUReplicatedOutput"
+
+
+def _root(tensor: tf.Tensor, names: set[str]) -> tf.Tensor:
+    """The tensor outside the program that a resource inside stands for."""
+    while tensor.op.name in names and tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _per_replica(tensor: tf.Tensor, num_replicas: int) -> tuple[tf.Tensor, ...]:
+    if tensor.op.type == "TPUReplicatedInput":
+        return tuple(tensor.op.inputs)
+    return (tensor,) * num_replicas
+
+
+def _variable_spec(resource: tf.Tensor) -> tf.TensorSpec:
+    source = resource
+    if resource.op.type == "TPUReplicatedInput":
+        source = resource.op.inputs[0]
+    spec = internals.variable_spec(source)
+    if spec is None:
+        raise NotImplementedError(
+            f"The step uses {source.op.type} {source.name!r}, a resource that"
+            " is no variable (a table, an iterator, a random generator's"
+            " state). A TPU can't hold it. Take it out of the function that"
+            " strategy.run() gets."
+        )
+    if resource.op.type != "TPUReplicatedInput":
+        raise NotImplementedError(
+            f"The step uses a variable of shape {spec.shape} and dtype"
+            f" {spec.dtype.name} that was created outside strategy.scope()"
+            f" ({resource.name!r}). It lives on the host, where TPU cores can't"
+            " reach it. Create it inside the scope."
+        )
+    if not spec.shape.is_fully_defined():
+        raise NotImplementedError(
+            f"The step uses a variable of unknown shape {spec.shape}"
+            f" ({resource.name!r}). XLA needs the shape: create the variable"
+            " with a shape that is fully defined."
+        )
+    return spec
+
+
+def _refuse(inside: list[tf.Operation], graph: tf.Graph) -> None:
+    library = graph.as_graph_def().library.function
+    nodes = itertools.chain(
+        (o.node_def for o in inside), *(f.node_def for f in library)
+    )
+    for node in nodes:
+        construct = _UNSUPPORTED.get(node.op)
+        if any(mark in node.attr for mark in _OUTSIDE):
+            construct = "outside compilation"
+        if construct is not None:
+            raise NotImplementedError(
+                f"The step holds {construct} ({node.op} {node.name!r}). On a"
+                " TPU its host or cores of another kind run it; the simulated"
+                " TPU (XLA:CPU) has neither. Take it out of the function that"
+                " strategy.run() gets."
+            )
+
+
+def _graph_def(graph: tf.Graph, names: set[str]) -> tf.compat.v1.GraphDef:
+    full = graph.as_graph_def(add_shapes=True)
+    program = tf.compat.v1.GraphDef(
+        versions=full.versions, library=full.library
+    )
+    for node in full.node:
+        if node.name in names:
+            kept = [
+                name
+                for name in node.input
+                if not name.startswith("^") or name[1:] in names
+            ]
+            program.node.add().CopyFrom(node)
+            del program.node[-1].input[:]
+            program.node[-1].input.extend(kept)
+    # The runtime knows the functions under their names already, as they were.
+    suffix = f"__on_replica_{next(_unique)}"
+    renamed = {
+        f.signature.name: f.signature.name + suffix
+        for f in program.library.function
+    }
+    for function in program.library.function:
+        function.signature.name = renamed[function.signature.name]
+        _rewrite(function.node_def, renamed, in_function=function)
+    for gradient in program.library.gradient:
+        gradient.function_name = renamed[gradient.function_name]
+        gradient.gradient_func = renamed[gradient.gradient_func]
+    _rewrite(program.node, renamed)
+    return program
+
+
+def _rewrite(nodes, renamed, in_function=None) -> None:
+    """Makes XLA's operations of the TPU's, in place."""
+    by_name = {node.name: node for node in nodes}
+    replaced = set()
+    for node in nodes:
+        if node.op == "CrossReplicaSum":
+            # The same inputs, and the same HLO as the TPU's kernel emits.
+            node.op = "XlaAllReduce"
+            node.attr["reduce_op"].s = b"Add"
+            node.attr["mode"].s = b"CrossReplica"
+        elif node.op in ("AllToAll", "CollectivePermute"):
+            _make_custom_call(node, by_name)
+            replaced.add(node.name)
+        for attribute in _PLACEMENT:
+            node.attr.pop(attribute, None)
+        node.device = ""
+        node.op = renamed.get(node.op, node.op)
+        for value in node.attr.values():
+            for function in (value.func, *value.list.func):
+                if function.name in renamed:
+                    function.name = renamed[function.name]
+    if in_function is None:
+        return
+    # Inside a function an input names its producer's output argument.
+    for node in nodes:
+        for index, name in enumerate(node.input):
+            node.input[index] = _output_of_custom_call(name, replaced)
+    for key, name in in_function.ret.items():
+        in_function.ret[key] = _output_of_custom_call(name, replaced)
+
+
+def _output_of_custom_call(name: str, replaced: set[str]) -> str:
+    if name.split(":")[0] in replaced:
+        return name.replace(":output:", ":results:")
+    return name
+
+
+def _make_custom_call(node: tf.compat.v1.NodeDef, by_name) -> None:
+    target = ALL_TO_ALL if node.op == "AllToAll" else COLLECTIVE_PERMUTE
+    config = {"replicas": _constant(node.input[1], by_name).tolist()}
+    if target == ALL_TO_ALL:
+        for key in ("split_dimension", "concat_dimension", "split_count"):
+            config[key] = node.attr[key].i
+    dtype = node.attr["T"].type
+    (shape,) = node.attr["_output_shapes"].list.shape
+    if not tf.TensorShape(shape).is_fully_defined():
+        raise NotImplementedError(
+            f"{node.op} {node.name!r} has the unknown shape"
+            f" {tf.TensorShape(shape)}. It needs a shape that is fully defined:"
+            " batch with drop_remainder=True, or give the tensor its shape."
+        )
+    control = [name for name in node.input if name.startswith("^")]
+    operand = node.input[0]
+    del node.input[:]
+    node.input.extend([operand, *control])
+    node.op = "XlaCustomCallV2"
+    node.attr.clear()
+    node.attr["call_target_name"].s = target.encode()
+    node.attr["backend_config"].s = json.dumps(config).encode()
+    node.attr["has_side_effect"].b = False
+    for key in ("operand_dtypes", "result_dtypes"):
+        node.attr[key].list.type.append(dtype)
+    node.attr["result_shapes"].CopyFrom(
+        tf.compat.v1.AttrValue(
+            list=tf.compat.v1.AttrValue.ListValue(shape=[shape])
+        )
+    )
+
+
+def _constant(name: str, by_name) -> np.ndarray:
+    node = by_name.get(name.split(":")[0])
+    while node is not None and node.op == "Identity":
+        node = by_name.get(node.input[0].split(":")[0])
+    if node is None or node.op != "Const":
+        raise NotImplementedError(
+            f"A collective's group assignment ({name!r}) is no constant where"
+            " it is used. Make it a Python list."
+        )
+    return tf.make_ndarray(node.attr["value"].tensor)

@@ -1,0 +1,58 @@
+"""The versions of jax and libtpu that simulation and compilation need."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+# Both rest on names that jax does not export, and each libtpu knows other TPUs:
+# 0.0.51 with jax 0.10.2 can't compile for tpu7x. setup.cfg pins the same.
+JAX = "0.10.2"
+LIBTPU = "0.0.42.1"
+
+_INSTALL = "pip install 'tf_xshard[cpu,testing]' in an environment of its own"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_jax() -> None:
+    """Looks for what `simulated_tpu_strategy` needs.
+
+    Raises:
+      ImportError: If jax or jaxlib is missing or of another version, or
+        tensorflow-tpu is in the environment.
+    """
+    if _version("tensorflow-tpu") is not None:
+        raise ImportError(
+            "tf_xshard.testing can't share an environment with tensorflow-tpu:"
+            f" it needs libtpu {LIBTPU}, tensorflow-tpu another one. Use"
+            f" {_INSTALL}."
+        )
+    _check("jax", JAX)
+    _check("jaxlib", JAX)
+
+
+def check_libtpu() -> None:
+    """Looks for what `compile_for_tpu` needs.
+
+    Raises:
+      ImportError: If libtpu is missing or of another version.
+    """
+    _check("libtpu", LIBTPU)
+
+
+def _check(distribution: str, proven: str) -> None:
+    found = _version(distribution)
+    if found == proven:
+        return
+    where = ""
+    if distribution == "libtpu":
+        where = " (Linux x86-64 only)"
+    raise ImportError(
+        f"tf_xshard.testing needs {distribution} {proven}{where}, found"
+        f" {found or 'none'}: {_INSTALL}."
+    )
