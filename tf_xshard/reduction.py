@@ -23,6 +23,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import indexed_slices
 from tf_xshard import replica_context
 from tf_xshard import transports
+from tf_xshard.transports import tpu
 
 # CollectiveReduceV2 and CrossReplicaSum have kernels for these.
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -181,6 +182,9 @@ def sum_dense(tensors, transport, where) -> list[tf.Tensor]:
     if not tensors:
         return []
     here, groups, communication = where
+    if here.kind == "tpu":
+        for tensor in tensors:
+            tpu.check_dtype(tf.as_dtype(communication.dtype or tensor.dtype))
     if not transport.packs:
         parts = [_on_wire(tensor, communication) for tensor in tensors]
         sums = transport.group_sum(parts, here, groups, communication)

@@ -15,6 +15,29 @@ from absl import logging
 from tf_xshard.transports import transport
 
 
+# TensorFlow's CrossReplicaSum has no other.
+_DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.int32, tf.uint32)
+
+
+def check_dtype(dtype: tf.DType) -> None:
+    """Refuses what a TPU can't sum over replicas.
+
+    Args:
+      dtype: In which type gradients travel.
+
+    Raises:
+      ValueError: If `CrossReplicaSum` does not take it.
+    """
+    if dtype not in _DTYPES:
+        names = ", ".join(known.name for known in _DTYPES)
+        raise ValueError(
+            f"A gradient of {dtype.name} can't be summed over replicas of a"
+            f" TPU, which takes {names}. Give the variable one of these types,"
+            " or let gradients travel as one:"
+            ' communication=tf_xshard.Communication(dtype="float32").'
+        )
+
+
 def _sum_over_all(tensors, here, groups, communication):
     # On a TPU the hardware's interconnect needs no timeout and takes none.
     del here, groups, communication
