@@ -16,6 +16,10 @@ tf.config.set_logical_device_configuration(
     [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
 )
 
+# The threads that tune tf.data's buffers end only after they have slept, for
+# seconds at the end of many a `fit`; debug mode has none.
+tf.data.experimental.enable_debug_mode()
+
 
 def pytest_addoption(parser):
     parser.addoption(

@@ -12,8 +12,14 @@ from tests import training
 SGD = keras.optimizers.SGD
 
 
-def _setup(num_replicas=4, inner=None, groups=None, num_variables=1):
-    strategy = replicas.mirrored(num_replicas)
+def _setup(
+    num_replicas=4,
+    inner=None,
+    groups=None,
+    num_variables=1,
+    kind="mirrored",
+):
+    strategy = replicas.STRATEGIES[kind](num_replicas)
     with strategy.scope():
         variables = [keras.Variable(0.0) for _ in range(num_variables)]
         optimizer = tf_xshard.CrossShardOptimizer(
@@ -25,14 +31,19 @@ def _setup(num_replicas=4, inner=None, groups=None, num_variables=1):
     return strategy, variables, optimizer
 
 
-def _gradient():
-    return tf.constant(10.0 ** replicas.replica_id())
+_gradient = replicas.power_of_ten
 
 
-@pytest.mark.parametrize("run", ["function", "eager"])
-def test_unbuilt_on_first_use(run):
+@pytest.mark.parametrize(
+    "kind, run",
+    [(kind, "function") for kind in replicas.STRATEGIES]
+    + [("mirrored", "eager")],
+)
+def test_unbuilt_on_first_use(kind, run):
     strategy, [weight], optimizer = _setup(
-        inner=lambda: SGD(1.0, momentum=0.5), groups=[[0, 2], [1, 3]]
+        inner=lambda: SGD(1.0, momentum=0.5),
+        groups=[[0, 2], [1, 3]],
+        kind=kind,
     )
 
     def step():
@@ -72,13 +83,33 @@ def test_in_cond_with_other_patterns_of_none():
     assert replicas.values(strategy, variables[1]) == [-1101.0] * 4
 
 
-def test_in_a_loop_around_run():
-    strategy, [weight], optimizer = _setup(groups=[[0, 1], [2, 3]])
+@replicas.on_every_strategy
+def test_in_a_loop_around_run(kind):
+    strategy, [weight], optimizer = _setup(groups=[[0, 1], [2, 3]], kind=kind)
 
     @tf.function
     def steps(count):
         for _ in tf.range(count):
             strategy.run(lambda: optimizer.apply([_gradient()], [weight]))
+
+    steps(tf.constant(5))
+    assert replicas.values(strategy, weight) == [-55, -55, -5500, -5500]
+
+
+@pytest.mark.parametrize("kind", replicas.TPUS)
+def test_in_a_loop_on_a_tpu(kind):
+    """One program for all replicas: they meet inside the loop, too."""
+    strategy, [weight], optimizer = _setup(groups=[[0, 1], [2, 3]], kind=kind)
+    with strategy.scope():
+        optimizer.build([weight])
+
+    @tf.function
+    def steps(count):
+        def on_replica(count):
+            for _ in tf.range(count):
+                optimizer.apply([_gradient()], [weight])
+
+        strategy.run(on_replica, args=(count,))
 
     steps(tf.constant(5))
     assert replicas.values(strategy, weight) == [-55, -55, -5500, -5500]
@@ -100,8 +131,10 @@ def test_a_loop_in_the_replica_function_is_an_error_and_no_hang():
     assert replicas.values(strategy, weight) == [0.0] * 4
 
 
-def test_a_loss_scale_optimizer_in_cond():
+@replicas.on_every_strategy
+def test_a_loss_scale_optimizer_in_cond(kind):
     strategy, [weight], optimizer = _setup(
+        kind=kind,
         inner=lambda: keras.optimizers.LossScaleOptimizer(
             SGD(1.0), initial_scale=2.0
         ),
@@ -124,9 +157,10 @@ def test_a_loss_scale_optimizer_in_cond():
     assert replicas.values(strategy, weight) == [-11, -11, -1100, -1100]
 
 
-def test_two_optimizers_over_the_same_devices_in_one_step():
+@replicas.on_every_strategy
+def test_two_optimizers_over_the_same_devices_in_one_step(kind):
     """A generator and a discriminator, with other groups, equal shapes."""
-    strategy, [first], one = _setup(groups=[[0, 1], [2, 3]])
+    strategy, [first], one = _setup(groups=[[0, 1], [2, 3]], kind=kind)
     with strategy.scope():
         second = keras.Variable(0.0)
         two = tf_xshard.CrossShardOptimizer(
@@ -153,9 +187,10 @@ def test_two_optimizers_over_the_same_devices_in_one_step():
     assert replicas.values(strategy, third) == [-330, -330, -33000, -33000]
 
 
-def test_strategies_of_other_sizes_in_one_process():
+@replicas.on_every_strategy
+def test_strategies_of_other_sizes_in_one_process(kind):
     for num_replicas in (4, 2, 8, 2, 4):
-        strategy, [weight], optimizer = _setup(num_replicas)
+        strategy, [weight], optimizer = _setup(num_replicas, kind=kind)
         replicas.apply_once(
             strategy, optimizer, lambda r: [tf.constant(10.0**r)], [weight]
         )
@@ -163,8 +198,9 @@ def test_strategies_of_other_sizes_in_one_process():
         assert replicas.values(strategy, weight) == [-total] * num_replicas
 
 
-def test_a_function_that_is_traced_again():
-    strategy, [weight], optimizer = _setup(groups=[[0, 1], [2, 3]])
+@replicas.on_every_strategy
+def test_a_function_that_is_traced_again(kind):
+    strategy, [weight], optimizer = _setup(groups=[[0, 1], [2, 3]], kind=kind)
 
     @tf.function
     def step(scale, twice):
@@ -181,8 +217,9 @@ def test_a_function_that_is_traced_again():
     assert replicas.values(strategy, weight) == [-44, -44, -4400, -4400]
 
 
-def test_a_subset_of_the_variables():
-    strategy, variables, optimizer = _setup(num_variables=3)
+@replicas.on_every_strategy
+def test_a_subset_of_the_variables(kind):
+    strategy, variables, optimizer = _setup(num_variables=3, kind=kind)
     with strategy.scope():
         optimizer.build(variables)
     replicas.apply_once(
@@ -194,8 +231,9 @@ def test_a_subset_of_the_variables():
     assert [replicas.values(strategy, v)[3] for v in variables] == [-8, 0, -4]
 
 
-def test_tf_variables():
-    strategy = replicas.mirrored(2)
+@replicas.on_every_strategy
+def test_tf_variables(kind):
+    strategy = replicas.STRATEGIES[kind](2)
     with strategy.scope():
         weight = tf.Variable(0.0)
         optimizer = tf_xshard.CrossShardOptimizer(
@@ -308,10 +346,11 @@ def test_a_hook_that_does_nothing_changes_nothing_in_float16(argument):
         assert replicas.values(strategy, weight) == [-0.3125] * 2
 
 
+@replicas.on_every_strategy
 @pytest.mark.parametrize("argument", ["pre_reduce", "post_reduce"])
-def test_clipping_before_and_after(argument):
+def test_clipping_before_and_after(argument, kind):
     """Replica 3's huge gradient is clipped before, or drowns the others."""
-    strategy = replicas.mirrored(4)
+    strategy = replicas.STRATEGIES[kind](4)
     with strategy.scope():
         weight = keras.Variable([0.0, 0.0])
         optimizer = tf_xshard.CrossShardOptimizer(

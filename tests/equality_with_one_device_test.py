@@ -54,6 +54,8 @@ for _name, _class in (
         del OTHERS[_name]
 # Plain Keras can't trace these under a strategy; tests/plain_keras_test.py.
 PLAIN_FAILS = ("accumulation",)
+# tests/groups_test.py permutes 8.
+COUNTS = {"mirrored": (2, 4, 8), "tpu": (4, 8), "tpu_permuted": (4,)}
 
 
 class TanhDescent(O.Optimizer):
@@ -86,19 +88,20 @@ def _wrapped(optimizer_fn):
     return lambda: tf_xshard.CrossShardOptimizer(optimizer_fn())
 
 
+@replicas.on_every_strategy
 @pytest.mark.parametrize("name", SETTINGS)
-def test_fit_on_2_4_8_replicas(name, report):
+def test_fit_on_2_4_8_replicas(name, kind, report):
     optimizer_fn = SETTINGS[name]
     reference, tolerance, moved = _reference(optimizer_fn)
-    line = f"{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
-    for num_replicas in (2, 4, 8):
+    line = f"{name}, {kind}: moved {moved:.3f}, tolerance {tolerance:.1e};"
+    for num_replicas in COUNTS[kind]:
         _, got = training.train(
-            _wrapped(optimizer_fn), replicas.mirrored(num_replicas)
+            _wrapped(optimizer_fn), replicas.STRATEGIES[kind](num_replicas)
         )
         difference = training.deviation(got, reference)
         line += f" {num_replicas} replicas {difference:.1e}"
         assert difference <= tolerance, line
-    if name not in PLAIN_FAILS:
+    if kind == "mirrored" and name not in PLAIN_FAILS:
         _, plain = training.train(optimizer_fn, replicas.mirrored(4))
         difference = training.deviation(plain, reference)
         line += f"; plain Keras on 4: {difference:.1e}"
@@ -107,16 +110,26 @@ def test_fit_on_2_4_8_replicas(name, report):
     report(line)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mirrored",
+        "tpu",
+        pytest.param("tpu_permuted", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_optimizer(name, report):
+def test_every_other_optimizer(name, kind, report):
     if name == "muon" and keras.__version__.startswith("3.12."):
         pytest.skip("Keras 3.12's Muon fails on one device")
     optimizer_fn = OTHERS[name]
     reference, tolerance, moved = _reference(optimizer_fn)
-    _, got = training.train(_wrapped(optimizer_fn), replicas.mirrored(4))
+    _, got = training.train(
+        _wrapped(optimizer_fn), replicas.STRATEGIES[kind](4)
+    )
     difference = training.deviation(got, reference)
     report(
-        f"{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
+        f"{name}, {kind}: moved {moved:.3f}, tolerance {tolerance:.1e};"
         f" 4 replicas {difference:.1e}"
     )
     assert difference <= tolerance
@@ -133,15 +146,22 @@ def test_no_keras_optimizer_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "compile_options",
-    [dict(steps_per_execution=4), dict(run_eagerly=True)],
+    "kind, compile_options",
+    [
+        ("mirrored", dict(steps_per_execution=4)),
+        ("tpu", dict(steps_per_execution=4)),
+        ("tpu_permuted", dict(steps_per_execution=4)),
+        ("mirrored", dict(run_eagerly=True)),  # A TPU never runs eagerly.
+    ],
     ids=str,
 )
-def test_compile_options(compile_options):
+def test_compile_options(kind, compile_options):
     optimizer_fn = SETTINGS["adam"]
     reference, tolerance, _ = _reference(optimizer_fn)
     _, got = training.train(
-        _wrapped(optimizer_fn), replicas.mirrored(4), **compile_options
+        _wrapped(optimizer_fn),
+        replicas.STRATEGIES[kind](4),
+        **compile_options,
     )
     assert training.deviation(got, reference) <= tolerance
 
@@ -158,12 +178,13 @@ def test_one_replica_is_plain_keras(strategy_name):
     assert training.deviation(got, reference) == 0.0
 
 
+@replicas.on_every_strategy
 @pytest.mark.parametrize(
     "num_rows, per_shard",
     [(40, 2), (46, 4), (33, 1)],
     ids=["equal", "ragged", "empty"],
 )
-def test_last_batch(num_rows, per_shard):
+def test_last_batch(num_rows, per_shard, kind):
     """Batches of 16 on 4 replicas: the last is 2 2 2 2, or 4 4 4 2, or 1 0 0 0.
 
     The oracle is the mean of the replicas' losses; Keras' loss of no rows is 0,
@@ -172,7 +193,7 @@ def test_last_batch(num_rows, per_shard):
     x, y = training.data(num_rows)
     got = training.train(
         _wrapped(SETTINGS["sgd"]),
-        replicas.mirrored(4),
+        replicas.STRATEGIES[kind](4),
         (x, y),
         batch_size=16,
         num_steps=6,
@@ -203,7 +224,8 @@ def test_last_batch(num_rows, per_shard):
         assert training.deviation(got, one) <= 1e-6
 
 
-def test_frozen_layer():
+@replicas.on_every_strategy
+def test_frozen_layer(kind):
     def frozen():
         made = training.model()
         made.layers[0].trainable = False
@@ -211,13 +233,16 @@ def test_frozen_layer():
 
     reference = training.train(SETTINGS["adam"], model_fn=frozen)[1]
     got = training.train(
-        _wrapped(SETTINGS["adam"]), replicas.mirrored(4), model_fn=frozen
+        _wrapped(SETTINGS["adam"]),
+        replicas.STRATEGIES[kind](4),
+        model_fn=frozen,
     )[1]
     assert len(got) == 2
     assert training.deviation(got, reference) <= 1e-6
 
 
-def test_two_levels_are_the_global_reduction():
+@replicas.on_every_strategy
+def test_two_levels_are_the_global_reduction(kind):
     """Rows, then columns, of a 2 x 4 grid of replicas."""
 
     def two_levels():
@@ -231,15 +256,21 @@ def test_two_levels_are_the_global_reduction():
         )
 
     reference = training.train(SETTINGS["global_clipnorm"])[1]
-    got = training.train(two_levels, replicas.mirrored(8))[1]
+    got = training.train(two_levels, replicas.STRATEGIES[kind](8))[1]
     assert training.deviation(got, reference) <= 1e-6
 
 
 @pytest.mark.parametrize(
     "mutant", ["factor_2", "factor_1_n", "no_reduction", "groups_ignored"]
 )
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
-def test_the_assertion_fails_for_mutants(mutant, num_replicas, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, num_replicas",
+    [("mirrored", n) for n in (2, 4, 8)]
+    + [(kind, n) for kind in replicas.TPUS for n in (4, 8)],
+)
+def test_the_assertion_fails_for_mutants(
+    mutant, kind, num_replicas, monkeypatch
+):
     """What is asserted above would notice each of these."""
     scaled, group_sum = reduction.scaled, reduction.group_sum
     groups = None
@@ -276,7 +307,7 @@ def test_the_assertion_fails_for_mutants(mutant, num_replicas, monkeypatch):
         lambda: tf_xshard.CrossShardOptimizer(
             SETTINGS["sgd"](), "mean", groups
         ),
-        replicas.mirrored(num_replicas),
+        replicas.STRATEGIES[kind](num_replicas),
     )[1]
     if mutant == "groups_ignored":
         rows = training.shard_rows(

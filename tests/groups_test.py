@@ -42,11 +42,12 @@ def _alone(members):
     )[1]
 
 
+@replicas.on_every_strategy
 @pytest.mark.parametrize("group_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "shuffled"])
-def test_groups_train_apart(layout, group_size, report):
+def test_groups_train_apart(layout, group_size, kind, report):
     groups = _groups(layout, group_size)
-    strategy = replicas.mirrored(NUM_REPLICAS)
+    strategy = replicas.STRATEGIES[kind](NUM_REPLICAS)
     model, weights = training.train(
         lambda: tf_xshard.CrossShardOptimizer(_adam(), group_assignment=groups),
         strategy,
@@ -61,13 +62,14 @@ def test_groups_train_apart(layout, group_size, report):
             largest,
             training.deviation(weights, _alone(members), members),
         )
-    report(f"{groups!r}: max |dw| from one device {largest:.1e}")
+    report(f"{groups!r}, {kind}: max |dw| from one device {largest:.1e}")
     assert largest <= 1e-6
     for group, other in zip(list(groups), list(groups)[1:]):
         assert np.abs(weights[0][group[0]] - weights[0][other[0]]).max() > 1e-3
 
 
-def test_moving_averages_of_groups_survive_the_end_of_fit():
+@replicas.on_every_strategy
+def test_moving_averages_of_groups_survive_the_end_of_fit(kind):
     """`fit` ends with each replica's own average in its weights."""
     x, y = training.data()
 
@@ -79,7 +81,7 @@ def test_moving_averages_of_groups_survive_the_end_of_fit():
         lambda: tf_xshard.CrossShardOptimizer(
             averaged(), group_assignment=groups
         ),
-        replicas.mirrored(4),
+        replicas.STRATEGIES[kind](4),
     )
     for members in groups:
         rows = training.shard_rows(len(x), training.BATCH_SIZE, 4, members)
@@ -90,9 +92,10 @@ def test_moving_averages_of_groups_survive_the_end_of_fit():
     assert np.abs(weights[0][0] - weights[0][1]).max() > 1e-3
 
 
-def test_three_groups_of_two():
+@replicas.on_every_strategy
+def test_three_groups_of_two(kind):
     """A number of replicas that is no power of two: the factor is not exact."""
-    strategy = replicas.mirrored(6)
+    strategy = replicas.STRATEGIES[kind](6)
 
     def clipped():
         return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.2)
@@ -112,9 +115,10 @@ def test_three_groups_of_two():
         assert training.deviation(weights, alone, members) <= 1e-6
 
 
-def test_another_groups_overflow_stays_there():
-    strategy = replicas.mirrored(4)
-    for graph in (True, False):
+@replicas.on_every_strategy
+def test_another_groups_overflow_stays_there(kind):
+    strategy = replicas.STRATEGIES[kind](4)
+    for graph in (True, False) if kind == "mirrored" else (True,):
         with strategy.scope():
             weight = keras.Variable(0.0)
             optimizer = tf_xshard.CrossShardOptimizer(
@@ -132,8 +136,9 @@ def test_another_groups_overflow_stays_there():
 
 
 @needs_multi_optimizer
-def test_a_multi_optimizer_may_group_each_variable_otherwise():
-    strategy = replicas.mirrored(4)
+@replicas.on_every_strategy
+def test_a_multi_optimizer_may_group_each_variable_otherwise(kind):
+    strategy = replicas.STRATEGIES[kind](4)
     with strategy.scope():
         body = keras.Variable(0.0, name="body")
         head = keras.Variable(0.0, name="head")

@@ -31,10 +31,14 @@ def _check_equal_within_groups(strategy, variable, groups):
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("bad_replica", range(NUM_REPLICAS))
+@pytest.mark.parametrize(
+    "kind, bad_replica",
+    [("mirrored", r) for r in range(NUM_REPLICAS)]
+    + [(kind, r) for kind in replicas.TPUS for r in (0, 3)],
+)
 @pytest.mark.parametrize("bad_value", [np.inf, np.nan])
-def test_an_overflow_on_one_replica(groups, bad_replica, bad_value):
-    strategy = replicas.mirrored(NUM_REPLICAS)
+def test_an_overflow_on_one_replica(groups, kind, bad_replica, bad_value):
+    strategy = replicas.STRATEGIES[kind](NUM_REPLICAS)
     with strategy.scope():
         weight = keras.Variable(np.zeros(3), dtype="float32")
         optimizer = _optimizer(groups)
@@ -43,20 +47,19 @@ def test_an_overflow_on_one_replica(groups, bad_replica, bad_value):
 
     @tf.function
     def step(overflow):
-        def on_replica():
-            r = replicas.replica_id()
+        def on_replica(overflow):
+            r = replicas.replica_id_tensor()
             gradient = optimizer.scale_loss(
-                tf.fill([3], float(r) / NUM_REPLICAS)
+                tf.fill([3], tf.cast(r, tf.float32) / NUM_REPLICAS)
             )
-            if r == bad_replica:
-                gradient = tf.where(
-                    tf.logical_and(overflow, [False, True, False]),
-                    tf.constant(bad_value, tf.float32),
-                    gradient,
-                )
+            gradient = tf.where(
+                overflow & (r == bad_replica) & [False, True, False],
+                tf.constant(bad_value, tf.float32),
+                gradient,
+            )
             optimizer.apply([gradient], [weight])
 
-        strategy.run(on_replica)
+        strategy.run(on_replica, args=(overflow,))
 
     step(tf.constant(True))
     for got in _check_equal_within_groups(strategy, weight, groups):

@@ -80,8 +80,10 @@ def _arriving(gradient, shape, dtype, divisor):
     return tf.constant(gradient / divisor, dtype)
 
 
-def _check(case, num_replicas, groups, reduction, normalization, graph):
-    strategy = replicas.mirrored(num_replicas)
+def _check(
+    case, num_replicas, groups, reduction, normalization, graph, kind="mirrored"
+):
+    strategy = replicas.STRATEGIES[kind](num_replicas)
     divisor = num_replicas if normalization == "global" else 1
     with strategy.scope():
         variables = [
@@ -123,6 +125,14 @@ def _check(case, num_replicas, groups, reduction, normalization, graph):
             )
 
 
+def _on_tpu(case):
+    """One program for all replicas: None on all of them, or zero on some."""
+    for index, of_replica in enumerate(case.gradients):
+        if of_replica[0] is None:
+            case.gradients[index] = [None] * len(of_replica)
+    return case
+
+
 def _random_case(rng, num_replicas, dtype):
     shapes, gradients = [], []
     for index in range(rng.integers(1, 6)):
@@ -151,18 +161,25 @@ def _random_case(rng, num_replicas, dtype):
     return Case(shapes, dtype, gradients)
 
 
-def _sweep(seed, graph):
+def _sweep(seed, graph, kind="mirrored"):
     rng = np.random.default_rng(seed)
-    num_replicas = int(rng.choice([2, 4, 8]))
+    num_replicas = int(rng.choice([2, 4, 8] if kind == "mirrored" else [4, 8]))
     candidates = GROUPS[num_replicas]
-    dtype = str(rng.choice(list(NUMPY_TYPES)))
+    types = [
+        dtype
+        for dtype in NUMPY_TYPES
+        if kind == "mirrored" or dtype != "float64"
+    ]
+    dtype = str(rng.choice(types))
+    case = _random_case(rng, num_replicas, dtype)
     _check(
-        _random_case(rng, num_replicas, dtype),
+        case if kind == "mirrored" else _on_tpu(case),
         num_replicas,
         candidates[rng.integers(len(candidates))],
         str(rng.choice(["mean", "sum"])),
         str(rng.choice(["global", "replica"])),
         graph,
+        kind,
     )
 
 
@@ -176,6 +193,21 @@ def test_random_cases_in_a_function(seed):
 @pytest.mark.parametrize("seed", range(1000, 1020))
 def test_random_cases_eagerly(seed):
     _sweep(seed, graph=False)
+
+
+@may_lack_gradients
+@pytest.mark.parametrize("kind", replicas.TPUS)
+@pytest.mark.parametrize("seed", range(3000, 3015))
+def test_random_cases_on_a_simulated_tpu(seed, kind):
+    _sweep(seed, graph=True, kind=kind)
+
+
+@pytest.mark.full
+@may_lack_gradients
+@pytest.mark.parametrize("kind", replicas.TPUS)
+def test_many_random_cases_on_a_simulated_tpu(kind):
+    for seed in range(4000, 4150):
+        _sweep(seed, graph=True, kind=kind)
 
 
 @pytest.mark.full
@@ -215,9 +247,10 @@ def test_powers_of_two_are_exact(dtype, reduction, normalization, graph):
         np.testing.assert_array_equal(got.astype(np.float64), [want] * 3)
 
 
+@replicas.on_every_strategy
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
-def test_gradients_travel_in_the_given_type(wire):
-    strategy = replicas.mirrored(4)
+def test_gradients_travel_in_the_given_type(wire, kind):
+    strategy = replicas.STRATEGIES[kind](4)
     exact, rounded = 256.0, 257.0  # bfloat16 has 8 bits of mantissa.
     with strategy.scope():
         weight = keras.Variable([0.0, 0.0])
@@ -443,9 +476,10 @@ def test_fit(dtype, reduction, normalization, groups):
         assert got[r].astype(np.float64).item() == -0.5 * expected[r]
 
 
-def test_custom_loop_with_a_loss_per_replica_is_one_device():
+@replicas.on_every_strategy
+def test_custom_loop_with_a_loss_per_replica_is_one_device(kind):
     """Unscaled losses, loss_normalization="replica"."""
-    strategy = replicas.mirrored(4)
+    strategy = replicas.STRATEGIES[kind](4)
     rng = np.random.default_rng(3)
     x = rng.normal(size=(16, 3)).astype("float32")
     with strategy.scope():
@@ -458,12 +492,11 @@ def test_custom_loop_with_a_loss_per_replica_is_one_device():
     @tf.function
     def step():
         def on_replica():
-            r = replicas.replica_id()
+            r = replicas.replica_id_tensor()
             with tf.GradientTape() as tape:
+                rows = tf.gather(tf.reshape(x, [4, 4, 3]), r)
                 loss = tf.reduce_mean(
-                    tf.square(
-                        tf.linalg.matvec(x[4 * r : 4 * r + 4], weight.value)
-                    )
+                    tf.square(tf.linalg.matvec(rows, weight.value))
                 )
             gradient = tape.gradient(loss, weight.value)
             optimizer.apply_gradients([(gradient, weight)])

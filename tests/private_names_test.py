@@ -9,16 +9,20 @@ import tensorflow as tf
 from tests import replicas
 from tf_xshard import inner_update
 from tf_xshard import replica_context
+from tf_xshard.testing import internals
 
 
 @pytest.mark.parametrize(
     "owner, name",
-    replica_context.TF_PRIVATE_NAMES + inner_update.KERAS_PRIVATE_NAMES,
+    replica_context.TF_PRIVATE_NAMES
+    + inner_update.KERAS_PRIVATE_NAMES
+    + internals.TF_PRIVATE_NAMES
+    + internals.KERAS_PRIVATE_NAMES,
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_name(owner, name):
     assert hasattr(owner, name), (
-        f"{owner.__name__}.{name} is gone from TensorFlow {tf.__version__} or"
+        f"{owner}.{name} is gone from TensorFlow {tf.__version__} or"
         f" Keras {keras.__version__}: see the comment beside it"
     )
 

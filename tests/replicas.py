@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tf_xshard import testing
+
 needs_multi_optimizer = pytest.mark.skipif(
     not hasattr(keras.optimizers, "MultiOptimizer"),
     reason="this Keras has no MultiOptimizer",
@@ -22,6 +24,35 @@ def mirrored(num_replicas: int) -> tf.distribute.MirroredStrategy:
     return tf.distribute.MirroredStrategy(
         [f"CPU:{i}" for i in range(num_replicas)]
     )
+
+
+@functools.cache
+def tpu(num_replicas: int) -> tf.distribute.TPUStrategy:
+    """A simulated TPU (XLA:CPU) with a device assignment."""
+    return testing.simulated_tpu_strategy(num_replicas)
+
+
+@functools.cache
+def tpu_permuted(num_replicas: int) -> tf.distribute.TPUStrategy:
+    """One without, whose XLA numbering is not the strategy's."""
+    permutation = [(3 * r + 1) % num_replicas for r in range(num_replicas)]
+    if num_replicas % 3 == 0:
+        permutation = [*range(1, num_replicas), 0]
+    return testing.simulated_tpu_strategy(
+        num_replicas,
+        device_assignment=False,
+        replica_permutation=permutation,
+    )
+
+
+# Every test of a wrapper's numbers runs on each of these.
+STRATEGIES = {"mirrored": mirrored, "tpu": tpu, "tpu_permuted": tpu_permuted}
+TPUS = ("tpu", "tpu_permuted")
+on_every_strategy = pytest.mark.parametrize("kind", STRATEGIES)
+
+
+def is_tpu(strategy) -> bool:
+    return isinstance(strategy, tf.distribute.TPUStrategy)
 
 
 def tensor_of(variable):
@@ -44,8 +75,24 @@ def replica_id() -> int:
     return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 
+def replica_id_tensor() -> tf.Tensor:
+    """The same where one program is traced for all replicas."""
+    context = tf.distribute.get_replica_context()
+    return tf.convert_to_tensor(context.replica_id_in_sync_group)
+
+
+def power_of_ten() -> tf.Tensor:
+    """10^r on replica r: a sum of these names its members."""
+    return tf.gather(
+        tf.constant(10.0 ** np.arange(8), tf.float32), replica_id_tensor()
+    )
+
+
 def apply_once(strategy, optimizer, gradients_of, variables, graph=True):
     """Applies `gradients_of(replica_id)` on every replica."""
+    if is_tpu(strategy):
+        _apply_once_on_tpu(strategy, optimizer, gradients_of, variables)
+        return
 
     def on_replica():
         optimizer.apply(gradients_of(replica_id()), variables)
@@ -54,3 +101,66 @@ def apply_once(strategy, optimizer, gradients_of, variables, graph=True):
         strategy.run(on_replica)
 
     (tf.function(step) if graph else step)()
+
+
+def _apply_once_on_tpu(strategy, optimizer, gradients_of, variables):
+    """A TPU has one program for all replicas: gradients are its arguments.
+
+    Hence None is None on all replicas, and zero where only some have it.
+    """
+    of_replica = [gradients_of(r) for r in range(strategy.num_replicas_in_sync)]
+    gradients = []
+    for column in zip(*of_replica, strict=True):
+        present = [g for g in column if g is not None]
+        if not present or not any(g is not None for g in column):
+            gradients.append([None] * len(column))
+            continue
+        if any(isinstance(g, tf.IndexedSlices) for g in present):
+            column = [
+                g if isinstance(g, tf.IndexedSlices) else _all_rows(g, present)
+                for g in column
+            ]
+            gradients.append([(g.values, g.indices) for g in column])
+        else:
+            gradients.append(
+                [tf.zeros_like(present[0]) if g is None else g for g in column]
+            )
+    arguments = strategy.experimental_distribute_values_from_function(
+        lambda context: [
+            []
+            if column[0] is None
+            else column[context.replica_id_in_sync_group]
+            for column in gradients
+        ]
+    )
+
+    @tf.function
+    def step(arguments):
+        def on_replica(*arguments):
+            made = []
+            for argument, variable in zip(arguments, variables, strict=True):
+                if isinstance(argument, (list, tuple)):
+                    argument = (
+                        tf.IndexedSlices(
+                            *argument,
+                            tf.constant([int(n) for n in variable.shape]),
+                        )
+                        if argument
+                        else None
+                    )
+                made.append(argument)
+            optimizer.apply(made, variables)
+
+        strategy.run(on_replica, args=arguments)
+
+    step(arguments)
+
+
+def _all_rows(gradient, present):
+    """A dense gradient, or None, as IndexedSlices."""
+    (like, *_) = [g for g in present if isinstance(g, tf.IndexedSlices)]
+    if gradient is None:
+        return tf.IndexedSlices(like.values[:0], like.indices[:0])
+    return tf.IndexedSlices(
+        gradient, tf.range(len(gradient), dtype=like.indices.dtype)
+    )

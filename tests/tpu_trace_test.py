@@ -1,8 +1,4 @@
-"""What is traced under TPUStrategy. Nothing here runs on, or for, a TPU.
-
-A real `tf.distribute.TPUStrategy` over a fabricated topology, whose variables
-live on logical CPUs: the graph is TensorFlow's own.
-"""
+"""The operations that TPUStrategy traces. Nothing here is executed."""
 
 import collections
 
@@ -10,111 +6,66 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.client import session
-from tensorflow.python.tpu import device_assignment
-from tensorflow.python.tpu import topology
-from tensorflow.python.tpu import tpu_system_metadata
 
 import tf_xshard
+from tests import replicas
+from tf_xshard.testing import simulated_strategy
+from tf_xshard.transports import tpu
 
 NUM_REPLICAS = 4
-_PREFIX = "/job:localhost/replica:0/task:0/device:"
 
 
-def _topology():
-    return topology.Topology(
-        mesh_shape=[2, 1, 1, 2],
-        device_coordinates=np.array(
-            [[[c, 0, 0, k] for c in range(2) for k in range(2)]], np.int32
-        ),
-    )
-
-
-class _Resolver(tf.distribute.cluster_resolver.ClusterResolver):
-    _tpu = "fabricated"
-    environment = ""
-    tpu_hardware_feature = None
-
-    def get_tpu_system_metadata(self):
-        devices = [
-            session._DeviceAttributes(f"{_PREFIX}TPU:{i}", "TPU", 0, 0)
-            for i in range(NUM_REPLICAS)
-        ]
-        return tpu_system_metadata.TPUSystemMetadata(
-            num_cores=NUM_REPLICAS,
-            num_hosts=1,
-            num_of_cores_per_host=NUM_REPLICAS,
-            topology=_topology(),
-            devices=tuple(devices),
-        )
-
-    def cluster_spec(self):
-        return tf.train.ClusterSpec({})
-
-    def master(self, *args, **kwargs):
-        return ""
-
-    def num_accelerators(self, *args, **kwargs):
-        return {"TPU": NUM_REPLICAS}
-
-
-def _strategy(with_device_assignment):
-    assignment = None
-    if with_device_assignment:
-        assignment = device_assignment.DeviceAssignment.build(
-            _topology(), num_replicas=NUM_REPLICAS
-        )
-    strategy = tf.distribute.TPUStrategy(
-        _Resolver(), experimental_device_assignment=assignment
-    )
-    extended = strategy.extended
-    cpus = [f"{_PREFIX}CPU:{i}" for i in range(NUM_REPLICAS)]
-    extended._tpu_devices = np.array([[cpu] for cpu in cpus], dtype=object)
-    extended._host_device = cpus[0]
-    for name, workers in (
-        ("_device_input_worker_devices", cpus),
-        ("_host_input_worker_devices", cpus[:1] * NUM_REPLICAS),
-    ):
-        setattr(extended, name, collections.OrderedDict({cpus[0]: workers}))
-    return strategy
-
-
-def _operations(graph):
-    yield from graph.get_operations()
-    for name in graph._functions:
-        yield from graph._get_function(name).graph.get_operations()
-
-
-def _trace(groups, with_device_assignment=True, inner=None, sparse=False):
-    strategy = _strategy(with_device_assignment)
+def _trace(groups, kind="tpu", inner=None, sparse=False, dtype="float32", **kw):
+    """Counts of operations, and shape and groups of every CrossReplicaSum."""
+    strategy = replicas.STRATEGIES[kind](NUM_REPLICAS)
     with strategy.scope():
-        variables = [keras.Variable(np.zeros([3, 2])), keras.Variable(0.0)]
+        variables = [
+            keras.Variable(np.zeros([3, 2]), dtype=dtype),
+            keras.Variable(0.0, dtype=dtype),
+        ]
         optimizer = tf_xshard.CrossShardOptimizer(
             inner() if inner else keras.optimizers.Adam(),
             group_assignment=groups,
+            **kw,
         )
         optimizer.build(variables)
 
-    @tf.function
-    def step():
-        def on_replica():
-            first = tf.ones([3, 2])
-            if sparse:
-                first = tf.IndexedSlices(
-                    tf.ones([2, 2]), tf.constant([0, 0]), tf.constant([3, 2])
-                )
-            optimizer.apply([first, tf.constant(1.0)], variables)
+    def on_replica():
+        first = tf.ones([3, 2], dtype)
+        if sparse:
+            first = tf.IndexedSlices(
+                tf.ones([2, 2]), tf.constant([0, 0]), tf.constant([3, 2])
+            )
+        optimizer.apply([first, tf.constant(1.0, dtype)], variables)
 
-        strategy.run(on_replica)
-
-    graph = step.get_concrete_function().graph
-    counts = collections.Counter(op.type for op in _operations(graph))
-    sums = [
-        (op.outputs[0].shape.as_list(), tf.get_static_value(op.inputs[1]))
-        for op in _operations(graph)
-        if op.type == "CrossReplicaSum"
+    with simulated_strategy.recorded() as extractions:
+        tf.function(lambda: strategy.run(on_replica)).get_concrete_function()
+    (extraction,) = extractions
+    graph_def = extraction.program.graph_def
+    nodes = [
+        *graph_def.node,
+        *(n for f in graph_def.library.function for n in f.node_def),
     ]
-    return counts, sums
+    by_name = {node.name: node for node in nodes}
+    sums = []
+    for node in nodes:
+        # A CrossReplicaSum, as XLA names it, with the same inputs.
+        if node.op == "XlaAllReduce":
+            assert node.attr["mode"].s == b"CrossReplica"
+            groups_of = by_name[node.input[1]].attr["value"].tensor
+            (shape,) = node.attr["_output_shapes"].list.shape
+            sums.append(
+                (
+                    [dim.size for dim in shape.dim],
+                    tf.make_ndarray(groups_of).tolist(),
+                )
+            )
+    return collections.Counter(node.op for node in nodes), sums
+
+
+def _no_other_communication(counts):
+    # A custom call stands for an AllToAll: the step counter of plain Keras.
+    assert not counts["XlaCustomCallV2"] and not counts["CollectiveReduceV2"]
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -127,24 +78,40 @@ def test_one_native_sum_per_gradient(groups, sparse):
     counts, sums = _trace(groups, sparse=sparse)
     assert [shape for shape, _ in sums] == [[3, 2], []]
     for _, assignment in sums:
-        assert assignment.tolist() == (groups or [[0, 1, 2, 3]])
-    # The step counter of plain Keras is an AllToAll.
-    assert not counts["AllToAll"] and not counts["CollectiveReduceV2"]
+        assert assignment == (groups or [[0, 1, 2, 3]])
+    _no_other_communication(counts)
 
 
 def test_groups_without_a_device_assignment_travel_as_a_stack():
-    counts, sums = _trace([[2, 0], [1, 3]], with_device_assignment=False)
-    assert sorted(shape for shape, _ in sums) == [[2], [2, 3, 2]] or (
-        [shape for shape, _ in sums] == [[2, 7]]
-    )
-    for _, assignment in sums:
-        assert assignment.tolist() == [[0, 1, 2, 3]]
-    assert not counts["AllToAll"]
+    counts, sums = _trace([[2, 0], [1, 3]], kind="tpu_permuted")
+    # One bucket of both gradients, one slot per group.
+    assert sums == [([2, 7], [[0, 1, 2, 3]])]
+    _no_other_communication(counts)
+
+
+def test_the_log_says_once_how_to_get_the_fast_path(monkeypatch):
+    lines = []
+    monkeypatch.setattr(tpu.logging, "warning", lines.append)
+    tpu.tell_how_to_get_the_fast_path.cache_clear()
+    for _ in range(2):
+        _trace([[2, 0], [1, 3]], kind="tpu_permuted")
+    (line,) = lines
+    for name in (
+        "tf.tpu.experimental.initialize_tpu_system",
+        "tf.tpu.experimental.DeviceAssignment.build",
+        "experimental_device_assignment",
+    ):
+        assert name in line
+    tpu.tell_how_to_get_the_fast_path.cache_clear()
+    _trace([[2, 0], [1, 3]], kind="tpu")
+    _trace(None, kind="tpu_permuted")
+    assert len(lines) == 1
 
 
 def test_groups_of_one_need_nothing():
     counts, sums = _trace([[0], [1], [2], [3]])
-    assert sums == [] and not counts["AllToAll"]
+    assert sums == []
+    _no_other_communication(counts)
 
 
 def test_the_finite_flag_goes_over_all_replicas():
@@ -154,8 +121,21 @@ def test_the_finite_flag_goes_over_all_replicas():
             keras.optimizers.SGD()
         ),
     )
-    assert [assignment.tolist() for _, assignment in sums] == [
+    assert [assignment for _, assignment in sums] == [
         [[0, 1], [2, 3]],
         [[0, 1], [2, 3]],
         [[0, 1, 2, 3]],
     ]
+
+
+@pytest.mark.parametrize("kind", replicas.TPUS)
+def test_a_type_that_a_tpu_can_not_sum(kind):
+    for groups in (None, [[0, 1], [2, 3]]):
+        with pytest.raises(ValueError, match="gradient of float64 can't be"):
+            _trace(groups, kind=kind, dtype="float64")
+    _trace(
+        None,
+        kind=kind,
+        dtype="float64",
+        communication=tf_xshard.Communication(dtype="float32"),
+    )
