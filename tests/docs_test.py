@@ -1,5 +1,6 @@
 """Every public name is documented, and every example runs."""
 
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -13,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tf_xshard import testing
 
 ROOT = pathlib.Path(__file__).parent.parent
 MODULES = [
@@ -44,6 +46,30 @@ def _public():
         value = getattr(tf_xshard, name)
         if isinstance(value, type):
             yield pytest.param(value, id=name)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [testing.simulated_tpu_strategy, testing.compile_for_tpu],
+    ids=lambda function: function.__name__,
+)
+def test_functions_are_documented(function):
+    doc = inspect.getdoc(function)
+    for section in ("Args:", "Returns:", "Raises:", "Example:", "Source:"):
+        assert section in doc, f"{function.__name__} has no {section}"
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"^ +\*?{name}: ", doc, re.M), name
+
+
+@pytest.mark.parametrize(
+    "value",
+    [testing.Collective, testing.CompiledForTPU, testing.MemoryStatistics],
+    ids=lambda value: value.__name__,
+)
+def test_results_are_documented(value):
+    doc = inspect.getdoc(value)
+    for field in dataclasses.fields(value):
+        assert re.search(rf"^ +{field.name}: ", doc, re.M), field.name
 
 
 @pytest.mark.parametrize("value", list(_public()))

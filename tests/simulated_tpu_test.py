@@ -835,6 +835,33 @@ print(json.dumps([got, devices, len(jax.devices()), message]))
     assert "needs 4 logical CPUs, and TensorFlow runs already with 3" in message
 
 
+@pytest.mark.full
+def test_a_collective_that_not_all_replicas_reach_ends_the_process():
+    """A TPU would hang: replicas run their loops a different number of times."""
+    program = """
+import tensorflow as tf
+from tf_xshard import testing
+strategy = testing.simulated_tpu_strategy(2)
+def on_replica():
+    context = tf.distribute.get_replica_context()
+    return tf.while_loop(
+        lambda i, y: i < context.replica_id_in_sync_group,
+        lambda i, y: (i + 1, context.all_reduce("SUM", y)),
+        [0, tf.ones([2])],
+    )[1]
+tf.function(lambda: strategy.run(on_replica))()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode < 0
+    assert "Termination timeout for `all reduce" in result.stderr
+
+
 def test_the_host_side_is_rebuilt_with_its_functions():
     """Replicas with other numbers of rows: padding is a tf.cond on the host."""
     import gc

@@ -4,6 +4,10 @@ Prints what tests and benchmarks want to know, as JSON.
 """
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 import time
 
 import keras
@@ -13,6 +17,8 @@ from absl import flags
 
 import tf_xshard
 from tf_xshard import testing
+
+ROOT = str(pathlib.Path(__file__).parent.parent)
 
 _TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x4", "The TPUs.")
 _NUM_REPLICAS = flags.DEFINE_integer("num_replicas", 8, "How many cores.")
@@ -28,6 +34,32 @@ _PATH = flags.DEFINE_enum(
 )
 _WIDTH = flags.DEFINE_integer("width", 16, "Units of a hidden layer.")
 _LAYERS = flags.DEFINE_integer("layers", 1, "Hidden layers.")
+
+
+def run(**flag_values) -> dict:
+    """Runs this program in a process of its own.
+
+    Args:
+      **flag_values: Its flags.
+
+    Returns:
+      What it prints.
+    """
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.tpu_compile_program",
+            *(f"--{name}={value}" for name, value in flag_values.items()),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def main(argv):

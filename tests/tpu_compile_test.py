@@ -1,9 +1,7 @@
 """What the TPU compiler makes of a step: compiled for TPU, never run there."""
 
-import json
 import math
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -14,10 +12,10 @@ import tensorflow as tf
 
 import tf_xshard
 from tests import replicas
+from tests import tpu_compile_program
 from tf_xshard import testing
 from tf_xshard.testing import compiled_hlo
 
-ROOT = pathlib.Path(__file__).parent.parent
 LAYOUTS = ("strided", "contiguous")
 ONE_ALL_REDUCE = ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4")
 
@@ -102,30 +100,13 @@ def test_the_groups_are_exactly_the_assignment(topology, layout, report):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("topology", ["v5e:16x16", "v6e:16x16"])
 def test_256_replicas(topology, layout):
-    got = run_program(num_replicas=256, topology=topology, layout=layout)
+    got = tpu_compile_program.run(
+        num_replicas=256, topology=topology, layout=layout
+    )
     _assert_each_gradient_once(
         got["collectives"], got["groups"], got["gradients"]
     )
     assert len(got["collectives"]) == 1
-
-
-def run_program(**kwargs):
-    """Compiles in a process of its own; see tests/tpu_compile_program.py."""
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.tpu_compile_program",
-            *(f"--{name}={value}" for name, value in kwargs.items()),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_the_stacked_path_hands_over_num_groups_times_the_bytes():
@@ -338,3 +319,18 @@ def test_reading_hlo():
     assert everyone.replica_groups == ()
     with pytest.raises(ValueError, match="unknown replica groups"):
         compiled_hlo.collectives(HLO.replace("=[8], dim", "=?, dim"))
+
+
+@pytest.mark.full
+def test_the_genuine_tpu_kernels_lower_the_same_step(report):
+    """In an environment with tensorflow-tpu 2.20, which this makes."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.tpu_kernels_check"],
+        cwd=tpu_compile_program.ROOT,
+        env={**os.environ, "PYTHONPATH": tpu_compile_program.ROOT},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    report(result.stdout.splitlines()[-1])

@@ -137,13 +137,7 @@ def _import(program, tensors, results) -> list[tf.Tensor]:
 
 def _finish(text, program, specs, results) -> Lowered:
     with internals.make_ir_context():
-        # The bridge has no name for HLO's dynamic-reshape, and the parser takes
-        # none that it does not know.
-        text = text.replace(
-            '"mhlo.unknown"(', f"stablehlo.custom_call @{_UNKNOWN}("
-        )
-        module = internals.ir.Module.parse(text)
-        _replace_custom_calls(module)
+        module = _parsed(text)
         num_outputs = sum(1 if r.sizes is None else 2 for r in results)
         main = _main(module)
         _check_parameters(main, program, specs)
@@ -156,6 +150,30 @@ def _finish(text, program, specs, results) -> Lowered:
         num_results = len(main.type.results)
         assert num_results == num_outputs + len(updates), text[:2000]
         return Lowered(_renamed(str(module)), results, updates, num_results)
+
+
+def portable(text: str) -> str:
+    """A module of the bridge in StableHLO that every compiler takes.
+
+    Args:
+      text: What the bridge printed.
+
+    Returns:
+      The module without operations of other dialects.
+    """
+    with internals.make_ir_context():
+        return str(_parsed(text))
+
+
+def _parsed(text: str):
+    # The bridge has no name for HLO's dynamic-reshape, and the parser takes
+    # none that it does not know.
+    text = text.replace(
+        '"mhlo.unknown"(', f"stablehlo.custom_call @{_UNKNOWN}("
+    )
+    module = internals.ir.Module.parse(text)
+    _replace_custom_calls(module)
+    return module
 
 
 def _renamed(text: str) -> str:

@@ -172,6 +172,9 @@ def compile_for_tpu(
     >>> compiled = testing.compile_for_tpu(model, *batch, topology="v5e:2x4")
     >>> sorted({collective.kind for collective in compiled.collectives})
     ['all-reduce', 'all-to-all']
+
+    Source: `jax.experimental.topologies`, which describes TPUs to the same
+    compiler ahead of time.
     """
     requirements.check_libtpu()
     if isinstance(fn_or_model, keras.Model):
