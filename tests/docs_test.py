@@ -33,8 +33,14 @@ def _examples():
                 yield pytest.param(test, id=test.name)
 
 
+def _needs_libtpu(text):
+    if "compile_for_tpu(" in text:
+        pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
+
+
 @pytest.mark.parametrize("example", list(_examples()))
 def test_docstring_example(example):
+    _needs_libtpu(example.docstring)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
     output = []
     runner.run(example, out=output.append)
@@ -117,6 +123,7 @@ def test_readme_example(block):
             for part in dotted.split(".")[1:]:
                 value = getattr(value, part)
         pytest.skip("the rest needs an accelerator")
+    _needs_libtpu(block)
     exec(compile(block, "README.md", "exec"), dict(GLOBALS))
 
 

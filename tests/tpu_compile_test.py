@@ -16,6 +16,8 @@ from tests import tpu_compile_program
 from tf_xshard import testing
 from tf_xshard.testing import compiled_hlo
 
+pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
+
 LAYOUTS = ("strided", "contiguous")
 ONE_ALL_REDUCE = ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4")
 

@@ -182,20 +182,17 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
     )
 
 
-def output_index(tensor: tf.Tensor) -> tuple[int, int]:
-    """Which output of which replica a result of the traced graph is.
+def output_positions(graph: tf.Graph) -> dict[str, int]:
+    """The name of each TPUReplicatedOutput, and which output it is.
 
     Args:
-      tensor: A tensor that the traced call of `TPUStrategy.run` returned.
+      graph: The graph in which `TPUStrategy.run` was traced.
 
     Returns:
-      The index of the output and the replica's id.
+      A dict from names to indices in `ReplicatedProgram.output_names`.
     """
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    assert _is_output(tensor.op), tensor
-    outputs = [o for o in tensor.graph.get_operations() if _is_output(o)]
-    return outputs.index(tensor.op), tensor.value_index
+    outputs = filter(_is_output, graph.get_operations())
+    return {operation.name: index for index, operation in enumerate(outputs)}
 
 
 def _alive(inside, outputs) -> list[tf.Operation]:

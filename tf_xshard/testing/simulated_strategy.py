@@ -112,6 +112,8 @@ class _SimulatedTPUExtended(internals.TPUExtended):
                     extraction, traced, self._xla_numbering
                 )
 
+        positions = replicated_program.output_positions(traced)
+
         def result_of(value):
             if isinstance(value, tf.Operation):
                 return tf.no_op()
@@ -119,8 +121,10 @@ class _SimulatedTPUExtended(internals.TPUExtended):
                 return value
             if outputs is None:  # Nothing executes; the type is right.
                 return tf.zeros([s or 1 for s in value.shape], value.dtype)
-            index, replica = replicated_program.output_index(value)
-            return tf.identity(outputs[replica][index])
+            while value.op.name not in positions:  # An identity of it.
+                (value,) = value.op.inputs
+            index = positions[value.op.name]
+            return tf.identity(outputs[value.value_index][index])
 
         with tf.control_dependencies(done):
             return tf.nest.map_structure(
