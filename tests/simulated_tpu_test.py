@@ -1,10 +1,12 @@
 """`simulated_tpu_strategy` runs what TPUStrategy users run, with its numbers."""
 
+import gc
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import weakref
 
 import keras
 import numpy as np
@@ -654,9 +656,6 @@ def test_nothing_of_tensorflow_is_patched():
 
 def test_graphs_are_freed():
     """No reference cycle keeps what a step needed for ever."""
-    import gc
-    import weakref
-
     strategy = replicas.tpu(2)
     made = []
     extract = replicated_program.extract
@@ -676,6 +675,25 @@ def test_graphs_are_freed():
     del step
     gc.collect()
     assert made[0]() is None
+
+
+def test_an_inner_function_outlives_the_one_that_traced_it():
+    strategy = replicas.tpu(2)
+
+    @tf.function
+    def inner():
+        return strategy.run(replicas.power_of_ten)
+
+    def outer():
+        return inner()
+
+    for _ in range(2):
+        traced_in = tf.function(outer)
+        got = strategy.experimental_local_results(traced_in())
+        assert [float(v) for v in got] == [1, 10]
+        del traced_in
+        gc.collect()
+    assert inner.experimental_get_tracing_count() == 1
 
 
 # What can't run, by name.
@@ -864,8 +882,6 @@ tf.function(lambda: strategy.run(on_replica))()
 
 def test_the_host_side_is_rebuilt_with_its_functions():
     """Replicas with other numbers of rows: padding is a tf.cond on the host."""
-    import gc
-
     strategy = replicas.tpu(4)
 
     @tf.function

@@ -88,13 +88,14 @@ def _bound_to_current_graph(runner: _Runner) -> Callable:
     the global default graph, also when a `tf.function` calls it.
     """
     graph = tf.compat.v1.get_default_graph()
-    function_graph = tf.__internal__.FuncGraph
-    while isinstance(graph, function_graph) and isinstance(
-        graph.outer_graph, function_graph
-    ):
-        graph = graph.outer_graph
-    runners = getattr(graph, "_simulated_tpu_runners", [])
-    graph._simulated_tpu_runners = [*runners, runner]
+    while graph is not None:
+        # Each one on the way out: a tf.function that is traced inside another
+        # keeps its trace when the other is gone.
+        runners = getattr(graph, "_simulated_tpu_runners", [])
+        graph._simulated_tpu_runners = [*runners, runner]
+        outer = getattr(graph, "outer_graph", None)
+        is_function = isinstance(outer, tf.__internal__.FuncGraph)
+        graph = outer if is_function else None
     reference = weakref.ref(runner)
     return lambda *values: reference()(*values)
 
