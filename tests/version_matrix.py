@@ -16,6 +16,7 @@ from absl import app
 from absl import flags
 
 _JOBS = flags.DEFINE_integer("jobs", 2, "environments at a time", 1)
+_ONLY = flags.DEFINE_list("only", [], "such as 2.20/3.12; all if empty")
 _ARGUMENTS = flags.DEFINE_multi_string("pytest", [], "arguments for pytest")
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -78,6 +79,7 @@ def main(argv):
             pool.submit(_suite, tensorflow, keras, folder)
             for tensorflow in TENSORFLOWS
             for keras in KERASES
+            if not _ONLY.value or f"{tensorflow[:4]}/{keras[:4]}" in _ONLY.value
         ]
         failed = False
         for result in concurrent.futures.as_completed(results):
