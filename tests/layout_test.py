@@ -29,7 +29,12 @@ LAYERS = (
     ("cross_shard_optimizer",),
     ("",),
     ("testing.requirements", "testing.internals", "testing.compiled_hlo"),
-    ("testing.fabricated_tpu", "testing.replicated_program"),
+    (
+        "testing.fabricated_tpu",
+        "testing.tpu_operations",
+        "testing.compiled_for_tpu",
+    ),
+    ("testing.replicated_program",),
     ("testing.stablehlo", "testing.xla_cpu"),
     ("testing.execution",),
     ("testing.simulated_strategy",),

@@ -112,7 +112,7 @@ def _apply_once_on_tpu(strategy, optimizer, gradients_of, variables):
     gradients = []
     for column in zip(*of_replica, strict=True):
         present = [g for g in column if g is not None]
-        if not present or not any(g is not None for g in column):
+        if not present:
             gradients.append([None] * len(column))
             continue
         if any(isinstance(g, tf.IndexedSlices) for g in present):
@@ -163,4 +163,24 @@ def _all_rows(gradient, present):
         return tf.IndexedSlices(like.values[:0], like.indices[:0])
     return tf.IndexedSlices(
         gradient, tf.range(len(gradient), dtype=like.indices.dtype)
+    )
+
+
+def run(kind, function, num_replicas=4, value=None):
+    """Runs `function(10^r)` on replica r; the results as nested lists."""
+    strategy = STRATEGIES[kind](num_replicas)
+    arguments = strategy.experimental_distribute_values_from_function(
+        value or (lambda c: tf.fill([2], 10.0**c.replica_id_in_sync_group))
+    )
+
+    @tf.function
+    def step(x):
+        return strategy.run(function, args=(x,))
+
+    return tf.nest.map_structure(
+        lambda result: [
+            one.numpy().tolist()
+            for one in strategy.experimental_local_results(result)
+        ],
+        step(arguments),
     )

@@ -54,14 +54,14 @@ def _assert_each_gradient_once(collectives, groups, shapes):
     operands = []
     for kind, replica_groups, types, num_bytes in collectives:
         assert kind == "all-reduce"
-        assert [list(g) for g in replica_groups] == groups
+        assert [list(g) for g in replica_groups] == groups, "other groups"
         assert num_bytes == sum(map(_num_bytes, types))
         operands += types
     assert all(operand.startswith("f32[") for operand in operands)
     # The compiler may reshape a gradient; what it holds stays.
     assert sorted(map(_num_bytes, operands)) == sorted(
         4 * math.prod(shape) for shape in shapes
-    )
+    ), "other gradients"
 
 
 def _num_bytes(operand):
@@ -126,18 +126,28 @@ def test_the_stacked_path_hands_over_num_groups_times_the_bytes():
 
 
 def test_plain_keras_reduces_over_all_and_counts_with_an_all_to_all():
-    """The test above would see a reduction over more than the group."""
     model = _model(replicas.tpu(8), wrapped=False)
     compiled = testing.compile_for_tpu(model, *_batch())
     kinds = {c.kind: c.replica_groups for c in compiled.collectives}
     assert set(kinds) == {"all-reduce", "all-to-all"}
     assert kinds["all-reduce"] == (tuple(range(8)),)
-    with pytest.raises(AssertionError):
-        _assert_each_gradient_once(
-            _fields(compiled),
-            [[0, 2, 4, 6], [1, 3, 5, 7]],
-            [v.shape for v in model.trainable_variables],
-        )
+
+
+@pytest.mark.parametrize("mutant", ["other_groups", "twice", "left_out"])
+def test_the_assertion_fails_for_mutants(mutant):
+    groups = [[0, 1, 2, 3, 4, 5, 6, 7]]
+    model = _model(replicas.tpu(8))
+    compiled = testing.compile_for_tpu(model, *_batch())
+    shapes = [v.shape for v in model.trainable_variables]
+    _assert_each_gradient_once(_fields(compiled), groups, shapes)
+    if mutant == "other_groups":
+        groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
+    elif mutant == "twice":
+        shapes = shapes[1:]
+    else:
+        shapes = [*shapes, (3,)]
+    with pytest.raises(AssertionError, match="groups|gradients"):
+        _assert_each_gradient_once(_fields(compiled), groups, shapes)
 
 
 def test_what_is_returned():
@@ -174,6 +184,14 @@ def test_steps_of_a_model():
     for step in ("test", "predict"):
         compiled = testing.compile_for_tpu(model, *_batch(), step=step)
         assert compiled.collectives == ()
+        # Two rows on each replica, through two layers.
+        assert compiled.flops >= 2 * 2 * (16 * 24 + 24 * 10)
+    with replicas.tpu(8).scope():
+        bare = keras.Sequential([keras.layers.Input((4,)), keras.layers.ReLU()])
+    x = np.zeros([8, 4], "float32")
+    assert not testing.compile_for_tpu(bare, x, step="predict").collectives
+    with pytest.raises(ValueError, match="is not compiled"):
+        testing.compile_for_tpu(bare, x, x)
 
 
 def test_functions():
@@ -195,9 +213,21 @@ def test_functions():
         assert [list(g) for g in collective.replica_groups] == groups
         assert collective.num_bytes == 4 * 128 * 4
         assert collective.operands == ("f32[4,128]",)
+    signature = [tf.TensorSpec([4, 128])]
+    with_signature = tf.function(step, input_signature=signature)
+    (collective,) = testing.compile_for_tpu(with_signature).collectives
+    assert collective.num_bytes == 4 * 128 * 4
     # Recording is over: functions run again.
     total = strategy.experimental_local_results(tf.function(step)(tf.ones([2])))
     assert [v.numpy().tolist() for v in total] == [[2, 2]] * 8
+
+
+def test_a_program_that_computes_nothing():
+    strategy = replicas.tpu(8)
+    compiled = testing.compile_for_tpu(lambda: strategy.run(lambda: None))
+    assert compiled.flops is None and "flops of one replica: unknown" in str(
+        compiled
+    )
 
 
 def test_other_collectives():
@@ -244,6 +274,24 @@ def _unknown_shape(x):
         ((_run_twice, tf.ones([2])), {}, ValueError, "run\\(\\) 2 times"),
         ((_unknown_shape, tf.ones([2])), {}, ValueError, "unknown shape"),
         (
+            (tf.function(_run_once).get_concrete_function(tf.ones([2])),),
+            {},
+            TypeError,
+            "which is traced already",
+        ),
+        (
+            (_run_once, tf.ones([2])),
+            dict(topology=None),
+            TypeError,
+            "topology must be a str",
+        ),
+        (
+            (_run_once, tf.ones([2])),
+            dict(topology=""),
+            ValueError,
+            "does not know the topology ''",
+        ),
+        (
             (_run_once, tf.ones([2])),
             dict(topology="v9:2x2"),
             ValueError,
@@ -256,7 +304,17 @@ def _unknown_shape(x):
             "16 cores, and the program 8 replicas",
         ),
     ],
-    ids=["type", "no_run", "two_runs", "shape", "topology", "size"],
+    ids=[
+        "type",
+        "no_run",
+        "two_runs",
+        "shape",
+        "concrete",
+        "no_topology",
+        "empty_topology",
+        "topology",
+        "size",
+    ],
 )
 def test_bad_arguments(args, kwargs, error, match):
     with pytest.raises(error, match=match):
@@ -274,8 +332,10 @@ def test_bad_models():
         testing.compile_for_tpu(model, *_batch(), step="fit")
     with pytest.raises(ValueError, match="the batch is missing"):
         testing.compile_for_tpu(model)
-    with pytest.raises(ValueError, match="a multiple of 8"):
-        testing.compile_for_tpu(model, *_batch(12))
+    x, y = _batch()
+    for batch in (_batch(12), (x, y[:8]), (x, y.tolist()), (x, y[:0])):
+        with pytest.raises(ValueError, match="multiple of 8.*NumPy arrays"):
+            testing.compile_for_tpu(model, *batch)
     mirrored = _model(replicas.mirrored(2))
     with pytest.raises(ValueError, match="created under MirroredStrategy"):
         testing.compile_for_tpu(mirrored, *_batch())

@@ -190,10 +190,18 @@ class _Runner:
             for start in range(0, len(values), num_replicas)
         ]
         num_arguments = len(program.argument_specs)
+        _check_shapes(parameters)
         lowered = self._lower(
             tuple(vs[0].shape for vs in parameters[:num_arguments])
         )
-        executable = xla_cpu.compiled(lowered.text, num_replicas)
+        try:
+            executable = xla_cpu.compiled(lowered.text, num_replicas)
+        except RuntimeError as error:
+            raise NotImplementedError(
+                "XLA:CPU can't compile what strategy.run() got. If shapes are"
+                " dynamic, batch with drop_remainder=True. XLA's error:"
+                f" {error}"
+            ) from error
         numbering = self._xla_numbering
         results = executable(
             [[vs[replica] for replica in numbering] for vs in parameters]
@@ -217,3 +225,16 @@ class _Runner:
             else:
                 outputs += parameters[num_arguments + index]
         return outputs
+
+
+def _check_shapes(parameters: list[list[np.ndarray]]) -> None:
+    for values in parameters:
+        shapes = [value.shape for value in values]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"The replicas hold arrays of different shapes: {shapes}."
+                " TPUStrategy pads tensors, unless"
+                " experimental_enable_dynamic_batch_size is off, and no"
+                " components of RaggedTensors and SparseTensors. Pad them, or"
+                " make them dense, before strategy.run()."
+            )

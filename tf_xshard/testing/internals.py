@@ -1,4 +1,4 @@
-"""Private names of TensorFlow, Keras and jax that simulation and compilation need.
+"""Private names of TensorFlow, Keras and jax that the tool needs.
 
 The only module of `tf_xshard.testing` that touches them. The optimizers do not
 import it: their own private names are in `tf_xshard/replica_context.py`.

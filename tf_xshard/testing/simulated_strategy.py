@@ -124,12 +124,22 @@ class _SimulatedTPUExtended(internals.TPUExtended):
             while value.op.name not in positions:  # An identity of it.
                 (value,) = value.op.inputs
             index = positions[value.op.name]
-            return tf.identity(outputs[value.value_index][index])
+            return _without_gradient(outputs[value.value_index][index])
 
         with tf.control_dependencies(done):
             return tf.nest.map_structure(
                 result_of, results, expand_composites=True
             )
+
+
+def _without_gradient(value: tf.Tensor) -> tf.Tensor:
+    """What a replica returns; on a TPU, too, it has no gradient."""
+    return tf.raw_ops.PreventGradient(
+        input=value,
+        message="it is asked for through strategy.run(), from outside. What a"
+        " TPU program returns has none (TPUReplicatedOutput): open the"
+        " GradientTape in the function that strategy.run() gets.",
+    )
 
 
 class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
@@ -178,7 +188,8 @@ def simulated_tpu_strategy(
     Every core is a logical CPU of TensorFlow. The first call configures them,
     for which TensorFlow must not have run anything yet. Nothing of TensorFlow
     is patched: other strategies work beside it. As a context manager it frees
-    the compiled programs at the end; using it later compiles them again.
+    what was compiled so far, for all simulated strategies; what is used later
+    is compiled again.
 
     Args:
       num_replicas: The number of replicas, a positive int. Default: 8.
@@ -201,6 +212,10 @@ def simulated_tpu_strategy(
         with a device assignment.
       RuntimeError: If TensorFlow runs already, with fewer logical CPUs.
 
+      What can't run raises NotImplementedError where the step is traced; where
+      its shapes are known at run time only, the step raises the same text then,
+      as `tf.errors.UnimplementedError`.
+
     Example:
 
     >>> import tensorflow as tf
@@ -221,14 +236,8 @@ def simulated_tpu_strategy(
     Source: `tf.distribute.TPUStrategy`, whose own trace is what runs, and
     StableHLO's all_reduce with replica groups.
     """
-    for name, value in (
-        ("num_replicas", num_replicas),
-        ("num_hosts", num_hosts),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}.")
-        if value < 1:
-            raise ValueError(f"{name} must be positive, got {value}.")
+    num_replicas = _positive("num_replicas", num_replicas)
+    num_hosts = _positive("num_hosts", num_hosts)
     if num_replicas % num_hosts:
         raise ValueError(
             f"{num_replicas} replicas can't be spread evenly over {num_hosts}"
@@ -249,6 +258,14 @@ def simulated_tpu_strategy(
     return SimulatedTPUStrategy(topology, assignment, numbering)
 
 
+def _positive(name: str, value) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be positive, got {value}.")
+    return int(value)
+
+
 def _checked_permutation(permutation, num_replicas, device_assignment):
     if device_assignment:
         raise ValueError(
@@ -256,13 +273,17 @@ def _checked_permutation(permutation, num_replicas, device_assignment):
             " fixes XLA's numbering of the replicas. Pass"
             " device_assignment=False."
         )
-    numbering = tuple(permutation)
-    if sorted(numbering) != list(range(num_replicas)):
+    numbering = np.asarray(permutation)
+    if (
+        numbering.dtype.kind not in "iu"
+        or sorted(numbering.ravel().tolist()) != list(range(num_replicas))
+        or numbering.ndim != 1
+    ):
         raise ValueError(
             f"replica_permutation must hold each of 0 to {num_replicas - 1}"
-            f" once, got {list(numbering)}."
+            f" once, got {permutation!r}."
         )
-    return numbering
+    return tuple(numbering.tolist())
 
 
 def _configure_logical_cpus(num_replicas: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -14,8 +15,21 @@ import tensorflow as tf
 
 from tf_xshard.testing import internals
 from tf_xshard.testing import replicated_program
+from tf_xshard.testing import tpu_operations
 
 _UNKNOWN = "tf_xshard.unknown"
+# Long bool constants: the bridge prints a bit for each element, the parser
+# wants a byte.
+_BITS = re.compile(r'dense<"0x([0-9A-F]+)"> : tensor<([0-9x]+)xi1>')
+_ELEMENT_TYPES = {
+    "bool": "i1",
+    "bfloat16": "bf16",
+    "complex64": "complex<f32>",
+    "complex128": "complex<f64>",
+    **{f"float{n}": f"f{n}" for n in (16, 32, 64)},
+    **{f"int{n}": f"i{n}" for n in (4, 8, 16, 32, 64)},
+    **{f"uint{n}": f"ui{n}" for n in (4, 8, 16, 32, 64)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +162,7 @@ def _finish(text, program, specs, results) -> Lowered:
             assert program.variables[variable].is_written, variable
             updates[variable] = output
         num_results = len(main.type.results)
-        assert num_results == num_outputs + len(updates), text[:2000]
+        assert num_results == num_outputs + len(updates), "other results"
         return Lowered(_renamed(str(module)), results, updates, num_results)
 
 
@@ -171,9 +185,20 @@ def _parsed(text: str):
     text = text.replace(
         '"mhlo.unknown"(', f"stablehlo.custom_call @{_UNKNOWN}("
     )
+    text = _BITS.sub(_bytes_of_bits, text)
     module = internals.ir.Module.parse(text)
     _replace_custom_calls(module)
     return module
+
+
+def _bytes_of_bits(match: re.Match) -> str:
+    shape = [int(size) for size in match[2].split("x")]
+    bits = np.unpackbits(
+        np.frombuffer(bytes.fromhex(match[1]), np.uint8),
+        count=math.prod(shape),
+        bitorder="little",
+    )
+    return f'dense<"0x{bits.tobytes().hex().upper()}"> : tensor<{match[2]}xi1>'
 
 
 def _renamed(text: str) -> str:
@@ -200,9 +225,16 @@ def _main(module):
 def _check_parameters(main, program, specs) -> None:
     """The bridge takes arguments first and variables in order of capture."""
     expected = [*specs, *(v.spec for v in program.variables)]
-    shapes = [tuple(spec.shape) for spec in expected]
-    got = [tuple(parameter.shape) for parameter in main.type.inputs]
-    assert got == shapes, (got, shapes)
+    assert len(main.type.inputs) == len(expected), "parameters are missing"
+    for parameter, spec in zip(main.type.inputs, expected, strict=True):
+        # Of types that XLA names otherwise (float8) the shape is compared.
+        element = _ELEMENT_TYPES.get(
+            spec.dtype.name, str(parameter.element_type)
+        )
+        assert (list(parameter.shape), str(parameter.element_type)) == (
+            spec.shape.as_list(),
+            element,
+        ), f"the bridge has other parameters: {parameter}, expected {spec}"
 
 
 def _aliases(module) -> list[tuple[int, int]]:
@@ -260,7 +292,7 @@ def _replacement(operation):
         np.array(config["replicas"], np.int64)
     )
     with ir.InsertionPoint(operation), operation.location:
-        if target == replicated_program.COLLECTIVE_PERMUTE:
+        if target == tpu_operations.COLLECTIVE_PERMUTE:
             return internals.stablehlo.CollectivePermuteOp(
                 operation.operands[0], replicas
             ).result

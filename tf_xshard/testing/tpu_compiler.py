@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import time
@@ -14,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard.testing import compiled_for_tpu
 from tf_xshard.testing import compiled_hlo
 from tf_xshard.testing import internals
 from tf_xshard.testing import requirements
@@ -27,92 +27,11 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    # Only one process at a time may hold a TPU, and libtpu's lock file sees to
+    # it; several may compile.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 _STEPS = ("train", "test", "predict")
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryStatistics:
-    """What a compiled program needs of one core's memory, in bytes.
-
-    Attributes:
-      argument_bytes: Arguments and variables.
-      output_bytes: Outputs and the new values of variables.
-      alias_bytes: The part of the outputs that takes the arguments' place.
-      temporary_bytes: What lives during the step only.
-      code_bytes: The program itself.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temporary_bytes: int
-    code_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """The sum of what is needed at a time: an upper bound."""
-        return (
-            self.argument_bytes
-            + self.output_bytes
-            - self.alias_bytes
-            + self.temporary_bytes
-            + self.code_bytes
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledForTPU:
-    """A step that the TPU compiler compiled. It did not run.
-
-    Attributes:
-      topology: The topology's name, such as "v5e:2x4".
-      device_kind: The compiler's name for the TPU.
-      num_replicas: How many replicas the program has.
-      hlo_text: The optimized HLO module.
-      stablehlo_text: The module that was handed to the compiler.
-      collectives: The collectives in `hlo_text`, each a `Collective` with
-        `kind`, `replica_groups`, `operands`, `num_bytes` and `name`.
-      memory: The memory that one core needs, a `MemoryStatistics`.
-      flops: The compiler's estimate of the floating-point operations of one
-        replica.
-      compile_seconds: How long the compiler took.
-    """
-
-    topology: str
-    device_kind: str
-    num_replicas: int
-    hlo_text: str = dataclasses.field(repr=False)
-    stablehlo_text: str = dataclasses.field(repr=False)
-    collectives: tuple[compiled_hlo.Collective, ...] = dataclasses.field(
-        repr=False
-    )
-    memory: MemoryStatistics
-    flops: float
-    compile_seconds: float
-
-    def __str__(self) -> str:
-        memory = self.memory
-        lines = [
-            f"Compiled for TPU (did not run): {self.topology},"
-            f" {self.device_kind}, {self.num_replicas} replicas,"
-            f" {self.compile_seconds:.1f} s",
-            f"  memory of one core: at most {_megabytes(memory.peak_bytes)}"
-            f" (arguments {_megabytes(memory.argument_bytes)},"
-            f" temporary {_megabytes(memory.temporary_bytes)},"
-            f" code {_megabytes(memory.code_bytes)})",
-            f"  flops of one replica: {self.flops:.3g}",
-            f"  collectives: {len(self.collectives)}",
-        ]
-        for collective in self.collectives:
-            arrays = len(collective.operands)
-            lines.append(
-                f"    {collective.kind} of {arrays}"
-                f" array{'' if arrays == 1 else 's'},"
-                f" {_megabytes(collective.num_bytes)},"
-                f" groups {_shortened(collective.replica_groups)}"
-            )
-        return "\n".join(lines)
 
 
 def compile_for_tpu(
@@ -120,7 +39,7 @@ def compile_for_tpu(
     *args: Any,
     topology: str = "v5e:2x4",
     step: str = "train",
-) -> CompiledForTPU:
+) -> compiled_for_tpu.CompiledForTPU:
     """Compiles a step of TPUStrategy with the real TPU compiler, with no TPU.
 
     The program is the one that `simulated_tpu_strategy` executes: TPUStrategy
@@ -149,10 +68,11 @@ def compile_for_tpu(
 
     Raises:
       ImportError: If libtpu is missing or of another version than proven.
-      TypeError: If the first argument is neither a function nor a model.
+      TypeError: If the first argument is neither a function nor a model, or is
+        a ConcreteFunction, or topology is no str.
       ValueError: If the function does not call `strategy.run()` exactly once
-        under a simulated strategy, a shape is unknown, the batch can't be split
-        evenly, or the topology does not fit.
+        under a simulated strategy, a shape is unknown, the model is not
+        compiled, the batch can't be split evenly, or the topology does not fit.
       NotImplementedError: If the step can't be compiled; the text names the
         construct.
       jax.errors.JaxRuntimeError: What the TPU compiler says if it refuses the
@@ -177,18 +97,29 @@ def compile_for_tpu(
     compiler ahead of time.
     """
     requirements.check_libtpu()
+    if not isinstance(topology, str):
+        raise TypeError(f"topology must be a str, got {topology!r}.")
+    signature = None
     if isinstance(fn_or_model, keras.Model):
         function = _step_of(fn_or_model, args, step)
         args = ()
+    elif isinstance(fn_or_model, tf.types.experimental.ConcreteFunction):
+        raise TypeError(
+            "compile_for_tpu got a ConcreteFunction, which is traced already."
+            " Give it the tf.function, or the Python function."
+        )
     elif callable(fn_or_model):
         function = getattr(fn_or_model, "python_function", fn_or_model)
+        signature = getattr(fn_or_model, "input_signature", None)
     else:
         raise TypeError(
             "compile_for_tpu takes a function or a Keras model, got"
             f" {type(fn_or_model).__name__}."
         )
     with simulated_strategy.recorded() as programs:
-        tf.function(function).get_concrete_function(*args)
+        tf.function(function, input_signature=signature).get_concrete_function(
+            *args
+        )
     if len(programs) != 1:
         raise ValueError(
             f"The function called strategy.run() {len(programs)} times under a"
@@ -220,17 +151,24 @@ def _step_of(model: keras.Model, batch: tuple, step: str) -> Callable:
             f"The model was created under {type(strategy).__name__}. Create it"
             " in the scope of a strategy of simulated_tpu_strategy()."
         )
+    if not model.compiled and step != "predict":
+        raise ValueError(
+            f"The model is not compiled, and its {step} step needs it: call"
+            " model.compile() first."
+        )
     if not batch:
         raise ValueError("compile_for_tpu(model, x, y): the batch is missing.")
     num_replicas = strategy.num_replicas_in_sync
     batch = tf.nest.map_structure(np.asarray, batch)
-    for array in tf.nest.flatten(batch):
-        if array.ndim == 0 or len(array) % num_replicas or not len(array):
-            raise ValueError(
-                f"An array of the batch has the shape {array.shape}. Its first"
-                f" dimension must be a multiple of {num_replicas}, the number"
-                " of replicas."
-            )
+    shapes = [array.shape for array in tf.nest.flatten(batch)]
+    lengths = {shape[0] if shape else 0 for shape in shapes}
+    if len(lengths) > 1 or 0 in lengths or max(lengths) % num_replicas:
+        raise ValueError(
+            f"The arrays of the batch have the shapes {shapes}. All must have"
+            " the same first dimension, a positive multiple of"
+            f" {num_replicas}, the number of replicas. (Lists are structures"
+            " of arrays: give NumPy arrays.)"
+        )
 
     def shard(replica_id):
         def rows(array):
@@ -239,8 +177,9 @@ def _step_of(model: keras.Model, batch: tuple, step: str) -> Callable:
 
         return tf.nest.map_structure(rows, batch)
 
-    with strategy.scope():
-        internals.build_keras_model(model, shard(0))
+    if model.compiled:
+        with strategy.scope():
+            internals.build_keras_model(model, shard(0))
     data = strategy.experimental_distribute_values_from_function(
         lambda context: tf.nest.map_structure(
             tf.constant, shard(context.replica_id_in_sync_group)
@@ -279,7 +218,8 @@ def _all_devices(topology: str) -> tuple:
 
 def _devices(topology: str, num_replicas: int) -> tuple:
     try:
-        devices = _all_devices(topology)
+        # The compiler takes an empty name for some default.
+        devices = _all_devices(topology or "(empty)")
     except RuntimeError as error:
         raise ValueError(
             f"The TPU compiler does not know the topology {topology!r}:"
@@ -295,7 +235,9 @@ def _devices(topology: str, num_replicas: int) -> tuple:
     return devices
 
 
-def _compile(text: str, devices: tuple, topology: str) -> CompiledForTPU:
+def _compile(
+    text: str, devices: tuple, topology: str
+) -> compiled_for_tpu.CompiledForTPU:
     xla_client = internals.xla_client
     options = xla_client.CompileOptions()
     options.num_replicas = len(devices)
@@ -314,29 +256,22 @@ def _compile(text: str, devices: tuple, topology: str) -> CompiledForTPU:
     (module,) = executable.hlo_modules()
     hlo_text = module.to_string()
     memory = executable.get_compiled_memory_stats()
-    return CompiledForTPU(
+    flops = executable.cost_analysis().get("flops")
+    return compiled_for_tpu.CompiledForTPU(
         topology=topology,
         device_kind=devices[0].device_kind,
         num_replicas=len(devices),
         hlo_text=hlo_text,
         stablehlo_text=text,
         collectives=compiled_hlo.collectives(hlo_text),
-        memory=MemoryStatistics(
+        memory=compiled_for_tpu.MemoryStatistics(
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             temporary_bytes=memory.temp_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
         ),
-        flops=float(executable.cost_analysis()["flops"]),
+        # It is missing where nothing is computed, negative where unknown.
+        flops=flops if flops is not None and flops >= 0 else None,
         compile_seconds=seconds,
     )
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.3g} MB"
-
-
-def _shortened(groups: tuple) -> str:
-    text = str([list(group) for group in groups])
-    return text if len(text) <= 60 else f"{text[:45]}... ({len(groups)} groups)"

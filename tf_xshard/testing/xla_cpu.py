@@ -1,8 +1,8 @@
 """Executes one program on N replicas, which are N CPU devices of XLA.
 
 The PJRT client for CPUs comes from jaxlib and is this module's own: jax's
-devices, flags and settings stay as they are. A replica that waits 40 seconds for
-the others in a collective ends the process, which XLA offers no setting for.
+devices, flags and settings stay as they are. A replica that waits 40 seconds
+for the others in a collective ends the process; XLA has no setting for it.
 """
 
 from __future__ import annotations
@@ -70,10 +70,8 @@ class Executable:
         with _lock, jax.enable_x64(True):
             arrays = [self._on_devices(values) for values in parameters]
             results = self._executable.execute_sharded(arrays)
-            return [
-                [np.asarray(value) for value in per_replica]
-                for per_replica in results.disassemble_into_single_device_arrays()
-            ]
+            by_result = results.disassemble_into_single_device_arrays()
+            return [[np.asarray(one) for one in values] for values in by_result]
 
     def _on_devices(self, values):
         # The sharding says "replicated", which is only a way to hand over one
