@@ -1,7 +1,7 @@
 """Runs the whole suite with the oldest and the newest TensorFlow and Keras.
 
-Makes an environment for each pair, two at a time, and prints one line each:
-`python -m tests.version_matrix`. About 50 minutes on 2 cores.
+Makes an environment for each pair and prints one line each:
+`python -m tests.version_matrix`. About an hour on 2 cores.
 """
 
 import concurrent.futures
@@ -15,7 +15,7 @@ import time
 from absl import app
 from absl import flags
 
-_JOBS = flags.DEFINE_integer("jobs", 2, "environments at a time", 1)
+_JOBS = flags.DEFINE_integer("jobs", 1, "environments at a time", 1)
 _ONLY = flags.DEFINE_list("only", [], "such as 2.20/3.12; all if empty")
 _ARGUMENTS = flags.DEFINE_multi_string("pytest", [], "arguments for pytest")
 
