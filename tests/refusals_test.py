@@ -78,7 +78,7 @@ def test_arguments(arguments, error, message):
         (SGD, "wraps a keras.optimizers.Optimizer"),
         (None, "wraps a keras.optimizers.Optimizer"),
     ],
-    ids=str,
+    ids=["v1", "name", "class", "none"],
 )
 def test_inner_optimizers(inner, message):
     with pytest.raises(TypeError, match=message):
