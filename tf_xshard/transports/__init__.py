@@ -6,7 +6,7 @@
 | MirroredStrategy, MultiWorkerMirroredStrategy in a `tf.function` |
 `collective`
 |
-| MirroredStrategy, eager | `merge_call` |
+| MirroredStrategy, eager or in a graph of TF1 | `merge_call` |
 | MultiWorkerMirroredStrategy, eager | `one_hot` |
 | TPUStrategy, one group of all | `tpu.STRATEGY` |
 | TPUStrategy with a device assignment | `tpu.NATIVE` |
@@ -38,7 +38,11 @@ def choose(
     Returns:
       The `Transport`.
     """
-    eager = tf.executing_eagerly()
+    # In a graph that a Session runs, collectives lack what a tf.function has.
+    eager = (
+        tf.executing_eagerly()
+        or not tf.compat.v1.executing_eagerly_outside_functions()
+    )
     if here.kind == "mirrored":
         return merge_call.TRANSPORT if eager else collective.TRANSPORT
     if here.kind == "multi_worker":
