@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports that are free on the loopback interface."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -37,7 +38,7 @@ def start(
     Returns:
       The processes, in the order of ranks.
     """
-    workers = [f"127.0.0.1:{port}" for port in _free_ports(len(outputs))]
+    workers = [f"127.0.0.1:{port}" for port in free_ports(len(outputs))]
     return [
         subprocess.Popen(
             [sys.executable, *arguments],
