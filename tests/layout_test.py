@@ -27,6 +27,13 @@ LAYERS = (
     ("inner_update", "delegation"),
     ("wrapper",),
     ("cross_shard_optimizer",),
+    ("compat.v1.internals",),
+    ("compat.v1.inner_optimizers",),
+    ("compat.v1.shards", "compat.v1.wrapper"),
+    ("compat.v1.cross_shard_optimizer",),
+    ("compat.v1.sharding",),
+    ("compat.v1",),
+    ("compat",),
     ("",),
     ("testing.requirements", "testing.internals", "testing.compiled_hlo"),
     (
@@ -44,9 +51,13 @@ LAYERS = (
     ("demo", "doctor"),
     ("__main__",),
 )
-# The optimizers' door to each, and that of the tool beside them.
+# The optimizers' door to each, and those of the TF1 surface and the tool.
 DOORS = {
-    "tensorflow.python": ("replica_context", "testing.internals"),
+    "tensorflow.python": (
+        "replica_context",
+        "compat.v1.internals",
+        "testing.internals",
+    ),
     "tensorflow.compiler": ("testing.internals",),
     "keras.src": ("inner_update",),
     "jax._src": ("testing.internals",),

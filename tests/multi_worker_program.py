@@ -27,9 +27,7 @@ PATIENCE_SECONDS = 120  # Elsewhere: the machine may be busy.
 KILLED_AT_STEP = 20
 
 
-def _optimizer(
-    groups, inner=None, timeout_seconds=PATIENCE_SECONDS, **kwargs
-):
+def _optimizer(groups, inner=None, timeout_seconds=PATIENCE_SECONDS, **kwargs):
     return tf_xshard.CrossShardOptimizer(
         inner or keras.optimizers.SGD(1.0),
         "sum",
@@ -73,6 +71,32 @@ def oracle(strategy):
             )
             key = f"{name}/{'function' if graph else 'eager'}"
             result[key] = _values(variables)
+    return result
+
+
+def compat_v1(strategy):
+    """TF1's optimizer with momentum, two steps; worker 2 lacks a gradient."""
+    result = {}
+    for name, groups in GROUPS.items():
+        with strategy.scope():
+            weight, other, step = (tf.Variable(0.0) for _ in range(3))
+            optimizer = tf_xshard.compat.v1.CrossShardOptimizer(
+                tf.compat.v1.train.MomentumOptimizer(1.0, 0.5),
+                group_assignment=groups,
+            )
+        rank = strategy.cluster_resolver.task_id
+
+        def on_replica():
+            def loss():
+                both = weight * 10.0**rank
+                return both if rank == 2 else both + other * 10.0**rank
+
+            optimizer.minimize(loss, step, [weight, other])
+
+        run = tf.function(lambda: strategy.run(on_replica))
+        run()
+        run()
+        result[name] = _values([weight, other, step])
     return result
 
 
@@ -149,6 +173,7 @@ def training(strategy):
 def cases(strategy):
     return {
         "oracle": oracle(strategy),
+        "compat_v1": compat_v1(strategy),
         "loss_scale": loss_scale(strategy),
         "retrace": retrace(strategy),
         "training": training(strategy),

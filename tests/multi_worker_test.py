@@ -99,6 +99,21 @@ def test_oracle(results, groups, mode):
         assert table == [[0, 0], [-rows, -rows], [0, 0], [0, 0]]
 
 
+@pytest.mark.parametrize("groups", program.GROUPS)
+def test_compat_v1(results, groups):
+    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+    for rank, result in enumerate(results):
+        [members] = [group for group in assignment if rank in group]
+        weight, other, step = result["compat_v1"][groups]
+        mean = sum(10**r for r in members) / len(members)
+        partly = sum(10**r for r in members if r != 2) / len(members)
+        # g, and then 0.5 g + g.
+        np.testing.assert_allclose(
+            [weight, other], [-2.5 * mean, -2.5 * partly]
+        )
+        assert step == 2
+
+
 def test_an_overflow_on_one_worker(results):
     for result in results:
         assert result["loss_scale"] == [0.0, 4.0]

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tests import replicas
 from tf_xshard import inner_update
 from tf_xshard import replica_context
+from tf_xshard.compat.v1 import internals as compat_internals
 from tf_xshard.testing import internals
 
 
@@ -16,6 +17,7 @@ from tf_xshard.testing import internals
     "owner, name",
     replica_context.TF_PRIVATE_NAMES
     + inner_update.KERAS_PRIVATE_NAMES
+    + compat_internals.TF_PRIVATE_NAMES
     + internals.TF_PRIVATE_NAMES
     + internals.KERAS_PRIVATE_NAMES,
     ids=lambda value: getattr(value, "__name__", value),

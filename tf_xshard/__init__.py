@@ -12,6 +12,8 @@ replicas that you choose.
     inner_update                 no second reduction
         v
     inner optimizer -> variables
+
+`compat.v1` has the documented TF1 optimizers, on the same stages.
 """
 
 from tf_xshard import versions as _versions
@@ -26,6 +28,7 @@ from tf_xshard.gradient_clipping import clip_by_norm  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_value  # noqa: E402
 from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
 from tf_xshard.version import __version__  # noqa: E402
+from tf_xshard import compat  # noqa: E402
 
 __all__ = (
     "Communication",
@@ -35,4 +38,5 @@ __all__ = (
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",
+    "compat",
 )

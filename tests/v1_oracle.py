@@ -1,0 +1,84 @@
+"""The v1 optimizers' documented formulas, in NumPy with float64."""
+
+import numpy as np
+import tensorflow as tf
+
+tf1 = tf.compat.v1
+
+
+class _Oracle:
+    slots = ()
+
+    def __init__(self, initial):
+        self.x = np.asarray(initial, np.float64).copy()
+        self.state = {name: self.start(name) for name in self.slots}
+        self.t = 0
+
+    def start(self, name):
+        del name
+        return np.zeros_like(self.x)
+
+    def apply(self, g):
+        self.t += 1
+        self.x = self.x - self.step(np.asarray(g, np.float64))
+
+
+class GradientDescent(_Oracle):
+    def step(self, g):
+        return 0.1 * g
+
+
+class Momentum(_Oracle):
+    slots = ("momentum",)
+
+    def step(self, g):
+        self.state["momentum"] = 0.9 * self.state["momentum"] + g
+        return 0.1 * self.state["momentum"]
+
+
+class Adam(_Oracle):
+    slots = ("m", "v")
+
+    def step(self, g):
+        s = self.state
+        s["m"] = 0.9 * s["m"] + 0.1 * g
+        s["v"] = 0.999 * s["v"] + 0.001 * g * g
+        rate = 0.1 * np.sqrt(1 - 0.999**self.t) / (1 - 0.9**self.t)
+        return rate * s["m"] / (np.sqrt(s["v"]) + 1e-8)
+
+
+class Adagrad(_Oracle):
+    slots = ("accumulator",)
+
+    def start(self, name):
+        return np.full_like(self.x, 0.1)
+
+    def step(self, g):
+        self.state["accumulator"] += g * g
+        return 0.1 * g / np.sqrt(self.state["accumulator"])
+
+
+OPTIMIZERS = {
+    "sgd": (GradientDescent, lambda: tf1.train.GradientDescentOptimizer(0.1)),
+    "momentum": (Momentum, lambda: tf1.train.MomentumOptimizer(0.1, 0.9)),
+    "adam": (Adam, lambda: tf1.train.AdamOptimizer(0.1)),
+    "adagrad": (Adagrad, lambda: tf1.train.AdagradOptimizer(0.1)),
+}
+
+
+def gradients(num_parts, step):
+    """For each part: a dense gradient, and rows of another with duplicates."""
+    rng = np.random.default_rng(100 * num_parts + step)
+    dense = rng.normal(size=(num_parts, 3, 2)).astype(np.float32)
+    # Shards differ in size and sign, so that none can stand for another.
+    dense *= np.arange(1, num_parts + 1, dtype=np.float32)[:, None, None]
+    indices = rng.integers(0, 4, size=(num_parts, 5)).astype(np.int32)
+    values = rng.normal(size=(num_parts, 5, 2)).astype(np.float32)
+    return dense, indices, values
+
+
+def as_dense(indices, values):
+    """What IndexedSlices of these add up to."""
+    result = np.zeros((4, 2))
+    np.add.at(result, indices, values)
+    return result
