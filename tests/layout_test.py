@@ -27,11 +27,20 @@ LAYERS = (
     ("inner_update", "delegation"),
     ("wrapper",),
     ("cross_shard_optimizer",),
-    ("compat.v1.internals",),
+    (
+        "compat.v1.internals",
+        "compat.v1.estimator_spec",
+    ),
     ("compat.v1.inner_optimizers",),
     ("compat.v1.shards", "compat.v1.wrapper"),
-    ("compat.v1.cross_shard_optimizer",),
-    ("compat.v1.sharding",),
+    (
+        "compat.v1.cross_shard_optimizer",
+        "compat.v1.tower_optimizer",
+    ),
+    (
+        "compat.v1.sharding",
+        "compat.v1.model_fn_replication",
+    ),
     ("compat.v1",),
     ("compat",),
     ("",),

@@ -1,13 +1,27 @@
 """The documented TF1 optimizers, running where the originals can't."""
 
 from tf_xshard.compat.v1.cross_shard_optimizer import CrossShardOptimizer
+from tf_xshard.compat.v1.estimator_spec import ClassificationOutput
+from tf_xshard.compat.v1.estimator_spec import EstimatorSpec
+from tf_xshard.compat.v1.estimator_spec import ModeKeys
+from tf_xshard.compat.v1.estimator_spec import PredictOutput
+from tf_xshard.compat.v1.estimator_spec import RegressionOutput
+from tf_xshard.compat.v1.model_fn_replication import replicate_model_fn
 from tf_xshard.compat.v1.shards import SHARD_VARIABLES
 from tf_xshard.compat.v1.sharding import shard
 from tf_xshard.compat.v1.sharding import shard_initializer
+from tf_xshard.compat.v1.tower_optimizer import TowerOptimizer
 
 __all__ = (
+    "ClassificationOutput",
     "CrossShardOptimizer",
+    "EstimatorSpec",
+    "ModeKeys",
+    "PredictOutput",
+    "RegressionOutput",
     "SHARD_VARIABLES",
+    "TowerOptimizer",
+    "replicate_model_fn",
     "shard",
     "shard_initializer",
 )

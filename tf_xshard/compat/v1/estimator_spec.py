@@ -1,0 +1,131 @@
+"""What a model_fn returns: the Estimator package, gone from TensorFlow."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, NamedTuple
+
+
+class ModeKeys:
+    """What a model_fn is called for.
+
+    Attributes:
+      TRAIN: Training.
+      EVAL: Evaluation.
+      PREDICT: Prediction.
+
+    Example:
+
+    >>> tf_xshard.compat.v1.ModeKeys.TRAIN
+    'train'
+
+    Source: tf.estimator.ModeKeys.
+    """
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+class EstimatorSpec(NamedTuple):
+    """What a model_fn returns.
+
+    Args:
+      mode: One of `ModeKeys`.
+      predictions: A tensor or a dict of tensors. Default: None.
+      loss: A scalar tensor. Default: None.
+      train_op: The operation of a training step. Default: None.
+      eval_metric_ops: A dict of (value, update operation) pairs. Default: None.
+      export_outputs: A dict of `PredictOutput`, `ClassificationOutput` and
+        `RegressionOutput`. Default: None.
+      training_chief_hooks: Hooks of the chief. Default: none.
+      training_hooks: Hooks of all workers. Default: none.
+      scaffold: A `tf.compat.v1.train.Scaffold`. Default: None.
+      evaluation_hooks: Hooks of evaluation. Default: none.
+      prediction_hooks: Hooks of prediction. Default: none.
+
+    Example:
+
+    >>> tf_xshard.compat.v1.EstimatorSpec("train", loss=tf.constant(1.0)).mode
+    'train'
+
+    Source: tf.estimator.EstimatorSpec.
+    """
+
+    mode: str
+    predictions: Any = None
+    loss: Any = None
+    train_op: Any = None
+    eval_metric_ops: dict | None = None
+    export_outputs: dict | None = None
+    training_chief_hooks: tuple = ()
+    training_hooks: tuple = ()
+    scaffold: Any = None
+    evaluation_hooks: tuple = ()
+    prediction_hooks: tuple = ()
+
+
+class PredictOutput(NamedTuple):
+    """An exported signature with any outputs.
+
+    Args:
+      outputs: A tensor or a dict of tensors.
+
+    Example:
+
+    >>> tf_xshard.compat.v1.PredictOutput({"p": tf.zeros([2])}).outputs.keys()
+    dict_keys(['p'])
+
+    Source: tf.estimator.export.PredictOutput.
+    """
+
+    outputs: Any
+
+
+class ClassificationOutput(NamedTuple):
+    """An exported classification signature.
+
+    Args:
+      scores: A tensor [batch, num_classes]. Default: None.
+      classes: A tensor [batch, num_classes]. Default: None.
+
+    Example:
+
+    >>> tf_xshard.compat.v1.ClassificationOutput(tf.zeros([2, 3])).scores.shape
+    TensorShape([2, 3])
+
+    Source: tf.estimator.export.ClassificationOutput.
+    """
+
+    scores: Any = None
+    classes: Any = None
+
+
+class RegressionOutput(NamedTuple):
+    """An exported regression signature.
+
+    Args:
+      value: A tensor [batch].
+
+    Example:
+
+    >>> tf_xshard.compat.v1.RegressionOutput(tf.zeros([2])).value.shape
+    TensorShape([2])
+
+    Source: tf.estimator.export.RegressionOutput.
+    """
+
+    value: Any
+
+
+def replaced(spec: Any, **fields) -> Any:
+    """A spec of the same type with other values in some fields."""
+    if hasattr(spec, "_replace"):
+        return spec._replace(**fields)
+    if dataclasses.is_dataclass(spec):
+        return dataclasses.replace(spec, **fields)
+    spec = copy.copy(spec)
+    for name, value in fields.items():
+        setattr(spec, name, value)
+    return spec
