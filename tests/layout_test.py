@@ -30,12 +30,14 @@ LAYERS = (
     (
         "compat.v1.internals",
         "compat.v1.estimator_spec",
+        "compat.v1.agn_custom_getter",
     ),
     ("compat.v1.inner_optimizers",),
     ("compat.v1.shards", "compat.v1.wrapper"),
     (
         "compat.v1.cross_shard_optimizer",
         "compat.v1.tower_optimizer",
+        "compat.v1.agn_optimizer",
     ),
     (
         "compat.v1.sharding",

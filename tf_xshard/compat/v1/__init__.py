@@ -1,5 +1,7 @@
 """The documented TF1 optimizers, running where the originals can't."""
 
+from tf_xshard.compat.v1.agn_custom_getter import AGNCustomGetter
+from tf_xshard.compat.v1.agn_optimizer import AGNOptimizer
 from tf_xshard.compat.v1.cross_shard_optimizer import CrossShardOptimizer
 from tf_xshard.compat.v1.estimator_spec import ClassificationOutput
 from tf_xshard.compat.v1.estimator_spec import EstimatorSpec
@@ -13,6 +15,8 @@ from tf_xshard.compat.v1.sharding import shard_initializer
 from tf_xshard.compat.v1.tower_optimizer import TowerOptimizer
 
 __all__ = (
+    "AGNCustomGetter",
+    "AGNOptimizer",
     "ClassificationOutput",
     "CrossShardOptimizer",
     "EstimatorSpec",

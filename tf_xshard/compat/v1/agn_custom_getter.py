@@ -1,0 +1,140 @@
+"""The variables of AGNOptimizer: a worker's own, the center, an accumulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+_GLOBAL = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
+_LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
+GLOBAL_VARIABLE_NAME = "global_center_variable"
+GRAD_VARIABLE_NAME = "grad_variable"
+
+
+class Copies(NamedTuple):
+    """What AGNCustomGetter makes for one trainable variable."""
+
+    local: tf.Variable
+    center: tf.Variable
+    accumulator: tf.Variable
+
+
+class AGNCustomGetter:
+    """A custom getter of `tf.compat.v1.variable_scope` for AGNOptimizer.
+
+    For each trainable variable NAME it makes
+
+    - the worker's own, NAME: trainable, in LOCAL_VARIABLES, on worker_device;
+    - the center, global_center_variable/NAME: in GLOBAL_VARIABLES, where the
+      surrounding device scope (`replica_device_setter`) puts it;
+    - the accumulator, grad_variable/NAME: zero, in LOCAL_VARIABLES, on
+      worker_device.
+
+    Other variables are left as they are.
+
+    Args:
+      worker_device: The worker's device, such as "/job:worker/task:0".
+
+    Raises:
+      TypeError: If worker_device is no str.
+
+    Example: see `AGNOptimizer`.
+
+    Source: tf.contrib.opt.AGNCustomGetter (TensorFlow 1.14).
+    """
+
+    def __init__(self, worker_device: str):
+        if not isinstance(worker_device, str):
+            raise TypeError(
+                f"worker_device must be a str, got {worker_device!r}."
+            )
+        self.worker_device = worker_device
+        self._copies = {}
+
+    def __call__(
+        self, getter: Callable, name: str, *args, trainable=True, **kwargs
+    ):
+        """Gets a variable; called by `tf.compat.v1.get_variable`."""
+        if not trainable:
+            return getter(name, *args, trainable=trainable, **kwargs)
+        # The others must neither count in a regularization loss nor be trained.
+        kwargs.pop("collections", None)
+        others = {**kwargs, "regularizer": None}
+        with tf.device(self.worker_device):
+            local = getter(
+                name, *args, trainable=True, collections=[_LOCAL], **kwargs
+            )
+        if kwargs.get("reuse") is True:
+            return local
+        center = getter(
+            f"{GLOBAL_VARIABLE_NAME}/{name}",
+            *args,
+            trainable=False,
+            collections=[_GLOBAL],
+            **others,
+        )
+        zeros = tf.compat.v1.zeros_initializer()
+        if kwargs.get("shape") is None:  # The initial value has it.
+            value = kwargs["initializer"]
+            value = value() if callable(value) else value
+            zeros = tf.zeros_like(tf.convert_to_tensor(value))
+        with tf.device(self.worker_device):
+            accumulator = getter(
+                f"{GRAD_VARIABLE_NAME}/{name}",
+                *args,
+                trainable=False,
+                collections=[_LOCAL],
+                **{**others, "initializer": zeros, "constraint": None},
+            )
+        for copies in zip(
+            _parts(local), _parts(center), _parts(accumulator), strict=True
+        ):
+            self._copies[id(copies[0])] = Copies(*copies)
+        return local
+
+    def copies_of(self, variable) -> Copies:
+        """The center and the accumulator of a worker's variable.
+
+        Args:
+          variable: The variable.
+
+        Returns:
+          A named tuple of local, center and accumulator.
+
+        Raises:
+          ValueError: If this getter has not made it.
+        """
+        if id(variable) not in self._copies:
+            raise ValueError(
+                f"Variable {variable.name!r} was not made by this optimizer's"
+                " AGNCustomGetter. Make it with tf.compat.v1.get_variable in"
+                " a variable_scope(..., custom_getter=getter)."
+            )
+        return self._copies[id(variable)]
+
+    def all_copies(self) -> list[Copies]:
+        """All that this getter has made in the current graph.
+
+        Returns:
+          A list of named tuples of local, center and accumulator.
+        """
+        if tf.executing_eagerly():
+            return list(self._copies.values())
+        graph = tf.compat.v1.get_default_graph()
+        return [
+            copies
+            for copies in self._copies.values()
+            if copies.local.graph is graph
+        ]
+
+
+def _parts(variable) -> list:
+    """The slices of a partitioned variable, or the variable."""
+    partitioned = not hasattr(variable, "handle") and hasattr(
+        variable, "__iter__"
+    )
+    if partitioned and not isinstance(variable, tf.Variable):
+        return list(variable)
+    return [variable]
