@@ -42,6 +42,7 @@ LAYERS = (
     (
         "compat.v1.sharding",
         "compat.v1.model_fn_replication",
+        "compat.v1.old_checkpoints",
     ),
     ("compat.v1",),
     ("compat",),

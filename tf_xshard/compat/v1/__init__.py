@@ -8,6 +8,7 @@ from tf_xshard.compat.v1.estimator_spec import EstimatorSpec
 from tf_xshard.compat.v1.estimator_spec import ModeKeys
 from tf_xshard.compat.v1.estimator_spec import PredictOutput
 from tf_xshard.compat.v1.estimator_spec import RegressionOutput
+from tf_xshard.compat.v1.old_checkpoints import load_into_keras
 from tf_xshard.compat.v1.model_fn_replication import replicate_model_fn
 from tf_xshard.compat.v1.shards import SHARD_VARIABLES
 from tf_xshard.compat.v1.sharding import shard
@@ -25,6 +26,7 @@ __all__ = (
     "RegressionOutput",
     "SHARD_VARIABLES",
     "TowerOptimizer",
+    "load_into_keras",
     "replicate_model_fn",
     "shard",
     "shard_initializer",

@@ -1,0 +1,258 @@
+"""Checkpoints of TF1 optimizers, into Keras models."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import inner_update
+from tf_xshard.compat.v1 import agn_custom_getter
+from tf_xshard.compat.v1 import inner_optimizers
+
+# For each Keras optimizer: its slots in the order in which the v1 optimizer
+# makes its own, as (Keras' name, whether the v1 slot may be left out).
+_SLOTS = {
+    "SGD": lambda o: ["momentum"] if o.momentum else [],
+    "Adam": lambda o: ["momentum", "velocity"],
+    "Adagrad": lambda o: ["accumulator"],
+    "Adadelta": lambda o: ["accumulated_grad", "accumulated_delta_var"],
+    "Ftrl": lambda o: ["accumulator", "linear"],
+    "RMSprop": lambda o: [
+        "velocity",
+        *(["average_gradient"] if o.centered else []),
+        # The v1 optimizer has it always, and does not use it if it is zero.
+        "momentum" if o.momentum else None,
+    ],
+}
+
+
+def load_into_keras(
+    checkpoint: str,
+    model: keras.Model,
+    *,
+    names: dict[str, str] | None = None,
+) -> None:
+    """Fills a Keras model and its optimizer from a TF1 checkpoint.
+
+    The checkpoint is one that `tf.compat.v1.train.Saver` wrote, of a model
+    trained with an optimizer of `tf.compat.v1.train`, inside a TF1
+    CrossShardOptimizer, TowerOptimizer or AGNOptimizer or not; of the last the
+    center is taken.
+
+    A variable of the checkpoint belongs to the weight that has its shape and
+    its name, or whose path ends with its name ("dense/kernel" and
+    "sequential/dense/kernel"), or whose path its own name ends with. Slots
+    follow their variables. `iterations` comes from Adam's beta powers, else
+    from `global_step`.
+
+    Args:
+      checkpoint: The checkpoint's path, or a directory with one.
+      model: A built model. Compiled, with the Keras counterpart of the v1
+        optimizer: SGD (GradientDescent and Momentum), Adam, Adagrad, Adadelta,
+        RMSprop or Ftrl, inside a tf_xshard optimizer or not.
+      names: For weights that names don't tell: the path of the weight and the
+        name in the checkpoint. Default: none.
+
+    Raises:
+      TypeError: If the optimizer is another one.
+      ValueError: If a variable of the checkpoint or of the model can't be
+        placed; all are named, and nothing is changed.
+      tf.errors.OpError: If there is no checkpoint.
+
+    Example:
+
+    >>> import tempfile
+    >>> with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    ...     w = tf.compat.v1.get_variable("dense/kernel", initializer=[[2.0]])
+    ...     tf.compat.v1.train.AdamOptimizer().minimize(tf.reduce_sum(w)).name
+    ...     session.run(tf.compat.v1.global_variables_initializer())
+    ...     path = tf.compat.v1.train.Saver().save(
+    ...         session, tempfile.mkdtemp() + "/model")
+    'Adam'
+    >>> model = keras.Sequential([
+    ...     keras.layers.Input((1,)),
+    ...     keras.layers.Dense(1, use_bias=False, name="dense")])
+    >>> model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()))
+    >>> tf_xshard.compat.v1.load_into_keras(path, model)
+    >>> model.get_weights()[0].tolist()
+    [[2.0]]
+
+    Source: the variables' names of `tf.compat.v1.train`.
+    """
+    reader = tf.train.load_checkpoint(checkpoint)
+    stored = _stored(reader)
+    placed, unplaced = _weights(model, stored, names or {})
+    values = {}
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        values, more = _optimizer_state(optimizer, model, placed, stored)
+        unplaced += more
+    used = set(placed.values()) | set(values)
+    step_names = [
+        name
+        for name in stored
+        if re.fullmatch(r"(.*/)?(global_step|beta[12]_power(_\d+)?)", name)
+    ]
+    left = sorted(set(stored) - used - set(step_names))
+    if left or unplaced:
+        raise ValueError(
+            f"{checkpoint} does not fit the model, and nothing was changed."
+            f" Without a place: {[(n, tuple(stored[n].shape)) for n in left]}."
+            f" Without a value: {unplaced}. The model's optimizer must be the"
+            " counterpart of the one in the checkpoint; give"
+            " names={path: name} for weights with other names."
+        )
+    for weight, name in placed.items():
+        _by_path(model)[weight].assign(stored[name])
+    for slot, value in values.values():
+        slot.assign(value)
+    if optimizer is not None:
+        iterations = _iterations(optimizer, stored)
+        if iterations is not None:
+            for one in inner_update.descendants(optimizer):
+                one.iterations.assign(iterations)
+
+
+def _stored(reader) -> dict[str, np.ndarray]:
+    """All variables; AGN's center under the plain names."""
+    prefix = agn_custom_getter.GLOBAL_VARIABLE_NAME + "/"
+    return {
+        name.removeprefix(prefix): reader.get_tensor(name)
+        for name in reader.get_variable_to_shape_map()
+    }
+
+
+def _by_path(model) -> dict:
+    return {weight.path: weight for weight in model.weights}
+
+
+def _weights(model, stored, names) -> tuple[dict, list]:
+    weights = _by_path(model)
+    unknown = [
+        pair
+        for pair in names.items()
+        if pair[0] not in weights or pair[1] not in stored
+    ]
+    if unknown:
+        raise ValueError(
+            f"names has {unknown}. The model has {sorted(weights)}, and the"
+            f" checkpoint {sorted(stored)}."
+        )
+    placed, unplaced = {}, []
+    for path, weight in weights.items():
+        shape = tuple(weight.shape)
+        if path in names:
+            found = [names[path]]
+        else:
+            found = _longest(
+                [
+                    name
+                    for name in stored
+                    if f"/{path}".endswith(f"/{name}")
+                    or f"/{name}".endswith(f"/{path}")
+                ]
+            )
+        found = [n for n in found if stored[n].shape == shape]
+        if len(found) == 1 and found[0] not in placed.values():
+            placed[path] = found[0]
+        else:
+            unplaced.append((path, shape))
+    return placed, unplaced
+
+
+def _longest(names: list[str]) -> list[str]:
+    """The names that say most: "a/kernel" before "kernel"."""
+    length = max((len(name) for name in names), default=0)
+    return [name for name in names if len(name) == length]
+
+
+def _leaf(optimizer):
+    leaves = [
+        one
+        for one in inner_update.descendants(optimizer)
+        if not list(inner_update.children(one))
+    ]
+    kinds = [
+        kind for kind in type(leaves[0]).__mro__ if kind.__name__ in _SLOTS
+    ]
+    if (
+        len(leaves) > 1
+        or not kinds
+        or kinds[0].__name__ != (leaves[0].__class__.__name__)
+    ):
+        raise TypeError(
+            f"{[one.__class__.__name__ for one in leaves]} has no counterpart"
+            f" among TF1's optimizers. Supported: {sorted(_SLOTS)}."
+        )
+    return leaves[0], _SLOTS[kinds[0].__name__](leaves[0])
+
+
+def _optimizer_state(optimizer, model, placed, stored) -> tuple[dict, list]:
+    leaf, slot_names = _leaf(optimizer)
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    adapter = inner_optimizers.Keras(leaf)
+    values, unplaced = {}, []
+    for weight in model.trainable_variables:
+        if weight.path not in placed:
+            continue
+        name = placed[weight.path]
+        found = _slots_of(name, stored, set(placed.values()))
+        expected = len(slot_names)
+        if len(found) != expected:
+            unplaced.append(
+                f"{slot_names} of {weight.path}, for which there is {found}"
+            )
+            continue
+        for key, slot_name in zip(found, slot_names, strict=True):
+            if slot_name is None:
+                values[key] = (_Nowhere(), stored[key])
+                continue
+            value = stored[key]
+            if isinstance(leaf, keras.optimizers.SGD):
+                # v1 adds gradients up, Keras the steps.
+                value = -float(leaf.learning_rate) * value
+            values[key] = (adapter.get_slot(weight, slot_name), value)
+    return values, unplaced
+
+
+class _Nowhere:
+    """Takes what the Keras optimizer has no use for."""
+
+    def assign(self, value) -> None:
+        del value
+
+
+def _slots_of(name, stored, weights) -> list[str]:
+    """Names of a variable's slots, in the order in which they were made."""
+    pattern = re.compile(re.escape(name) + r"/([^/]+?)(?:_(\d+))?")
+    found = []
+    for key in stored:
+        match = pattern.fullmatch(key)
+        if match and key not in weights:
+            if stored[key].shape == stored[name].shape:
+                found.append((int(match[2] or 0), key))
+    return [key for _, key in sorted(found)]
+
+
+def _iterations(optimizer, stored) -> int | None:
+    leaf, _ = _leaf(optimizer)
+    powers = {
+        match[1]: float(value)
+        for name, value in stored.items()
+        if (match := re.fullmatch(r"(?:.*/)?(beta[12])_power(?:_\d+)?", name))
+    }
+    # Each power was multiplied once more than there were updates. The first
+    # has underflowed after a thousand, and the second lasts longer.
+    for which, beta in (
+        ("beta2", getattr(leaf, "beta_2", None)),
+        ("beta1", getattr(leaf, "beta_1", None)),
+    ):
+        if beta and powers.get(which, 0) > 1e-30:
+            return round(math.log(powers[which]) / math.log(beta)) - 1
+    step = [v for n, v in stored.items() if n.split("/")[-1] == "global_step"]
+    return int(step[0]) if step else None
