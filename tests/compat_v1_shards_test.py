@@ -1,5 +1,6 @@
 """`shard` executes what `tf.compat.v1.tpu.shard` is documented to do."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -187,6 +188,252 @@ def test_shared_variables_are_updated_once():
         assert session.run(step) == 2
 
 
+X = np.array([1.0, 2.0, 3.0, 6.0], np.float32)
+
+
+def _zeros(name):
+    return tf1.get_variable(name, [], initializer=tf.zeros_initializer())
+
+
+def _all_values(session):
+    variables = tf1.global_variables() + tf1.get_collection(v1.SHARD_VARIABLES)
+    return {v.op.name: float(session.run(v)) for v in variables}
+
+
+def _minimize(optimizer, loss, **kwargs):
+    return v1.CrossShardOptimizer(optimizer).minimize(loss, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["adam", "wrapped"])
+def test_one_inner_optimizer_for_all_shards(wrap):
+    """Made outside: its beta powers must not be multiplied by each shard."""
+
+    class Wrapper(tf1.train.Optimizer):
+        def __init__(self, base):
+            super().__init__(False, "Wrapper")
+            self.base = base
+
+        def apply_gradients(self, *args, **kwargs):
+            return self.base.apply_gradients(*args, **kwargs)
+
+    def train(shared):
+        def make():
+            adam = tf1.train.AdamOptimizer(0.1)
+            return Wrapper(adam) if wrap else adam
+
+        outside = make()
+
+        def computation(x):
+            w = _zeros("w")
+            return _minimize(
+                outside if shared else make(), tf.reduce_mean((x - w) ** 2)
+            )
+
+        with tf.Graph().as_default(), tf1.Session() as session:
+            train = v1.shard(computation, [tf.constant(X)], 2)
+            session.run(tf1.global_variables_initializer())
+            for _ in range(3):
+                session.run(train)
+            return _all_values(session)
+
+    got = train(shared=True)
+    assert got == train(shared=False)
+    assert got["w"] == got["shard_1/w"]
+    np.testing.assert_allclose(got["shard_1/beta1_power"], 0.9**4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("every", [True, False, [True, False]], ids=str)
+def test_all_shards_train_whatever_is_read(every):
+    def computation(x):
+        w = _zeros("w")
+        loss = tf.reduce_mean(-x * w)
+        train = _minimize(tf1.train.GradientDescentOptimizer(1.0), loss)
+        with tf.control_dependencies([train]):
+            outputs = [tf.identity(loss), tf.identity(x)]
+        return outputs if isinstance(every, list) else outputs[0]
+
+    outputs = v1.shard(
+        computation, [tf.constant(X)], 2, outputs_from_all_shards=every
+    )
+    with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        for _ in range(2):
+            session.run(outputs[-1])
+        assert _all_values(session) == {"w": 6.0, "shard_1/w": 6.0}
+
+
+def test_several_calls_share_variables_by_reuse():
+    def computation(other):
+        def of(x):
+            with tf1.variable_scope("", reuse=tf1.AUTO_REUSE):
+                a, b = _zeros("a"), _zeros(other)
+            assert {a, b} <= set(tf1.trainable_variables())
+            return _minimize(
+                tf1.train.GradientDescentOptimizer(1.0),
+                tf.reduce_mean(-x * (a + b)),
+                var_list=[a, b],
+            )
+
+        return of
+
+    ops = [
+        v1.shard(computation(other), [tf.constant(X)], n)
+        for other, n in (("b", 2), ("c", 2), ("d", 4))
+    ]
+    for first in range(3):  # Any of them may run first.
+        with tf1.Session() as session:
+            session.run(tf1.global_variables_initializer())
+            for position in range(3):
+                session.run(ops[(first + position) % 3])
+            got = _all_values(session)
+        assert {name.split("/")[-1] for name in got} == set("abcd")
+        assert got["a"] == got["shard_1/a"] == 9.0
+        assert got["shard_1/b"] == got["shard_1/c"] == got["shard_3/d"] == 3.0
+
+
+def test_train_and_evaluate_with_one_adam():
+    optimizer = v1.CrossShardOptimizer(tf1.train.AdamOptimizer(0.1))
+
+    def computation(train):
+        def of(x):
+            with tf1.variable_scope("", reuse=tf1.AUTO_REUSE):
+                w = _zeros("w")
+            loss = tf.reduce_mean((x - w) ** 2)
+            return optimizer.minimize(loss) if train else loss
+
+        return of
+
+    train, again = (
+        v1.shard(computation(True), [tf.constant(X)], 2) for _ in range(2)
+    )
+    (loss,) = v1.shard(computation(False), [tf.constant(X)], 2)
+    with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        np.testing.assert_array_equal(session.run(loss), [2.5, 22.5])
+        session.run([train])
+        session.run([again])
+        got = _all_values(session)
+    assert got["w"] == got["shard_1/w"] != 0
+    for power in ("beta1_power", "shard_1/beta1_power"):
+        np.testing.assert_allclose(got[power], 0.9**3, rtol=1e-6)
+    assert sorted(got) == sorted(
+        prefix + name
+        for prefix in ("", "shard_1/")
+        for name in ("w", "w/Adam", "w/Adam_1", "beta1_power", "beta2_power")
+    )
+
+
+def test_a_variable_from_outside_by_reuse():
+    outside = _zeros("w")
+
+    def computation(x):
+        with tf1.variable_scope("", reuse=tf1.AUTO_REUSE):
+            w = _zeros("w")
+        assert w is outside
+        return _minimize(
+            tf1.train.GradientDescentOptimizer(1.0), tf.reduce_mean(-x * w)
+        )
+
+    op = v1.shard(computation, [tf.constant(X)], 2)
+    with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        session.run(op)
+        assert _all_values(session) == {"w": 3.0}
+
+
+def test_shards_may_list_variables_in_another_order():
+    """Sets of variables, as in GANs, have one that depends on addresses."""
+    calls = []
+
+    def computation(x):
+        a, b = _zeros("a"), _zeros("b")
+        calls.append(1)
+        return _minimize(
+            tf1.train.GradientDescentOptimizer(1.0),
+            tf.reduce_mean(-x * a - 10 * x * b),
+            var_list=[a, b] if len(calls) % 2 else [b, a],
+        )
+
+    op = v1.shard(computation, [tf.constant(X)], 2)
+    with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        session.run(op)
+        assert _all_values(session) == {
+            "a": 3.0,
+            "b": 30.0,
+            "shard_1/a": 3.0,
+            "shard_1/b": 30.0,
+        }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tf1.Variable(0, name="global_step", trainable=False),
+        lambda: tf1.get_variable("global_step", initializer=0, trainable=False),
+        tf1.train.get_or_create_global_step,
+    ],
+    ids=["variable", "get_variable", "get_or_create"],
+)
+def test_a_global_step_of_ones_own(make):
+    def computation(x):
+        step = make()
+        w = _zeros("w")
+        return _minimize(
+            tf1.train.GradientDescentOptimizer(1.0),
+            tf.reduce_mean(-x * w),
+            global_step=step,
+        )
+
+    op = v1.shard(computation, [tf.constant(X)], 2)
+    with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        for _ in range(2):
+            session.run(op)
+        got = _all_values(session)
+    assert got["global_step"] == got["shard_1/global_step"] == 2
+    assert got["w"] == got["shard_1/w"] == 6.0
+
+
+def test_tables_made_inside():
+    def computation(x):
+        table = tf.lookup.StaticHashTable(
+            tf.lookup.KeyValueTensorInitializer([1, 2], [10.0, 20.0]), 0.0
+        )
+        return table.lookup(x)
+
+    (got,) = v1.shard(computation, [tf.constant([1, 2])], 2)
+    with tf1.Session() as session:
+        session.run(tf1.tables_initializer())
+        np.testing.assert_array_equal(session.run(got), [10.0, 20.0])
+
+
+def test_moving_averages_are_each_shards_own():
+    def computation(x):
+        with tf1.variable_scope("bn"):
+            mean = tf1.get_variable(
+                "moving_mean",
+                [],
+                initializer=tf.zeros_initializer(),
+                trainable=False,
+            )
+        update = mean.assign(0.5 * mean + 0.5 * tf.reduce_mean(x))
+        tf1.add_to_collection(tf1.GraphKeys.UPDATE_OPS, update)
+        with tf.control_dependencies(
+            tf1.get_collection(tf1.GraphKeys.UPDATE_OPS)
+        ):
+            return tf.identity(x)
+
+    (got,) = v1.shard(computation, [tf.constant(X)], 2)
+    with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        session.run(got)
+        assert _all_values(session) == {
+            "bn/moving_mean": 0.75,
+            "shard_1/bn/moving_mean": 2.25,
+        }
+
+
 def test_learning_rates_see_one_global_step():
     def computation(x):
         w = tf1.get_variable("w", [], initializer=tf.zeros_initializer())
@@ -337,4 +584,24 @@ def test_in_a_function():
             (got,) = step(tf.constant([1.0, 3.0]))
         np.testing.assert_array_equal(got, [1.0, 3.0])
         # Mean gradient 2: 10 - 2 - (1 + 2).
+        assert w.numpy() == 5.0
+
+
+def test_a_keras_optimizer_in_a_function():
+    with tf.__internal__.eager_context.eager_mode():
+        w = tf.Variable(10.0)
+        optimizer = v1.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0, momentum=0.5)
+        )
+
+        @tf.function
+        def step(x):
+            def computation(x):
+                optimizer.minimize(lambda: tf.reduce_mean(x) * w, var_list=[w])
+                return x
+
+            return v1.shard(computation, [x], num_shards=2)
+
+        for _ in range(2):
+            step(tf.constant([1.0, 3.0]))
         assert w.numpy() == 5.0

@@ -30,6 +30,7 @@ LAYERS = (
     (
         "compat.v1.internals",
         "compat.v1.estimator_spec",
+        "compat.v1.shard_copies",
         "compat.v1.agn_custom_getter",
     ),
     ("compat.v1.inner_optimizers",),

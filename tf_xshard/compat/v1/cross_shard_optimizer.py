@@ -89,12 +89,14 @@ class CrossShardOptimizer(wrapper.Wrapper):
         self._inner = inner_optimizers.of(opt)
         self._inner.leave_out_the_sum()
         super().__init__(False, name)
-        self._groups = group_assignment and _groups(group_assignment)
+        self._groups = (
+            None if group_assignment is None else _groups(group_assignment)
+        )
         self._reduction = reduction
         self._communication = communication_lib.Communication()
         self._known_patterns = {}
-        # What other shards use in place of the inner optimizer.
-        self._made_in = shards.current()
+        # By graph and shard: what is used in place of an inner optimizer that
+        # works for another shard.
         self._inner_of_shard = {}
         self._track(self._inner)
 
@@ -124,8 +126,11 @@ class CrossShardOptimizer(wrapper.Wrapper):
         size = self._groups_here(_where()).group_size
         if _where().num_shards > 1 and self._reduction == Reduction.MEAN:
             loss = _scaled(loss, 1.0 / size)
+        inner = self._inner
+        if isinstance(inner, inner_optimizers.V1):
+            inner = self._inner_here()
         return inner_optimizers.compute_gradients(
-            self._inner_here(),
+            inner,
             super().compute_gradients,
             loss,
             var_list,
@@ -223,11 +228,17 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
     def _inner_here(self):
         shard = shards.current()
-        if shard is None or shard.index == 0 or shard is self._made_in:
+        if shard is None:
             return self._inner
-        place = (shard.team, shard.index)
+        place = (shard.team.graph, shard.index)
         if place not in self._inner_of_shard:
-            self._inner_of_shard[place] = self._inner.anew()
+            owners = {
+                shard.team.copies.owner(one, shard.index)
+                for one in internals.optimizers_in(self._inner.optimizer)
+            }
+            self._inner_of_shard[place] = (
+                self._inner if owners == {shard.index} else self._inner.anew()
+            )
         return self._inner_of_shard[place]
 
     def get_slot(self, *args, **kwargs):
@@ -301,18 +312,26 @@ def _dense(gradient, variable):
 
 
 def _sum_over_shards(shard, gradients, variables, groups) -> list:
+    """Sums by variable; shards may give them in another order."""
+    copies = shard.team.copies
+    keys = [copies.key(variable) for variable in variables]
+
     def combined(of_shards):
-        if {len(one) for one in of_shards} != {len(gradients)}:
-            raise ValueError(
-                "Shards apply gradients to different numbers of variables:"
-                f" {[len(one) for one in of_shards]}."
-            )
+        for index, one in enumerate(of_shards):
+            if one.keys() != of_shards[0].keys():
+                raise ValueError(
+                    f"Shard {index} applies gradients to other variables than"
+                    " shard 0. All shards must run the same computation."
+                )
         results = [None] * len(of_shards)
         for members in groups:
-            sums = []
-            for column in zip(*[of_shards[r] for r in members], strict=True):
-                present = [g for g in column if g is not None]
-                sums.append(tf.add_n(present) if present else None)
+            sums = {}
+            for number in of_shards[0]:
+                column = [of_shards[member][number] for member in members]
+                present = [
+                    gradient for gradient in column if gradient is not None
+                ]
+                sums[number] = tf.add_n(present) if present else None
             for member in members:
                 results[member] = sums
         return results
@@ -320,12 +339,15 @@ def _sum_over_shards(shard, gradients, variables, groups) -> list:
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is not None:
             gradient.shape.assert_is_compatible_with(variable.shape)
-    return shard.meet(gradients, combined)
+    sums = shard.meet(dict(zip(keys, gradients, strict=True)), combined)
+    return [sums[number] for number in keys]
 
 
 def _owned(shard, pairs, global_step, num_groups) -> tuple[list, object]:
     """What this shard updates: its own variables; shard 0 also shared ones."""
-    shared = [v.name for _, v in pairs if shards.key(v) not in shard.own]
+    shared = [
+        v.name for _, v in pairs if not shard.team.copies.is_of(v, shard.index)
+    ]
     if shared and num_groups > 1:
         raise ValueError(
             f"Variables {shared} are made outside the computation of shard(),"

@@ -29,7 +29,9 @@ class V1:
 
     def anew(self) -> V1:
         """The same optimizer without state, for another shard."""
-        return V1(internals.stateless_copy(self.optimizer))
+        result = V1(internals.stateless_copy(self.optimizer))
+        result.leave_out_the_sum()
+        return result
 
     def apply(self, grads_and_vars, global_step, **kwargs):
         """Applies gradients; returns what the optimizer returns."""
@@ -74,9 +76,12 @@ class Keras:
 
     def anew(self) -> Keras:
         """The same optimizer without state, for another shard."""
-        return Keras(
-            type(self.optimizer).from_config(self.optimizer.get_config())
-        )
+        with tf.init_scope():
+            result = Keras(
+                type(self.optimizer).from_config(self.optimizer.get_config())
+            )
+        result.leave_out_the_sum()
+        return result
 
     def get_name(self) -> str:
         """The optimizer's name."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import variable_scope as _variable_scope
@@ -39,7 +40,6 @@ TF_PRIVATE_NAMES = (
 # Attributes of instances, used the same way:
 # `_slots`, `_non_slot_dict`, `_deferred_slot_restorations`
 #                       a v1 optimizer's state
-# `_optimizer`, `_opt`  the optimizers that v1 wrappers hold
 # `_track_trackable`    what makes one object part of another in a Checkpoint
 versions.check_names(TF_PRIVATE_NAMES)
 
@@ -116,21 +116,33 @@ def take_out_the_sum(optimizer: _Optimizer) -> None:
             return original(_Strategy(distribution), *args, **kwargs)
 
         optimizer._distributed_apply = distributed_apply
-    for name in ("_optimizer", "_opt"):
-        wrapped = vars(optimizer).get(name)
-        if isinstance(wrapped, _Optimizer):
-            take_out_the_sum(wrapped)
+    for value in vars(optimizer).values():
+        if isinstance(value, _Optimizer):
+            take_out_the_sum(value)
+
+
+def optimizers_in(optimizer) -> Iterator[Any]:
+    """An optimizer, and all that it holds in its attributes."""
+    yield optimizer
+    if isinstance(optimizer, _Optimizer):
+        for value in vars(optimizer).values():
+            value = getattr(value, "optimizer", value)  # A wrapper's adapter.
+            if isinstance(value, _Optimizer):
+                yield from optimizers_in(value)
 
 
 def stateless_copy(optimizer: _Optimizer) -> _Optimizer:
-    """A v1 optimizer with the same arguments and no slots."""
+    """A v1 optimizer with the same arguments and no slots.
+
+    The same holds for all that it holds; wrappers of this package look after
+    their own.
+    """
     result = object.__new__(type(optimizer))
     vars(result).update(vars(optimizer))
     for name in ("_slots", "_non_slot_dict", "_deferred_slot_restorations"):
         setattr(result, name, {})
     vars(result).pop("_distributed_apply", None)
-    for name in ("_optimizer", "_opt"):
-        wrapped = vars(result).get(name)
-        if isinstance(wrapped, _Optimizer):
-            setattr(result, name, stateless_copy(wrapped))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, _Optimizer):
+            setattr(result, name, stateless_copy(value))
     return result

@@ -165,8 +165,9 @@ def shard(
     )
     axes = _one_each("output_shard_axes", output_shard_axes, 0, tensors)
     results = []
-    # What one output's reader waits for must not depend on which it reads.
-    with tf.control_dependencies(operations):
+    # Whatever is read, all shards run whole.
+    everything = operations + [t for column in tensors for t in column]
+    with tf.control_dependencies(everything):
         for column, every, axis in zip(tensors, from_all, axes, strict=True):
             if not every:
                 results.append(tf.identity(column[0]))

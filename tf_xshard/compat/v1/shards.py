@@ -15,10 +15,16 @@ from typing import Any
 import tensorflow as tf
 
 from tf_xshard.compat.v1 import internals
+from tf_xshard.compat.v1 import shard_copies
 
 # The shards' copies of variables, all but shard 0's.
 SHARD_VARIABLES = "shard_variables"
 
+# What shards add to these belongs to the graph, and not to one shard's view.
+_SHARED_COLLECTIONS = (
+    tf.compat.v1.GraphKeys.TABLE_INITIALIZERS,
+    tf.compat.v1.GraphKeys.QUEUE_RUNNERS,
+)
 _this_thread = threading.local()
 
 
@@ -32,28 +38,26 @@ class Shard:
     Attributes:
       index: Its number.
       team: The `Team` that it belongs to.
-      own: Keys (see `key`) of the variables that it has made.
     """
 
     def __init__(self, index: int, team: Team):
         self.index = index
         self.team = team
-        self.own = set()
-        self.created = []
-        self._copied_ids = set()  # The variables of shard 0 that it has too.
-        self._next_original = None
         self.contribution = None
         self.result = None
         self.error = None
         self.done = False
-        self._collections = dict(team.initial_collections)
+        self._collections = team.copies.translated(
+            team.initial_collections, index
+        )
+        self._prepared = {}  # Copies that the computation has not yet made.
         self._go = threading.Event()
         self._paused = threading.Event()
         self._thread = None
 
     def owns(self, variable) -> bool:
         """Whether this shard updates a variable: its own, or a shared one."""
-        return self.index == 0 or key(variable) in self.own
+        return self.index == 0 or self.team.copies.is_of(variable, self.index)
 
     def meet(self, contribution: Any, combine: Callable) -> Any:
         """Waits for the other shards' contributions.
@@ -96,6 +100,7 @@ class Shard:
         self._copy_global_step()
 
     def start(self, function, state) -> None:
+        """In shard 0's thread: makes this shard's thread, which waits."""
         self._thread = threading.Thread(
             target=self.run, args=(function, state), daemon=True
         )
@@ -124,14 +129,7 @@ class Shard:
             ):
                 yield
             return
-        prefix = f"shard_{self.index}/"
-
-        def with_prefix(getter, name, *args, **kwargs):
-            if not name.startswith(prefix):
-                name = prefix + name
-            return getter(name, *args, **kwargs)
-
-        name_scope = f"{prefix}{team.name_scope}".rstrip("/") + "/"
+        name_scope = f"shard_{self.index}/{team.name_scope}".rstrip("/") + "/"
         with (
             tf.device(None),
             tf.device(team.outer_device),
@@ -140,7 +138,7 @@ class Shard:
             tf.control_dependencies(team.start),
             tf.compat.v1.variable_scope(
                 team.variable_scope,
-                custom_getter=with_prefix,
+                custom_getter=self._got,
                 use_resource=True,
                 auxiliary_name_scope=False,
             ),
@@ -149,28 +147,28 @@ class Shard:
         ):
             yield
 
+    def _got(self, getter, name, *args, **kwargs):
+        """`get_variable` in another shard: its copy, or a shared variable."""
+        prefix = f"shard_{self.index}/"
+        if not name.startswith(prefix) and not self.team.is_shared(name):
+            name = prefix + name
+        return getter(name, *args, **kwargs)
+
     def _recorded(self, next_creator, **kwargs):
         if self.team.is_legacy_graph:
             kwargs["use_resource"] = True  # As tf.compat.v1.tpu.shard does.
         variable = next_creator(**kwargs)
-        self._remember(variable)
+        self.team.copies.add_original(variable)
         return variable
-
-    def _remember(self, variable):
-        self.own.add(key(variable))
-        self.created.append(variable)
 
     def _copy_global_step(self):
         """TensorFlow finds a global step by name; here that is shard 0's."""
         if not self.team.is_legacy_graph:
             return
-        for original in self.team.shards[0].created:
-            if (
-                original.op.name.split("/")[-1] == "global_step"
-                and id(original) not in self._copied_ids
-            ):
-                self._next_original = original
-                tf.compat.v1.Variable(
+        copies = self.team.copies
+        for original in copies.missing(self.index):
+            if original.op.name.split("/")[-1] == "global_step":
+                self._prepared[id(original)] = tf.compat.v1.Variable(
                     0,
                     trainable=False,
                     collections=[
@@ -179,33 +177,31 @@ class Shard:
                     ],
                     dtype=original.dtype.base_dtype,
                     use_resource=True,
+                    name=original.op.name.split("/")[-1],
                 )
 
     def _copied(self, next_creator, **kwargs):
         """Makes this shard's copy of a variable that shard 0 has made."""
-        original = self._next_original
-        for candidate in self.team.shards[0].created:
-            if original is None and id(candidate) not in self._copied_ids:
-                original = candidate
-        self._next_original = None
-        if original is None:
-            raise ValueError(
-                f"Shard {self.index} makes variable {kwargs.get('name')!r},"
-                " which shard 0 has not made. All shards must run the same"
-                " computation."
-            )
-        self._copied_ids.add(id(original))
+        team = self.team
+        wanted = kwargs.get("name") or "Variable"
+        for name in (wanted, f"{team.graph.get_name_scope()}/{wanted}"):
+            for original, variable in list(self._prepared.items()):
+                if name.endswith(variable.op.name):
+                    return self._prepared.pop(original)
+        original = team.copies.original_for(
+            wanted, team.graph.get_name_scope(), self.index
+        )
         self._check_alike(kwargs.get("shape"), kwargs.get("dtype"), original)
-        if self.team.is_legacy_graph:
+        if team.is_legacy_graph:
             kwargs["initial_value"] = lambda: original.read_value()
             kwargs["name"] = f"shard_{self.index}/{original.op.name}/"
             kwargs["use_resource"] = True
         with tf.control_dependencies(None):
             variable = next_creator(**kwargs)
-        self._remember(variable)
+        team.copies.add_copy(original, self.index, variable)
         self._check_alike(variable.shape, variable.dtype, original)
-        if self.team.is_legacy_graph:
-            self.team.initialize_first(variable, original)
+        if team.is_legacy_graph:
+            team.initialize_first(variable, original)
         return variable
 
     def _check_alike(self, shape, dtype, original):
@@ -233,6 +229,7 @@ class Team:
         self.is_legacy_graph = not isinstance(
             self.graph, tf.__internal__.FuncGraph
         )
+        self.copies = shard_copies.of(self.graph)
         self.devices = devices
         self.variable_scope = tf.compat.v1.get_variable_scope()
         self.name_scope = self.graph.get_name_scope()
@@ -242,17 +239,36 @@ class Team:
         self.start = [start]
         self.outer_device = start.device or None
         self.initial_collections = self._collections()
+        self._outside = {
+            variable.op.name
+            for variable in (
+                tf.compat.v1.global_variables() + tf.compat.v1.local_variables()
+                if self.is_legacy_graph
+                else []
+            )
+            if not self.copies.is_of(variable, 0)
+        }
         self.shards = [Shard(i, self) for i in range(len(devices))]
 
     @property
     def num_shards(self) -> int:
+        """How many shards there are."""
         return len(self.shards)
+
+    def is_shared(self, name: str) -> bool:
+        """Whether a variable was made outside of all computations."""
+        return any(
+            one == name or one.startswith(f"{name}/part_")
+            for one in self._outside
+        )
 
     def run(self, function: Callable) -> list:
         """Traces `function(index)` for each shard; returns what it returned."""
         first, *others = self.shards
         if self.is_legacy_graph:
             self.graph.switch_to_thread_local()
+            for original, copy in self.copies.pairs():
+                self.initialize_first(copy, original)
         for shard in others:
             shard.start(function, internals.thread_state(self.graph))
         outer = current()
@@ -272,9 +288,8 @@ class Team:
             for shard in others:
                 if not shard.done:
                     shard.resume()
-        for shard in others:
-            for variable in shard.created:
-                tf.compat.v1.add_to_collection(SHARD_VARIABLES, variable)
+        known = tf.compat.v1.get_collection_ref(SHARD_VARIABLES)
+        known[:] = [copy for _, copy in self.copies.pairs()]
         return [shard.result for shard in self.shards]
 
     def gather(self, combine: Callable) -> Any:
@@ -297,14 +312,20 @@ class Team:
         )
 
     def check_place(self) -> None:
+        """Refuses a place where shards can't meet.
+
+        Raises:
+          RuntimeError: In a branch, a loop or a function inside the
+            computation.
+        """
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph or internals.in_control_flow(graph):
             raise RuntimeError(
                 "Gradients are applied in tf.cond, tf.while_loop or a"
-                " tf.function inside the computation of shard(), where shards"
-                " can't meet. Apply them outside of it; to skip an update,"
-                " multiply the gradients by zero or put the condition around"
-                " shard()."
+                " tf.function that is inside the computation of shard(), or"
+                " around it in control flow v1, where shards can't meet. Apply"
+                " them outside of it; to skip an update, multiply the gradients"
+                " by zero."
             )
 
     def initialize_first(self, variable, original) -> None:
@@ -329,7 +350,7 @@ class Team:
         return {
             name: list(self.graph.get_collection_ref(name))
             for name in self.graph.get_all_collection_keys()
-            if isinstance(name, str)
+            if isinstance(name, str) and name not in _SHARED_COLLECTIONS
         }
 
     @contextlib.contextmanager
@@ -346,11 +367,6 @@ class Team:
     def _set_collections(self, collections):
         for name in {*collections, *self._collections()}:
             self.graph.get_collection_ref(name)[:] = collections.get(name, [])
-
-
-def key(variable) -> Any:
-    """Something hashable that identifies a variable, also in eager mode."""
-    return id(variable)
 
 
 def current() -> Shard | None:
