@@ -373,6 +373,30 @@ def test_the_saver_and_going_on(tmp_path):
         assert session.run(again.center) == 9.0 - 1.5
 
 
+def test_the_saver_of_partitioned_variables(tmp_path):
+    getter = v1.AGNCustomGetter("/CPU:0")
+    partitioner = tf1.fixed_size_partitioner(2)
+    with tf1.variable_scope("", custom_getter=getter, partitioner=partitioner):
+        tf1.get_variable("w", [4])
+    optimizer = v1.AGNOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 1, getter
+    )
+    with tf1.Session() as session:
+        _initialize(session, optimizer)
+        prefix = str(tmp_path / "model")
+        optimizer.swapping_saver().save(session, prefix)
+        centers = session.run([c.center for c in getter.all_copies()])
+    assert len(centers) == 2
+    for given in (partitioner, None):
+        with tf.Graph().as_default(), tf1.Session() as session:
+            with tf1.variable_scope("", partitioner=given):
+                w = tf1.get_variable("w", [4])
+            tf1.train.Saver().restore(session, prefix)
+            np.testing.assert_array_equal(
+                session.run(tf.convert_to_tensor(w)), np.concatenate(centers)
+            )
+
+
 def test_collections_and_variables():
     copies, optimizer = _simple(inner=tf1.train.AdamOptimizer(0.1))
     optimizer.minimize(copies.local * 1.0)

@@ -440,6 +440,15 @@ def test_any_object_with_the_fields(kind):
     assert _train(spec, [{}], tf1.trainable_variables()) == [8.0]
 
 
+def test_towers_that_were_wrapped_vouch_for_no_others():
+    features = tf.constant([1.0, 3.0])
+    _towers(2, _scalar_model)(features, None, "train")
+    assert not v1.TowerOptimizer.has_been_used()
+    with tf1.variable_scope("other"):
+        with pytest.raises(ValueError, match="Please wrap"):
+            _towers(2, _not_wrapped)(features, None, "train")
+
+
 def test_one_tower_and_none():
     """Everything goes to the wrapped optimizer."""
     inner = tf1.train.MomentumOptimizer(1.0, 0.5, name="Mine")

@@ -292,12 +292,21 @@ class AGNOptimizer(wrapper.Wrapper):
         if var_list is None:
             var_list = tf.compat.v1.global_variables()
         if not isinstance(var_list, dict):
-            var_list = {v.op.name: v for v in var_list}
+            by_name = {}
+            for variable in var_list:
+                # The slices of a partitioned variable have one name.
+                whole = variable._get_save_slice_info()
+                name_of = whole.full_name if whole else variable.op.name
+                by_name.setdefault(name_of, []).append(variable)
+            var_list = {
+                key: values[0] if len(values) == 1 else values
+                for key, values in by_name.items()
+            }
         prefix = agn_custom_getter.GLOBAL_VARIABLE_NAME + "/"
         return tf.compat.v1.train.Saver(
             {
-                key.removeprefix(prefix): variable
-                for key, variable in var_list.items()
+                key.removeprefix(prefix): value
+                for key, value in var_list.items()
             },
             name=name,
             **kwargs,

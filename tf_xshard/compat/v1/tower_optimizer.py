@@ -17,6 +17,8 @@ Reduction = tf.compat.v1.losses.Reduction
 
 # The towers that are being built, by graph.
 _states = weakref.WeakKeyDictionary()
+# The graphs in which a TowerOptimizer was used since the last towers.
+_used_in = weakref.WeakSet()
 
 
 class Towers:
@@ -78,10 +80,12 @@ def building(num_towers: int, loss_reduction: str) -> Iterator[Towers]:
             "A replicated model_fn is called inside another one."
         )
     _states[graph] = towers = Towers(num_towers, loss_reduction)
+    _used_in.discard(graph)
     try:
         yield towers
     finally:
         del _states[graph]
+        _used_in.discard(graph)
 
 
 def _current() -> Towers | None:
@@ -137,8 +141,6 @@ class TowerOptimizer(wrapper.Wrapper):
 
     COLLECTION_FOR_GRAPH_STATES = "replicate_model_fn_graph_states"
 
-    _used_in = weakref.WeakSet()
-
     def __init__(
         self,
         optimizer_or_optimizer_fn: tf.compat.v1.train.Optimizer
@@ -161,7 +163,7 @@ class TowerOptimizer(wrapper.Wrapper):
 
     def _inner_here(self):
         """The wrapped optimizer's adapter; remembers that it was needed."""
-        TowerOptimizer._used_in.add(tf.compat.v1.get_default_graph())
+        _used_in.add(tf.compat.v1.get_default_graph())
         if self._inner is None:
             self._set_inner(self._optimizer_fn())
         return self._inner
@@ -170,11 +172,12 @@ class TowerOptimizer(wrapper.Wrapper):
     def has_been_used() -> bool:
         """Whether a TowerOptimizer was used in the current graph.
 
+        Since its last towers were built, if there were any.
+
         Returns:
           A bool.
         """
-        graph = tf.compat.v1.get_default_graph()
-        return graph in TowerOptimizer._used_in
+        return tf.compat.v1.get_default_graph() in _used_in
 
     def compute_gradients(self, loss, *args, **kwargs) -> list:
         """Computes gradients, but first, if needed, scales the loss.
