@@ -264,6 +264,133 @@ def test_what_does_not_fit_is_named_and_nothing_changes(
             np.testing.assert_array_equal(one, other)
 
 
+def _write_values(values, prefix):
+    with tf.Graph().as_default(), tf1.Session() as session:
+        variables = [
+            tf1.get_variable(name, initializer=value)
+            for name, value in values.items()
+        ]
+        session.run(tf1.global_variables_initializer())
+        return tf1.train.Saver(variables).save(session, prefix)
+
+
+def _dense_model(optimizer):
+    model = keras.Sequential(
+        [
+            keras.layers.Input((2,)),
+            keras.layers.Dense(1, use_bias=False, name="dense"),
+        ]
+    )
+    model.compile(optimizer, "mse")
+    return model
+
+
+KERNEL = np.array([[1.0], [2.0]], np.float32)
+
+
+def _adam_values(name="Adam", **others):
+    return {
+        "dense/kernel": KERNEL,
+        f"dense/kernel/{name}": 3 * KERNEL,
+        f"dense/kernel/{name}_1": 5 * KERNEL,
+        **others,
+    }
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adam_2", "opt_3", "a_1_1"])
+def test_names_of_optimizers(name, tmp_path):
+    """A number in the optimizer's name is no number of a slot."""
+    prefix = _write_values(_adam_values(name), str(tmp_path / "model"))
+    optimizer = keras.optimizers.Adam()
+    v1.load_into_keras(prefix, _dense_model(optimizer))
+    adapter = v1.CrossShardOptimizer(optimizer)
+    [kernel] = optimizer._trainable_variables
+    for slot, factor in (("momentum", 3), ("velocity", 5)):
+        np.testing.assert_array_equal(
+            adapter.get_slot(kernel, slot), factor * KERNEL
+        )
+
+
+def test_accumulation_and_schedules(tmp_path):
+    values = _adam_values(global_step=np.int64(7))
+    prefix = _write_values(values, str(tmp_path / "model"))
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=3)
+    v1.load_into_keras(prefix, _dense_model(optimizer))
+    assert int(optimizer.iterations) == 7
+    del values["dense/kernel/Adam_1"]
+    prefix = _write_values(values, str(tmp_path / "momentum"))
+    optimizer = keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9
+    )
+    v1.load_into_keras(prefix, _dense_model(optimizer))
+    np.testing.assert_allclose(
+        optimizer.momentums[0], -0.1 * 0.5**7 * 3 * KERNEL, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "powers, global_step, expected",
+    [
+        ((0.9**4, 0.999**4), None, 3),
+        ((0.9**4, 0.999**4), 1000, 3),  # Another optimizer's, or restarted.
+        ((0.0, 0.999**40001), 40000, 40000),
+        ((0.0, 0.0), 200000, 200000),
+        ((0.0, 0.0), None, 69042),
+        ((), 5, 5),
+        ((), None, 0),
+    ],
+)
+def test_iterations(powers, global_step, expected, tmp_path):
+    values = _adam_values()
+    for index, power in enumerate(powers, 1):
+        values[f"beta{index}_power"] = np.float32(power)
+    if global_step is not None:
+        values["global_step"] = np.int64(global_step)
+    optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.Adam())
+    v1.load_into_keras(
+        _write_values(values, str(tmp_path / "model")), _dense_model(optimizer)
+    )
+    assert int(optimizer.iterations) == expected
+
+
+def test_weights_of_one_path_are_refused(tmp_path):
+    def inner():
+        x = keras.layers.Input((2,))
+        layer = keras.layers.Dense(2, use_bias=False, name="dense")
+        return keras.Model(x, layer(x))
+
+    x = keras.layers.Input((2,))
+    model = keras.Model(x, inner()(inner()(x)))
+    paths = [weight.path for weight in model.weights]
+    prefix = _write_values(
+        {"dense/kernel": np.ones((2, 2), np.float32)}, str(tmp_path / "model")
+    )
+    if len(set(paths)) == 1:
+        with pytest.raises(ValueError, match="several weights"):
+            v1.load_into_keras(prefix, model)
+
+
+def test_batch_normalization(tmp_path):
+    names = ("gamma", "beta", "moving_mean", "moving_variance")
+    values = {
+        f"batch_normalization/{name}": np.float32([i, i + 1])
+        for i, name in enumerate(names)
+    }
+    model = keras.Sequential(
+        [keras.layers.Input((2,)), keras.layers.BatchNormalization()]
+    )
+    path = model.weights[0].path.rpartition("/")[0]
+    v1.load_into_keras(
+        _write_values(values, str(tmp_path / "model")),
+        model,
+        names={
+            f"{path}/{name}": f"batch_normalization/{name}" for name in names
+        },
+    )
+    for weight, value in zip(model.get_weights(), values.values()):
+        np.testing.assert_array_equal(weight, value)
+
+
 def test_other_names(tmp_path):
     prefix = str(tmp_path / "model")
     names, values = _write_with_the_original(OPTIMIZERS["sgd"], prefix)

@@ -41,6 +41,7 @@ def test_attributes_of_instances():
     optimizer = keras.optimizers.SGD()
     for name in (
         "_iterations",
+        "_learning_rate",
         "_distribution_strategy",
         "_trainable_variables",
         "_trainable_variables_indices",

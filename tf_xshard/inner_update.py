@@ -48,6 +48,7 @@ KERAS_PRIVATE_NAMES = (
     (_tracking, "DotNotTrackScope"),
 )
 # Attributes of instances, used the same way:
+# `_learning_rate`         the variable or schedule behind learning_rate
 # `_iterations`            the step counter, aggregation ONLY_FIRST_REPLICA:
 #                          each increment would go through merge_call
 # `_distribution_strategy` the strategy in whose scope the optimizer was made
@@ -248,6 +249,21 @@ class _ReplicaLocalVariable(keras.Variable):
 def untracked():
     """A context in which attributes take variables without owning them."""
     return _tracking.DotNotTrackScope()
+
+
+def set_iterations(optimizer, iterations: int) -> None:
+    """Sets how many updates an optimizer has made."""
+    # With accumulation Keras counts calls, and divides when it is asked.
+    steps = optimizer.gradient_accumulation_steps or 1
+    optimizer._iterations.assign(iterations * steps)
+
+
+def learning_rate_at(optimizer, iterations: int) -> float:
+    """The learning rate of the update after `iterations` updates."""
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        return float(rate(iterations))
+    return float(optimizer.learning_rate)
 
 
 def loss_scale_optimizer_in(optimizer) -> bool:

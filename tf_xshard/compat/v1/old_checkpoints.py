@@ -30,6 +30,9 @@ _SLOTS = {
 }
 
 
+_SMALLEST_POWER = 1e-30  # What float32 holds with all its digits.
+
+
 def load_into_keras(
     checkpoint: str,
     model: keras.Model,
@@ -46,8 +49,9 @@ def load_into_keras(
     A variable of the checkpoint belongs to the weight that has its shape and
     its name, or whose path ends with its name ("dense/kernel" and
     "sequential/dense/kernel"), or whose path its own name ends with. Slots
-    follow their variables. `iterations` comes from Adam's beta powers, else
-    from `global_step`.
+    follow their variables. `iterations` comes from Adam's beta powers and from
+    `global_step`; where they disagree, from the powers, which count updates.
+    Without either it is left alone.
 
     Args:
       checkpoint: The checkpoint's path, or a directory with one.
@@ -86,18 +90,19 @@ def load_into_keras(
     reader = tf.train.load_checkpoint(checkpoint)
     stored = _stored(reader)
     placed, unplaced = _weights(model, stored, names or {})
-    values = {}
     optimizer = getattr(model, "optimizer", None)
+    slots, iterations = {}, None
     if optimizer is not None:
-        values, more = _optimizer_state(optimizer, model, placed, stored)
+        iterations = _iterations(optimizer, stored)
+        slots, more = _slots(optimizer, model, placed, stored, iterations)
         unplaced += more
-    used = set(placed.values()) | set(values)
-    step_names = [
+    step_names = {
         name
         for name in stored
         if re.fullmatch(r"(.*/)?(global_step|beta[12]_power(_\d+)?)", name)
-    ]
-    left = sorted(set(stored) - used - set(step_names))
+    }
+    used = {name for _, name in placed} | set(slots) | step_names
+    left = sorted(set(stored) - used)
     if left or unplaced:
         raise ValueError(
             f"{checkpoint} does not fit the model, and nothing was changed."
@@ -106,15 +111,12 @@ def load_into_keras(
             " counterpart of the one in the checkpoint; give"
             " names={path: name} for weights with other names."
         )
-    for weight, name in placed.items():
-        _by_path(model)[weight].assign(stored[name])
-    for slot, value in values.values():
+    for weight, name in placed:
+        weight.assign(stored[name])
+    for slot, value in slots.values():
         slot.assign(value)
-    if optimizer is not None:
-        iterations = _iterations(optimizer, stored)
-        if iterations is not None:
-            for one in inner_update.descendants(optimizer):
-                one.iterations.assign(iterations)
+    if iterations is not None:
+        inner_update.set_iterations(_leaf(optimizer)[0], iterations)
 
 
 def _stored(reader) -> dict[str, np.ndarray]:
@@ -126,42 +128,45 @@ def _stored(reader) -> dict[str, np.ndarray]:
     }
 
 
-def _by_path(model) -> dict:
-    return {weight.path: weight for weight in model.weights}
-
-
-def _weights(model, stored, names) -> tuple[dict, list]:
-    weights = _by_path(model)
+def _weights(model, stored, names) -> tuple[list, list]:
+    """(weight, name) pairs, and what has no value."""
+    weights = model.weights
+    paths = [weight.path for weight in weights]
     unknown = [
         pair
         for pair in names.items()
-        if pair[0] not in weights or pair[1] not in stored
+        if pair[0] not in paths or pair[1] not in stored
     ]
     if unknown:
         raise ValueError(
-            f"names has {unknown}. The model has {sorted(weights)}, and the"
+            f"names has {unknown}. The model has {sorted(paths)}, and the"
             f" checkpoint {sorted(stored)}."
         )
-    placed, unplaced = {}, []
-    for path, weight in weights.items():
+    placed, unplaced = [], []
+    for weight, path in zip(weights, paths, strict=True):
         shape = tuple(weight.shape)
-        if path in names:
-            found = [names[path]]
-        else:
-            found = _longest(
-                [
-                    name
-                    for name in stored
-                    if f"/{path}".endswith(f"/{name}")
-                    or f"/{name}".endswith(f"/{path}")
-                ]
-            )
+        if paths.count(path) > 1:
+            unplaced.append((path, shape, "a path of several weights"))
+            continue
+        found = [names[path]] if path in names else _candidates(path, stored)
         found = [n for n in found if stored[n].shape == shape]
-        if len(found) == 1 and found[0] not in placed.values():
-            placed[path] = found[0]
+        if len(found) == 1 and found[0] not in [name for _, name in placed]:
+            placed.append((weight, found[0]))
         else:
             unplaced.append((path, shape))
     return placed, unplaced
+
+
+def _candidates(path, stored) -> list[str]:
+    """Names that end with the path, or that the path ends with."""
+    return _longest(
+        [
+            name
+            for name in stored
+            if f"/{path}".endswith(f"/{name}")
+            or f"/{name}".endswith(f"/{path}")
+        ]
+    )
 
 
 def _longest(names: list[str]) -> list[str]:
@@ -191,33 +196,36 @@ def _leaf(optimizer):
     return leaves[0], _SLOTS[kinds[0].__name__](leaves[0])
 
 
-def _optimizer_state(optimizer, model, placed, stored) -> tuple[dict, list]:
+def _slots(optimizer, model, placed, stored, iterations) -> tuple:
+    """{name in the checkpoint: (variable, value)}, and what has no value."""
     leaf, slot_names = _leaf(optimizer)
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     adapter = inner_optimizers.Keras(leaf)
-    values, unplaced = {}, []
-    for weight in model.trainable_variables:
-        if weight.path not in placed:
+    trainable = {id(variable) for variable in model.trainable_variables}
+    weights = {name for _, name in placed}
+    slots, unplaced = {}, []
+    for weight, name in placed:
+        if id(weight) not in trainable:
             continue
-        name = placed[weight.path]
-        found = _slots_of(name, stored, set(placed.values()))
-        expected = len(slot_names)
-        if len(found) != expected:
+        found = _slots_of(name, stored, weights)
+        targets = [
+            _Nowhere() if one is None else adapter.get_slot(weight, one)
+            for one in slot_names
+        ]
+        if len(found) != len(slot_names) or any(t is None for t in targets):
             unplaced.append(
                 f"{slot_names} of {weight.path}, for which there is {found}"
             )
             continue
-        for key, slot_name in zip(found, slot_names, strict=True):
-            if slot_name is None:
-                values[key] = (_Nowhere(), stored[key])
-                continue
+        for key, target in zip(found, targets, strict=True):
             value = stored[key]
             if isinstance(leaf, keras.optimizers.SGD):
                 # v1 adds gradients up, Keras the steps.
-                value = -float(leaf.learning_rate) * value
-            values[key] = (adapter.get_slot(weight, slot_name), value)
-    return values, unplaced
+                rate = inner_update.learning_rate_at(leaf, iterations or 0)
+                value = -rate * value
+            slots[key] = target, value
+    return slots, unplaced
 
 
 class _Nowhere:
@@ -228,15 +236,30 @@ class _Nowhere:
 
 
 def _slots_of(name, stored, weights) -> list[str]:
-    """Names of a variable's slots, in the order in which they were made."""
-    pattern = re.compile(re.escape(name) + r"/([^/]+?)(?:_(\d+))?")
-    found = []
-    for key in stored:
-        match = pattern.fullmatch(key)
-        if match and key not in weights:
-            if stored[key].shape == stored[name].shape:
-                found.append((int(match[2] or 0), key))
-    return [key for _, key in sorted(found)]
+    """Names of a variable's slots, in the order in which they were made.
+
+    All have the optimizer's name, the second and further ones a number behind
+    it: NAME/Adam and NAME/Adam_1.
+    """
+    prefix = name + "/"
+    suffixes = [
+        key.removeprefix(prefix)
+        for key in stored
+        if key.startswith(prefix)
+        and "/" not in key.removeprefix(prefix)
+        and key not in weights
+        and stored[key].shape == stored[name].shape
+    ]
+    for first in suffixes:
+        numbers = {
+            one: re.fullmatch(re.escape(first) + r"_(\d+)", one)
+            for one in suffixes
+            if one != first
+        }
+        if all(numbers.values()):
+            rest = sorted(numbers, key=lambda one: int(numbers[one][1]))
+            return [prefix + one for one in (first, *rest)]
+    return [prefix + one for one in suffixes]
 
 
 def _iterations(optimizer, stored) -> int | None:
@@ -246,13 +269,24 @@ def _iterations(optimizer, stored) -> int | None:
         for name, value in stored.items()
         if (match := re.fullmatch(r"(?:.*/)?(beta[12])_power(?:_\d+)?", name))
     }
+    steps = [v for n, v in stored.items() if n.split("/")[-1] == "global_step"]
+    global_step = int(steps[0]) if steps else None
     # Each power was multiplied once more than there were updates. The first
     # has underflowed after a thousand, and the second lasts longer.
     for which, beta in (
         ("beta2", getattr(leaf, "beta_2", None)),
         ("beta1", getattr(leaf, "beta_1", None)),
     ):
-        if beta and powers.get(which, 0) > 1e-30:
-            return round(math.log(powers[which]) / math.log(beta)) - 1
-    step = [v for n, v in stored.items() if n.split("/")[-1] == "global_step"]
-    return int(step[0]) if step else None
+        if not beta or which not in powers:
+            continue
+        power = max(powers[which], _SMALLEST_POWER)
+        counted = round(math.log(power) / math.log(beta)) - 1
+        if power == _SMALLEST_POWER:
+            # At least so many; the bias correction is over by far.
+            return counted if global_step is None else global_step
+        if global_step is None or abs(global_step - counted) > (
+            0.01 * counted + 1
+        ):
+            return counted
+        return global_step  # A power's float32 is not that exact.
+    return global_step
