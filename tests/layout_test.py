@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(tf_xshard.__file__).parent
 # modules of lines above its own.
 LAYERS = (
     ("version", "versions", "group_assignment", "communication"),
-    ("replica_context", "indexed_slices"),
+    ("replica_context", "indexed_slices", "replica_variables"),
     ("transports.transport", "transports.watchdog"),
     (
         "transports.collective",
@@ -27,6 +27,7 @@ LAYERS = (
     ("inner_update", "delegation"),
     ("wrapper",),
     ("cross_shard_optimizer",),
+    ("tower_optimizer",),
     (
         "compat.v1.internals",
         "compat.v1.estimator_spec",

@@ -27,6 +27,7 @@ from tf_xshard.gradient_clipping import clip_by_global_norm  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_norm  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_value  # noqa: E402
 from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
+from tf_xshard.tower_optimizer import TowerOptimizer  # noqa: E402
 from tf_xshard.version import __version__  # noqa: E402
 from tf_xshard import compat  # noqa: E402
 
@@ -34,6 +35,7 @@ __all__ = (
     "Communication",
     "CrossShardOptimizer",
     "GroupAssignment",
+    "TowerOptimizer",
     "__version__",
     "clip_by_global_norm",
     "clip_by_norm",

@@ -121,10 +121,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         name: str = "CrossShardOptimizer",
         **kwargs: Any,
     ):
-        if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
-            raise ValueError(
-                f'reduction must be "mean" or "sum", got {reduction!r}.'
-            )
+        reduction = checked_reduction(reduction)
         if group_assignment is not None:
             group_assignment = group_assignment_lib.GroupAssignment(
                 group_assignment
@@ -157,7 +154,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             name=name,
             **kwargs,
         )
-        self._reduction = _REDUCTIONS[reduction]
+        self._reduction = reduction
         self._group_assignment = group_assignment
         self._pre_reduce = pre_reduce
         self._post_reduce = post_reduce
@@ -193,7 +190,9 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         size = groups.group_size
         factor = arriving / (size if self._reduction == "mean" else 1)
         gradients = [
-            reduction_lib.scaled(g, 1 / size if _is_overwritten(v) else factor)
+            reduction_lib.scaled(
+                g, 1 / size if inner_update.is_overwritten(v) else factor
+            )
             for g, v in zip(gradients, variables, strict=True)
         ]
         if self._post_reduce is not None:
@@ -224,7 +223,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         present = [
             i
             for i, (g, v) in enumerate(zip(gradients, variables, strict=True))
-            if g is not None and not _is_overwritten(v)
+            if g is not None and not inner_update.is_overwritten(v)
         ]
         given = [
             (
@@ -316,6 +315,19 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         return super().from_config(config, custom_objects)
 
 
+def checked_reduction(reduction) -> str:
+    """`"mean"` or `"sum"`, of what users may give.
+
+    Raises:
+      ValueError: For anything else.
+    """
+    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
+        raise ValueError(
+            f'reduction must be "mean" or "sum", got {reduction!r}.'
+        )
+    return _REDUCTIONS[reduction]
+
+
 def _groups_for(
     groups: group_assignment_lib.GroupAssignment | None, num_replicas: int
 ) -> group_assignment_lib.GroupAssignment:
@@ -333,14 +345,6 @@ def _groups_for(
             " optimizer under the strategy that it was written for."
         )
     return groups
-
-
-def _is_overwritten(variable) -> bool:
-    """Whether Keras assigns a variable its "gradient", as float8 training does.
-
-    That is a statistic of the replica and no gradient of its loss.
-    """
-    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def _serialized(function):

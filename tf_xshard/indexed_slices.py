@@ -34,3 +34,29 @@ def map_values(function, gradient):
             function(gradient.values), gradient.indices, gradient.dense_shape
         )
     return function(gradient)
+
+
+def added(gradients, variable):
+    """The sum of gradients of one variable; None where all are None.
+
+    IndexedSlices stay such if all are, with each index once.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
+        return deduplicated(
+            tf.IndexedSlices(
+                tf.concat([gradient.values for gradient in present], 0),
+                tf.concat([gradient.indices for gradient in present], 0),
+                present[0].dense_shape,
+            )
+        )
+    return tf.add_n(
+        [
+            dense(gradient, variable)
+            if isinstance(gradient, tf.IndexedSlices)
+            else gradient
+            for gradient in present
+        ]
+    )

@@ -266,6 +266,14 @@ def learning_rate_at(optimizer, iterations: int) -> float:
     return float(optimizer.learning_rate)
 
 
+def is_overwritten(variable) -> bool:
+    """Whether Keras assigns a variable its "gradient", as float8 training does.
+
+    That is a statistic of the replica and no gradient of its loss.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
 def loss_scale_optimizer_in(optimizer) -> bool:
     """Whether a LossScaleOptimizer is among an optimizer and those below it."""
     return any(

@@ -1,0 +1,69 @@
+"""State of an optimizer that each replica has for itself.
+
+Such a variable holds another value on each replica. TensorFlow shows and saves
+the mean over the replicas and restores it on all, which keeps every sum that a
+reduction makes of it later.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+
+def make(shape, dtype: str, name: str) -> keras.Variable:
+    """A variable of zeros that each replica updates by itself.
+
+    Args:
+      shape: Its shape.
+      dtype: Its type.
+      name: Its name.
+
+    Returns:
+      A Keras variable; made in a strategy's scope it has a copy per replica.
+    """
+    is_float = tf.as_dtype(dtype).is_floating
+    return keras.Variable(
+        tf.zeros(shape, dtype),
+        dtype=dtype,
+        trainable=False,
+        autocast=False,
+        # Counters count alike on all replicas.
+        aggregation="mean" if is_float else "only_first_replica",
+        synchronization="on_read",
+        name=name,
+    )
+
+
+def read(variable: keras.Variable) -> tf.Tensor:
+    """This replica's value."""
+    return tf.raw_ops.ReadVariableOp(
+        resource=_handle(variable), dtype=variable.dtype
+    )
+
+
+def assign(variable: keras.Variable, value) -> None:
+    """Sets this replica's value."""
+    tf.raw_ops.AssignVariableOp(
+        resource=_handle(variable), value=tf.cast(value, variable.dtype)
+    )
+
+
+def add(variable: keras.Variable, value) -> None:
+    """Adds a tensor or IndexedSlices to this replica's value."""
+    handle = _handle(variable)
+    if isinstance(value, tf.IndexedSlices):
+        tf.raw_ops.ResourceScatterAdd(
+            resource=handle,
+            indices=value.indices,
+            updates=tf.cast(value.values, variable.dtype),
+        )
+        return
+    tf.raw_ops.AssignAddVariableOp(
+        resource=handle, value=tf.cast(value, variable.dtype)
+    )
+
+
+def _handle(variable: keras.Variable) -> tf.Tensor:
+    # In replica context a distributed variable's handle is this replica's.
+    return variable.value.handle
