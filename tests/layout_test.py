@@ -27,7 +27,7 @@ LAYERS = (
     ("inner_update", "delegation"),
     ("wrapper",),
     ("cross_shard_optimizer",),
-    ("tower_optimizer",),
+    ("tower_optimizer", "agn_optimizer"),
     (
         "compat.v1.internals",
         "compat.v1.estimator_spec",

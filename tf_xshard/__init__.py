@@ -21,6 +21,7 @@ from tf_xshard import versions as _versions
 _versions.check()
 
 # The rest needs what the line above has found.
+from tf_xshard.agn_optimizer import AGNOptimizer  # noqa: E402
 from tf_xshard.communication import Communication  # noqa: E402
 from tf_xshard.cross_shard_optimizer import CrossShardOptimizer  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_global_norm  # noqa: E402
@@ -32,6 +33,7 @@ from tf_xshard.version import __version__  # noqa: E402
 from tf_xshard import compat  # noqa: E402
 
 __all__ = (
+    "AGNOptimizer",
     "Communication",
     "CrossShardOptimizer",
     "GroupAssignment",

@@ -122,10 +122,9 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         **kwargs: Any,
     ):
         reduction = checked_reduction(reduction)
-        if group_assignment is not None:
-            group_assignment = group_assignment_lib.GroupAssignment(
-                group_assignment
-            )
+        group_assignment, communication = checked_communication(
+            group_assignment, communication
+        )
         for argument, function in (
             ("pre_reduce", pre_reduce),
             ("post_reduce", post_reduce),
@@ -136,18 +135,6 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
                     f" variable) pairs, got {function!r}. See"
                     " tf_xshard.clip_by_global_norm."
                 )
-        if communication is None:
-            communication = communication_lib.Communication()
-        elif not isinstance(communication, communication_lib.Communication):
-            raise TypeError(
-                "communication must be a tf_xshard.Communication, got"
-                f" {communication!r}."
-            )
-        if tf.distribute.has_strategy():
-            _groups_for(
-                group_assignment,
-                tf.distribute.get_strategy().num_replicas_in_sync,
-            )
         super().__init__(
             inner_optimizer,
             loss_normalization=loss_normalization,
@@ -172,7 +159,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         return self._group_assignment
 
     def _step(self, gradients, variables, here: replica_context.Here) -> None:
-        groups = _groups_for(self._group_assignment, here.num_replicas)
+        groups = groups_for(self._group_assignment, here.num_replicas)
         arriving = self._arriving_divisor(here)
         gradients = reduction_lib.standardized(gradients, variables)
         scales_loss = inner_update.loss_scale_optimizer_in(self.inner_optimizer)
@@ -296,24 +283,6 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             "communication": self._communication.get_config(),
         }
 
-    @classmethod
-    def from_config(cls, config: dict, custom_objects=None):
-        """Makes an optimizer from `get_config`'s dict, which is not changed.
-
-        Args:
-          config: A dict.
-          custom_objects: A dict of names and objects that Keras does not know.
-
-        Returns:
-          A `CrossShardOptimizer` with no state.
-        """
-        config = dict(config)
-        if isinstance(config.get("communication"), dict):
-            config["communication"] = communication_lib.Communication(
-                **config["communication"]
-            )
-        return super().from_config(config, custom_objects)
-
 
 def checked_reduction(reduction) -> str:
     """`"mean"` or `"sum"`, of what users may give.
@@ -328,9 +297,40 @@ def checked_reduction(reduction) -> str:
     return _REDUCTIONS[reduction]
 
 
-def _groups_for(
+def checked_communication(group_assignment, communication) -> tuple:
+    """A `GroupAssignment` or None, and a `Communication`.
+
+    Raises:
+      TypeError, ValueError: If they are none, or the groups are not for the
+        strategy in whose scope this is called.
+    """
+    if group_assignment is not None:
+        group_assignment = group_assignment_lib.GroupAssignment(
+            group_assignment
+        )
+    if communication is None:
+        communication = communication_lib.Communication()
+    elif not isinstance(communication, communication_lib.Communication):
+        raise TypeError(
+            "communication must be a tf_xshard.Communication, got"
+            f" {communication!r}."
+        )
+    if tf.distribute.has_strategy():
+        groups_for(
+            group_assignment,
+            tf.distribute.get_strategy().num_replicas_in_sync,
+        )
+    return group_assignment, communication
+
+
+def groups_for(
     groups: group_assignment_lib.GroupAssignment | None, num_replicas: int
 ) -> group_assignment_lib.GroupAssignment:
+    """The groups, or one of all replicas.
+
+    Raises:
+      ValueError: If they are for another number of replicas.
+    """
     if groups is None:
         return group_assignment_lib.GroupAssignment.contiguous(
             num_replicas, num_replicas

@@ -64,6 +64,52 @@ def add(variable: keras.Variable, value) -> None:
     )
 
 
-def _handle(variable: keras.Variable) -> tf.Tensor:
+def accumulator_of(variable, name: str) -> keras.Variable:
+    """Zeros of a variable's shape, for sums of its gradients.
+
+    float32 for 16-bit variables, whose sums would lose digits.
+    """
+    dtype = tf.as_dtype(variable.dtype)
+    return make(
+        variable.shape, "float32" if dtype.size < 4 else dtype.name, name
+    )
+
+
+def copy_of(variable, name: str) -> keras.Variable:
+    """A variable with the value that another one has on each replica."""
+    result = keras.Variable(
+        tf.zeros(variable.shape, variable.dtype),
+        dtype=variable.dtype,
+        trainable=False,
+        autocast=False,
+        name=name,
+    )
+    copy(variable, result, tf.distribute.get_strategy())
+    return result
+
+
+def copy(source, target, strategy) -> None:
+    """Gives a variable the value that another one has on each replica."""
+    if tf.distribute.in_cross_replica_context():
+        strategy.extended.update(
+            _tensorflow_variable(target),
+            lambda one, value: one.assign(value),
+            args=(_tensorflow_variable(source),),
+        )
+    else:
+        assign(target, read(source))
+
+
+def flat_name(variable) -> str:
+    """A variable's name, for those that are made from it."""
+    name = getattr(variable, "path", None) or variable.name
+    return name.replace("/", "_").replace(":", "_")
+
+
+def _tensorflow_variable(variable):
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _handle(variable) -> tf.Tensor:
     # In replica context a distributed variable's handle is this replica's.
-    return variable.value.handle
+    return _tensorflow_variable(variable).handle

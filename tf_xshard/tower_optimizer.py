@@ -133,10 +133,9 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         with keras.name_scope(self.name, caller=self):
             self._tower = replica_variables.make((), "int32", "tower")
             self._accumulators = [
-                replica_variables.make(
-                    variable.shape,
-                    _accumulator_dtype(variable),
-                    f"{_flat_name(variable)}_accumulator",
+                replica_variables.accumulator_of(
+                    variable,
+                    f"{replica_variables.flat_name(variable)}_accumulator",
                 )
                 for variable in variables
             ]
@@ -145,7 +144,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
                 replica_variables.make(
                     variable.shape[:1],
                     "float32",
-                    f"{_flat_name(variable)}_touched",
+                    f"{replica_variables.flat_name(variable)}_touched",
                 )
                 for variable in variables
                 if len(variable.shape) > 1
@@ -344,14 +343,3 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             "num_towers": self._num_towers,
             "reduction": self._reduction,
         }
-
-
-def _accumulator_dtype(variable) -> str:
-    """float32 for 16-bit variables, whose sums would lose digits."""
-    dtype = tf.as_dtype(variable.dtype)
-    return "float32" if dtype.size < 4 else dtype.name
-
-
-def _flat_name(variable) -> str:
-    name = getattr(variable, "path", None) or variable.name
-    return name.replace("/", "_").replace(":", "_")

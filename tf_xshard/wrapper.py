@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_xshard import communication as communication_lib
 from tf_xshard import delegation
 from tf_xshard import inner_update
 from tf_xshard import replica_context
@@ -211,8 +212,7 @@ class OptimizerWrapper(delegation.Delegation):
 
     def _build(self, variables) -> None:
         with keras.name_scope(self.name, caller=self):
-            if not self.inner_optimizer.built:
-                self.inner_optimizer.build(variables)
+            self._build_inner(variables)
         # Not the base class' build: with `use_ema` and the like forwarded, it
         # would make the inner optimizer's variables a second time.
         for index, variable in enumerate(variables):
@@ -234,6 +234,10 @@ class OptimizerWrapper(delegation.Delegation):
             pending = self._pending_weights
             self._set_untracked("_pending_weights", None)
             self.set_weights(pending)
+
+    def _build_inner(self, variables) -> None:
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
 
     def _check_strategy(self, strategy) -> None:
         own = self._distribution_strategy
@@ -347,6 +351,10 @@ class OptimizerWrapper(delegation.Delegation):
         """
         # LossScaleOptimizer.from_config pops from the dict it is given.
         config = copy.deepcopy(config)
+        if isinstance(config.get("communication"), dict):
+            config["communication"] = communication_lib.Communication(
+                **config["communication"]
+            )
         return cls(
             **{
                 key: keras.saving.deserialize_keras_object(

@@ -1,0 +1,483 @@
+"""AGNOptimizer: oracles, identities, exchanges, the end of fit, refusals."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests import replicas
+from tests import training
+
+O = keras.optimizers  # noqa: E741
+
+
+class _SGD:
+    """Keras' formulas in NumPy."""
+
+    def __init__(self, rate=0.1, momentum=0.0, nesterov=False):
+        self.rate, self.momentum, self.nesterov = rate, momentum, nesterov
+        self.m = 0.0
+
+    def step(self, g):
+        if not self.momentum:
+            return -self.rate * g
+        self.m = self.momentum * self.m - self.rate * g
+        if self.nesterov:
+            return self.momentum * self.m - self.rate * g
+        return self.m
+
+
+class _Adam:
+    def __init__(self):
+        self.m = self.v = self.t = 0
+
+    def step(self, g):
+        self.t += 1
+        self.m = 0.9 * self.m + 0.1 * g
+        self.v = 0.999 * self.v + 0.001 * g * g
+        rate = 0.1 * np.sqrt(1 - 0.999**self.t) / (1 - 0.9**self.t)
+        return -rate * self.m / (np.sqrt(self.v) + 1e-7)
+
+
+class _Adagrad:
+    def __init__(self):
+        self.v = 0.1
+
+    def step(self, g):
+        self.v = self.v + g * g
+        return -0.1 * g / np.sqrt(self.v + 1e-7)
+
+
+OPTIMIZERS = {
+    "sgd": (_SGD, lambda: O.SGD(0.1)),
+    "momentum": (
+        lambda: _SGD(momentum=0.9),
+        lambda: O.SGD(0.1, momentum=0.9),
+    ),
+    "nesterov": (
+        lambda: _SGD(momentum=0.9, nesterov=True),
+        lambda: O.SGD(0.1, momentum=0.9, nesterov=True),
+    ),
+    "adam": (_Adam, lambda: O.Adam(0.1)),
+    "adagrad": (_Adagrad, lambda: O.Adagrad(0.1)),
+}
+
+
+def _gradient(r, step):
+    return np.array([(r + 1.0) * step, np.sin(3.0 * r + step)])
+
+
+def _oracle(
+    inner,
+    local,
+    num_replicas,
+    groups,
+    period,
+    num_steps,
+    accumulate="gradients",
+    normalize=True,
+    reduction="mean",
+):
+    """(local, center) of each replica after every step."""
+    start = np.array([10.0, -2.0])
+    x = [start.copy() for _ in range(num_replicas)]
+    center = [start.copy() for _ in range(num_replicas)]
+    sums = [np.zeros(2) for _ in range(num_replicas)]
+    locals_ = [local() for _ in range(num_replicas)]
+    inners = [inner() for _ in groups]
+    history = []
+    for step in range(1, num_steps + 1):
+        for r in range(num_replicas):
+            g = _gradient(r, step)
+            sums[r] += g
+            x[r] = x[r] + locals_[r].step(g)
+        if step % period == 0:
+            for one, members in zip(inners, groups):
+                total = sum(
+                    sums[r] if accumulate == "gradients" else center[r] - x[r]
+                    for r in members
+                )
+                if normalize:
+                    total = total / period
+                if reduction == "mean":
+                    total = total / len(members)
+                moved = center[members[0]] + one.step(total)
+                for r in members:
+                    center[r] = moved
+            for r in range(num_replicas):
+                x[r], sums[r] = center[r].copy(), np.zeros(2)
+        history.append(([v.copy() for v in x], [v.copy() for v in center]))
+    return history
+
+
+def _train(strategy, make, num_steps, graph=True):
+    """(local, center) of each replica after every step; the optimizer."""
+    with strategy.scope():
+        weight = keras.Variable([10.0, -2.0], dtype="float32")
+        optimizer = make()
+        optimizer.build([weight])
+
+    def step(gradients):
+        def on_replica():
+            g = tf.gather(gradients, replicas.replica_id_tensor())
+            optimizer.apply([g], [weight])
+
+        strategy.run(on_replica)
+
+    step = tf.function(step) if graph else step
+    history = []
+    for number in range(1, num_steps + 1):
+        step(
+            tf.constant(
+                [
+                    _gradient(r, number)
+                    for r in range(strategy.num_replicas_in_sync)
+                ],
+                tf.float32,
+            )
+        )
+        history.append(
+            (
+                replicas.values(strategy, weight),
+                replicas.values(strategy, optimizer.center_variables[0]),
+            )
+        )
+    return history, weight, optimizer
+
+
+def _agn(inner, period, **kwargs):
+    return lambda: tf_xshard.AGNOptimizer(
+        inner(),
+        communication_period=period,
+        loss_normalization="replica",
+        **kwargs,
+    )
+
+
+def _check(history, expected):
+    for got, wanted in zip(history, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+@replicas.on_every_strategy
+@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 2], [3, 1]]], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_oracle(name, groups, kind):
+    oracle, make = OPTIMIZERS[name]
+    strategy = replicas.STRATEGIES[kind](4)
+    history, _, optimizer = _train(
+        strategy, _agn(make, 3, group_assignment=groups), 10
+    )
+    _check(history, _oracle(oracle, oracle, 4, groups, 3, 10))
+    assert optimizer.iterations.numpy() == 10
+    assert optimizer.exchanges.numpy() == 3
+    # They drift apart in between, or the test would not see the exchange.
+    assert np.abs(history[0][0][0] - history[0][0][1]).max() > 1e-3 or (
+        name in ("adam", "adagrad")
+    )
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["function", "eager"])
+@pytest.mark.parametrize("accumulate", ["gradients", "updates"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_variants(reduction, normalize, accumulate, graph):
+    """With another local optimizer than the center's."""
+    variant = {
+        "reduction": reduction,
+        "normalize": normalize,
+        "accumulate": accumulate,
+    }
+    history, *_ = _train(
+        replicas.mirrored(2),
+        _agn(
+            OPTIMIZERS["momentum"][1],
+            2,
+            local_optimizer=None,
+            **variant,
+        ),
+        7,
+        graph,
+    )
+    oracle = OPTIMIZERS["momentum"][0]
+    _check(history, _oracle(oracle, oracle, 2, [[0, 1]], 2, 7, **variant))
+
+
+def test_another_local_optimizer():
+    strategy = replicas.mirrored(2)
+
+    def make():
+        return tf_xshard.AGNOptimizer(
+            O.SGD(0.5, momentum=0.9),
+            communication_period=2,
+            local_optimizer=O.Adam(0.1),
+            loss_normalization="replica",
+        )
+
+    history, _, optimizer = _train(strategy, make, 7)
+    _check(
+        history,
+        _oracle(
+            lambda: _SGD(0.5, 0.9), OPTIMIZERS["adam"][0], 2, [[0, 1]], 2, 7
+        ),
+    )
+    assert float(optimizer.learning_rate.numpy()) == np.float32(0.1)
+    optimizer.learning_rate = 0.25
+    assert float(optimizer.local_optimizer.learning_rate.numpy()) == 0.25
+    assert float(optimizer.inner_optimizer.learning_rate.numpy()) == 0.5
+
+
+def test_the_oracle_tells_variants_apart():
+    oracle = OPTIMIZERS["momentum"][0]
+    base = (oracle, oracle, 4, [[0, 2], [3, 1]], 2, 6)
+    right = _oracle(*base)[-1]
+    for wrong in (
+        _oracle(*base, reduction="sum"),
+        _oracle(*base, normalize=False),
+        _oracle(*base, accumulate="updates"),
+        _oracle(oracle, oracle, 4, [[0, 1, 2, 3]], 2, 6),
+        _oracle(oracle, oracle, 4, [[0, 1], [2, 3]], 2, 6),
+        _oracle(oracle, oracle, 4, [[0, 2], [3, 1]], 3, 6),
+    ):
+        assert np.abs(np.array(right[1]) - np.array(wrong[-1][1])).max() > 1e-2
+
+
+@replicas.on_every_strategy
+def test_local_sgd(kind):
+    """Inner SGD(1), updates, not normalized: the mean of the models."""
+    strategy = replicas.STRATEGIES[kind](4)
+
+    def make():
+        return tf_xshard.AGNOptimizer(
+            O.SGD(1.0),
+            communication_period=3,
+            local_optimizer=O.SGD(0.1, momentum=0.9),
+            accumulate="updates",
+            normalize=False,
+            loss_normalization="replica",
+        )
+
+    history, *_ = _train(strategy, make, 9)
+    models = [np.array([10.0, -2.0]) for _ in range(4)]
+    momenta = [np.zeros(2) for _ in range(4)]
+    for step in range(1, 10):
+        for r in range(4):
+            momenta[r] = 0.9 * momenta[r] - 0.1 * _gradient(r, step)
+            models[r] = models[r] + momenta[r]
+        if step % 3 == 0:
+            models = [np.mean(models, axis=0)] * 4
+        np.testing.assert_allclose(
+            history[step - 1][0], models, rtol=1e-5, atol=1e-5
+        )
+
+
+@replicas.on_every_strategy
+def test_period_1_with_sgd_is_cross_shard(kind):
+    strategy = replicas.STRATEGIES[kind](4)
+    _, agn = training.train(
+        lambda: tf_xshard.AGNOptimizer(O.SGD(0.1), communication_period=1),
+        strategy,
+    )
+    _, one = training.train(lambda: O.SGD(0.1))
+    assert training.deviation(agn, one) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_nothing_crosses_between_exchanges(kind):
+    strategy = replicas.STRATEGIES[kind](2)
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = tf_xshard.AGNOptimizer(O.Adam(0.1), communication_period=4)
+        optimizer.build([weight])
+
+    @tf.function
+    def step(x):
+        strategy.run(lambda: optimizer.apply([x], [weight]))
+
+    graph = step.get_concrete_function(tf.ones([2])).graph
+    names = (
+        "CollectiveReduceV2",
+        "CrossReplicaSum",
+        "XlaAllReduce",
+        "AllToAll",
+    )
+    assert not [op for op in graph.get_operations() if op.type in names]
+    if kind == "mirrored":
+        inside = [
+            node.op
+            for function in graph.as_graph_def().library.function
+            for node in function.node_def
+            if node.op in names
+        ]
+        assert len(inside) == 2  # One for each replica, in the branch.
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_the_end_of_fit(kind):
+    """An early exchange, divided by the pending steps; the center stays."""
+    strategy = replicas.STRATEGIES[kind](2)
+    make = OPTIMIZERS["momentum"][1]
+    _, weight, optimizer = _train(strategy, _agn(make, 3), 5)
+    before = replicas.values(strategy, optimizer.center_variables[0])[0]
+    momentum = replicas.values(
+        strategy, optimizer.inner_optimizer.momentums[0]
+    )[0]
+    optimizer.finalize_variable_values([weight])
+    total = sum(_gradient(r, s) for r in range(2) for s in (4, 5))
+    expected = before + 0.9 * momentum - 0.1 * total / 2 / 2
+    for variable in (weight, optimizer.center_variables[0]):
+        for value in replicas.values(strategy, variable):
+            np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert optimizer.exchanges.numpy() == 2
+    optimizer.finalize_variable_values([weight])
+    assert optimizer.exchanges.numpy() == 2
+
+
+@pytest.mark.parametrize("steps, same", [(6, True), (5, False)])
+def test_two_fits_equal_one_on_a_period_boundary(steps, same):
+    strategy = replicas.mirrored(2)
+    x, y = training.data()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+
+    def fit(*parts):
+        with strategy.scope():
+            model = training.model()
+            model.compile(
+                tf_xshard.AGNOptimizer(
+                    O.SGD(0.1, momentum=0.9), communication_period=3
+                ),
+                "mse",
+            )
+        for start, count in parts:
+            model.fit(dataset.skip(start).take(count), shuffle=False, verbose=0)
+        return training.weights(model, strategy)
+
+    one = fit((0, 12))
+    two = fit((0, steps), (steps, 12 - steps))
+    assert (training.deviation(two, one) <= 1e-6) == same
+    for values in one:
+        np.testing.assert_array_equal(values[0], values[1])
+
+
+@pytest.mark.parametrize("way", ["keras", "checkpoint"])
+def test_state_survives_saving(way, tmp_path):
+    """At a boundary, where replicas are equal."""
+    strategy = replicas.mirrored(2)
+    x, y = training.data()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+
+    def make():
+        with strategy.scope():
+            model = training.model()
+            model.compile(
+                tf_xshard.AGNOptimizer(
+                    O.SGD(1.0, momentum=0.5),
+                    communication_period=2,
+                    local_optimizer=O.Adam(0.01),
+                    accumulate="updates",
+                    normalize=False,
+                ),
+                "mse",
+            )
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    def fit(model, start, count):
+        model.fit(dataset.skip(start).take(count), shuffle=False, verbose=0)
+
+    model = make()
+    fit(model, 0, 4)
+    path = str(tmp_path / "model")
+    if way == "keras":
+        model.save(path + ".keras")
+        with strategy.scope():
+            other = keras.saving.load_model(path + ".keras")
+    else:
+        tf.train.Checkpoint(model).write(path)
+        other = make()
+        tf.train.Checkpoint(other).read(path).assert_consumed()
+    for one in (model, other):
+        fit(one, 4, 6)
+    assert other.optimizer.exchanges.numpy() == 5
+    # Adam's slots differ by replica, and files hold replica 0's.
+    largest = training.deviation(
+        training.weights(other, strategy), training.weights(model, strategy)
+    )
+    assert largest < 0.05
+
+
+def test_fit_learns_and_compile_options():
+    for kwargs in ({}, {"steps_per_execution": 4}):
+        model, weights = training.train(
+            lambda: tf_xshard.AGNOptimizer(O.Adam(0.01)),
+            replicas.mirrored(4),
+            num_steps=40,
+            **kwargs,
+        )
+        x, y = training.data()
+        start = np.mean((training.model().predict(x, verbose=0) - y) ** 2)
+        assert model.evaluate(x, y, verbose=0) < 0.8 * start
+        for values in weights:
+            for value in values:
+                np.testing.assert_array_equal(value, values[0])
+
+
+def test_config():
+    optimizer = tf_xshard.AGNOptimizer(
+        O.Adam(0.1),
+        communication_period=7,
+        local_optimizer=O.SGD(0.2),
+        accumulate="updates",
+        normalize=False,
+        reduction="sum",
+        group_assignment=[[0]],
+        loss_normalization="replica",
+        communication=tf_xshard.Communication(timeout_seconds=5),
+        name="mine",
+    )
+    other = tf_xshard.AGNOptimizer.from_config(optimizer.get_config())
+    assert other.get_config() == optimizer.get_config()
+    assert other.communication_period == 7
+
+
+@pytest.mark.parametrize(
+    "arguments, error, text",
+    [
+        ({"communication_period": 0}, ValueError, "must be positive"),
+        ({"communication_period": 2.0}, TypeError, "must be an int"),
+        ({"num_worker": 3}, ValueError, "the strategy has 1"),
+        ({"num_worker": "1"}, TypeError, "must be an int"),
+        ({"accumulate": "deltas"}, ValueError, "accumulate must be"),
+        ({"normalize": 1}, TypeError, "normalize must be"),
+        ({"reduction": "max"}, ValueError, "reduction must be"),
+        ({"local_optimizer": "sgd"}, TypeError, "local_optimizer must be"),
+        ({"inner_optimizer": None}, TypeError, "wraps a keras"),
+        (
+            {"inner_optimizer": O.LossScaleOptimizer(O.SGD())},
+            ValueError,
+            "Use bfloat16",
+        ),
+        (
+            {"inner_optimizer": O.SGD(loss_scale_factor=8.0)},
+            ValueError,
+            "Use bfloat16",
+        ),
+        (
+            {"inner_optimizer": tf_xshard.CrossShardOptimizer(O.SGD())},
+            ValueError,
+            "reduces by itself",
+        ),
+        ({"clipnorm": 1.0}, ValueError, "set it on the inner"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals(arguments, error, text):
+    with pytest.raises(error, match=text):
+        tf_xshard.AGNOptimizer(**{"inner_optimizer": O.SGD(), **arguments})
+
+
+def test_one_object_for_both_is_refused():
+    one = O.SGD()
+    with pytest.raises(ValueError, match="inner optimizer itself"):
+        tf_xshard.AGNOptimizer(one, local_optimizer=one)
