@@ -481,3 +481,84 @@ def test_one_object_for_both_is_refused():
     one = O.SGD()
     with pytest.raises(ValueError, match="inner optimizer itself"):
         tf_xshard.AGNOptimizer(one, local_optimizer=one)
+
+
+class _Recorder(keras.callbacks.Callback):
+    """What the model holds on each replica, when others look."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self.strategy = strategy
+        self.seen = []
+
+    def _record(self, where):
+        optimizer = self.model.optimizer
+        variable = self.model.trainable_variables[0]
+        self.seen.append(
+            (
+                where,
+                replicas.values(self.strategy, variable),
+                replicas.values(self.strategy, optimizer.center_variables[0]),
+            )
+        )
+
+    def on_test_batch_end(self, batch, logs=None):
+        self._record("test")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._record("epoch")
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._record("train")
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+@pytest.mark.parametrize("swap_on_epoch", [False, True])
+def test_the_callback_shows_the_center(swap_on_epoch, kind):
+    strategy = replicas.STRATEGIES[kind](2)
+    x, y = training.data()
+    got = {}
+    for shown in (False, True):
+        with strategy.scope():
+            model = training.model()
+            model.compile(
+                tf_xshard.AGNOptimizer(O.SGD(0.1), communication_period=3),
+                "mse",
+            )
+            model.optimizer.build(model.trainable_variables)
+        recorder = _Recorder(strategy)
+        callbacks = [tf_xshard.SwapCenterWeights(swap_on_epoch), recorder]
+        model.fit(
+            x,
+            y,
+            batch_size=64,  # Four steps an epoch: never at a boundary.
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x[:64], y[:64]),
+            callbacks=callbacks if shown else callbacks[1:],
+        )
+        got[shown] = recorder.seen, training.weights(model, strategy)
+    # Training is the same; the swap changes what others see.
+    assert training.deviation(got[True][1], got[False][1]) == 0.0
+    for (where, mine, center), (_, plain, true_center) in zip(
+        got[True][0], got[False][0], strict=True
+    ):
+        is_shown = where == "test" or (where == "epoch" and swap_on_epoch)
+        for r in range(2):
+            np.testing.assert_array_equal(
+                mine[r], true_center[r] if is_shown else plain[r]
+            )
+            np.testing.assert_array_equal(
+                center[r], plain[r] if is_shown else true_center[r]
+            )
+    first = next(one for one in got[False][0] if one[0] == "test")
+    assert np.abs(first[1][0] - first[1][1]).max() > 1e-4
+
+
+def test_the_callback_needs_the_optimizer():
+    model = training.model()
+    model.compile("sgd", "mse")
+    x, y = training.data()
+    with pytest.raises(ValueError, match="needs a model that is compiled"):
+        model.fit(x, y, verbose=0, callbacks=[tf_xshard.SwapCenterWeights()])

@@ -28,6 +28,7 @@ LAYERS = (
     ("wrapper",),
     ("cross_shard_optimizer",),
     ("tower_optimizer", "agn_optimizer"),
+    ("center_weights",),
     (
         "compat.v1.internals",
         "compat.v1.estimator_spec",

@@ -22,6 +22,7 @@ _versions.check()
 
 # The rest needs what the line above has found.
 from tf_xshard.agn_optimizer import AGNOptimizer  # noqa: E402
+from tf_xshard.center_weights import SwapCenterWeights  # noqa: E402
 from tf_xshard.communication import Communication  # noqa: E402
 from tf_xshard.cross_shard_optimizer import CrossShardOptimizer  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_global_norm  # noqa: E402
@@ -37,6 +38,7 @@ __all__ = (
     "Communication",
     "CrossShardOptimizer",
     "GroupAssignment",
+    "SwapCenterWeights",
     "TowerOptimizer",
     "__version__",
     "clip_by_global_norm",

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import cross_shard_optimizer
@@ -157,6 +158,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         self._communication = communication
         self._set_untracked("_known_patterns", {})
         self._set_untracked("_seen", set())
+        self._set_untracked("_shows_center", False)
 
     @property
     def communication_period(self) -> int:
@@ -287,6 +289,46 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         replica_variables.assign(self._pending, 0)
         replica_variables.assign(self._exchanges, read(self._exchanges) + 1)
 
+    def show_center(self, shown: bool) -> None:
+        """Puts the center into the model, or the local variables back.
+
+        While it is shown the optimizer must not be applied. Call it outside of
+        `strategy.run`. `SwapCenterWeights` does it in `fit`.
+
+        Args:
+          shown: Whether the model's variables hold the center.
+
+        Raises:
+          RuntimeError: In replica context of a strategy.
+
+        Example:
+
+        >>> optimizer = tf_xshard.AGNOptimizer(keras.optimizers.SGD(1.0))
+        >>> weight = keras.Variable(10.0)
+        >>> optimizer.apply([tf.constant(1.0)], [weight])
+        >>> optimizer.show_center(True)
+        >>> float(weight)
+        10.0
+        >>> optimizer.show_center(False)
+        >>> float(weight)
+        9.0
+        """
+        if tf.distribute.has_strategy() and not (
+            tf.distribute.in_cross_replica_context()
+        ):
+            raise RuntimeError(
+                f"{self.name}.show_center() is called in replica context. Call"
+                " it outside of strategy.run()."
+            )
+        if self.built and shown != self._shows_center:
+            strategy = self._distribution_strategy
+            with strategy.scope():
+                for variable, center in zip(
+                    self._trainable_variables, self._center, strict=True
+                ):
+                    replica_variables.swap(variable, center, strategy)
+            self._set_untracked("_shows_center", shown)
+
     def finalize_variable_values(self, var_list) -> None:
         """Makes an early exchange if steps are pending, on all replicas.
 
@@ -298,6 +340,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         del var_list
         if not self.built:
             return
+        self.show_center(False)
         strategy = self._distribution_strategy
         [pending, *_] = strategy.experimental_local_results(self._pending.value)
         pending = int(pending)
@@ -316,6 +359,22 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
                 self._trainable_variables, self._center, strict=True
             ):
                 replica_variables.copy(center, variable, strategy)
+
+    def save_own_variables(self, store) -> None:
+        """Saves the center and what is counted; says what files can't keep.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        if self._distribution_strategy.num_replicas_in_sync > 1:
+            logging.log_first_n(
+                logging.WARNING,
+                "%s trains each replica's own variables and slots. Keras and"
+                " TensorFlow save those of replica 0 only.",
+                1,
+                self.name,
+            )
+        super().save_own_variables(store)
 
     def get_config(self) -> dict:
         """The arguments, for serialization.

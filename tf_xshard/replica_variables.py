@@ -100,6 +100,19 @@ def copy(source, target, strategy) -> None:
         assign(target, read(source))
 
 
+def swap(one, other, strategy) -> None:
+    """Exchanges the values of two variables on each replica."""
+
+    def exchange(variable, second):
+        value = tf.identity(variable)
+        variable.assign(second)
+        second.assign(value)
+
+    strategy.extended.update(
+        _tensorflow_variable(one), exchange, args=(_tensorflow_variable(other),)
+    )
+
+
 def flat_name(variable) -> str:
     """A variable's name, for those that are made from it."""
     name = getattr(variable, "path", None) or variable.name
