@@ -28,7 +28,7 @@ LAYERS = (
     ("wrapper",),
     ("cross_shard_optimizer",),
     ("tower_optimizer", "agn_optimizer"),
-    ("center_weights",),
+    ("center_weights", "tower_train_step"),
     (
         "compat.v1.internals",
         "compat.v1.estimator_spec",

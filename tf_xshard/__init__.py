@@ -30,6 +30,7 @@ from tf_xshard.gradient_clipping import clip_by_norm  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_value  # noqa: E402
 from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
 from tf_xshard.tower_optimizer import TowerOptimizer  # noqa: E402
+from tf_xshard.tower_train_step import tower_train_step  # noqa: E402
 from tf_xshard.version import __version__  # noqa: E402
 from tf_xshard import compat  # noqa: E402
 
@@ -45,4 +46,5 @@ __all__ = (
     "clip_by_norm",
     "clip_by_value",
     "compat",
+    "tower_train_step",
 )

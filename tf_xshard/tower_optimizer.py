@@ -209,13 +209,6 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         here = replica_context.current()
         self._check_strategy(here.strategy)
         with tf.name_scope(self.name):
-            if self._num_towers > 1:
-                tf.debugging.assert_equal(
-                    replica_variables.read(self._tower),
-                    0,
-                    "apply_towers() is called while a round of apply() is"
-                    " open. Complete it, or call reset().",
-                )
             towers = [reduction_lib.standardized(g, variables) for g in towers]
             summed = [
                 indexed_slices.added(column, variable)
@@ -223,7 +216,20 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
                     zip(*towers, strict=True), variables, strict=True
                 )
             ]
-            self._hand_over(summed, variables, here)
+            with tf.control_dependencies(self._refuse_open_round()):
+                self._hand_over(summed, variables, here)
+
+    def _refuse_open_round(self) -> list:
+        """What has to run before an update, in a graph."""
+        if self._num_towers == 1:
+            return []
+        check = tf.debugging.assert_equal(
+            replica_variables.read(self._tower),
+            0,
+            "apply_towers() is called while a round of apply() is open."
+            " Complete it, or call reset().",
+        )
+        return [] if check is None else [check]
 
     def _collect(self, gradients, variables) -> None:
         for gradient, variable in zip(gradients, variables, strict=True):

@@ -288,30 +288,10 @@ def _summed(of_towers: list[list[tuple]]) -> list[tuple]:
     for pairs in of_towers:
         for gradient, variable in pairs:
             _, gradients = by_variable.setdefault(id(variable), (variable, []))
-            if gradient is not None:
-                gradients.append(gradient)
+            gradients.append(gradient)
     result = []
     for variable, gradients in by_variable.values():
-        if not gradients:
-            result.append((None, variable))
-            continue
         with tf.device(getattr(variable, "device", None) or None):
-            result.append((_sum(gradients, variable), variable))
+            total = indexed_slices.added(gradients, variable)
+        result.append((total, variable))
     return result
-
-
-def _sum(gradients, variable):
-    if all(isinstance(g, tf.IndexedSlices) for g in gradients):
-        return tf.IndexedSlices(
-            tf.concat([g.values for g in gradients], 0),
-            tf.concat([g.indices for g in gradients], 0),
-            gradients[0].dense_shape,
-        )
-    return tf.add_n(
-        [
-            indexed_slices.dense(g, variable)
-            if isinstance(g, tf.IndexedSlices)
-            else g
-            for g in gradients
-        ]
-    )
