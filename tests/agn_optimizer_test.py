@@ -6,109 +6,12 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests import agn_oracle
+from tests import collective_counts
 from tests import replicas
 from tests import training
 
 O = keras.optimizers  # noqa: E741
-
-
-class _SGD:
-    """Keras' formulas in NumPy."""
-
-    def __init__(self, rate=0.1, momentum=0.0, nesterov=False):
-        self.rate, self.momentum, self.nesterov = rate, momentum, nesterov
-        self.m = 0.0
-
-    def step(self, g):
-        if not self.momentum:
-            return -self.rate * g
-        self.m = self.momentum * self.m - self.rate * g
-        if self.nesterov:
-            return self.momentum * self.m - self.rate * g
-        return self.m
-
-
-class _Adam:
-    def __init__(self):
-        self.m = self.v = self.t = 0
-
-    def step(self, g):
-        self.t += 1
-        self.m = 0.9 * self.m + 0.1 * g
-        self.v = 0.999 * self.v + 0.001 * g * g
-        rate = 0.1 * np.sqrt(1 - 0.999**self.t) / (1 - 0.9**self.t)
-        return -rate * self.m / (np.sqrt(self.v) + 1e-7)
-
-
-class _Adagrad:
-    def __init__(self):
-        self.v = 0.1
-
-    def step(self, g):
-        self.v = self.v + g * g
-        return -0.1 * g / np.sqrt(self.v + 1e-7)
-
-
-OPTIMIZERS = {
-    "sgd": (_SGD, lambda: O.SGD(0.1)),
-    "momentum": (
-        lambda: _SGD(momentum=0.9),
-        lambda: O.SGD(0.1, momentum=0.9),
-    ),
-    "nesterov": (
-        lambda: _SGD(momentum=0.9, nesterov=True),
-        lambda: O.SGD(0.1, momentum=0.9, nesterov=True),
-    ),
-    "adam": (_Adam, lambda: O.Adam(0.1)),
-    "adagrad": (_Adagrad, lambda: O.Adagrad(0.1)),
-}
-
-
-def _gradient(r, step):
-    return np.array([(r + 1.0) * step, np.sin(3.0 * r + step)])
-
-
-def _oracle(
-    inner,
-    local,
-    num_replicas,
-    groups,
-    period,
-    num_steps,
-    accumulate="gradients",
-    normalize=True,
-    reduction="mean",
-):
-    """(local, center) of each replica after every step."""
-    start = np.array([10.0, -2.0])
-    x = [start.copy() for _ in range(num_replicas)]
-    center = [start.copy() for _ in range(num_replicas)]
-    sums = [np.zeros(2) for _ in range(num_replicas)]
-    locals_ = [local() for _ in range(num_replicas)]
-    inners = [inner() for _ in groups]
-    history = []
-    for step in range(1, num_steps + 1):
-        for r in range(num_replicas):
-            g = _gradient(r, step)
-            sums[r] += g
-            x[r] = x[r] + locals_[r].step(g)
-        if step % period == 0:
-            for one, members in zip(inners, groups):
-                total = sum(
-                    sums[r] if accumulate == "gradients" else center[r] - x[r]
-                    for r in members
-                )
-                if normalize:
-                    total = total / period
-                if reduction == "mean":
-                    total = total / len(members)
-                moved = center[members[0]] + one.step(total)
-                for r in members:
-                    center[r] = moved
-            for r in range(num_replicas):
-                x[r], sums[r] = center[r].copy(), np.zeros(2)
-        history.append(([v.copy() for v in x], [v.copy() for v in center]))
-    return history
 
 
 def _train(strategy, make, num_steps, graph=True):
@@ -131,7 +34,7 @@ def _train(strategy, make, num_steps, graph=True):
         step(
             tf.constant(
                 [
-                    _gradient(r, number)
+                    agn_oracle.gradient(r, number)
                     for r in range(strategy.num_replicas_in_sync)
                 ],
                 tf.float32,
@@ -162,14 +65,14 @@ def _check(history, expected):
 
 @replicas.on_every_strategy
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 2], [3, 1]]], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", agn_oracle.OPTIMIZERS)
 def test_oracle(name, groups, kind):
-    oracle, make = OPTIMIZERS[name]
+    oracle, make = agn_oracle.OPTIMIZERS[name]
     strategy = replicas.STRATEGIES[kind](4)
     history, _, optimizer = _train(
         strategy, _agn(make, 3, group_assignment=groups), 10
     )
-    _check(history, _oracle(oracle, oracle, 4, groups, 3, 10))
+    _check(history, agn_oracle.history(oracle, oracle, 4, groups, 3, 10))
     assert optimizer.iterations.numpy() == 10
     assert optimizer.exchanges.numpy() == 3
     # They drift apart in between, or the test would not see the exchange.
@@ -192,7 +95,7 @@ def test_variants(reduction, normalize, accumulate, graph):
     history, *_ = _train(
         replicas.mirrored(2),
         _agn(
-            OPTIMIZERS["momentum"][1],
+            agn_oracle.OPTIMIZERS["momentum"][1],
             2,
             local_optimizer=None,
             **variant,
@@ -200,8 +103,11 @@ def test_variants(reduction, normalize, accumulate, graph):
         7,
         graph,
     )
-    oracle = OPTIMIZERS["momentum"][0]
-    _check(history, _oracle(oracle, oracle, 2, [[0, 1]], 2, 7, **variant))
+    oracle = agn_oracle.OPTIMIZERS["momentum"][0]
+    _check(
+        history,
+        agn_oracle.history(oracle, oracle, 2, [[0, 1]], 2, 7, **variant),
+    )
 
 
 def test_another_local_optimizer():
@@ -218,8 +124,13 @@ def test_another_local_optimizer():
     history, _, optimizer = _train(strategy, make, 7)
     _check(
         history,
-        _oracle(
-            lambda: _SGD(0.5, 0.9), OPTIMIZERS["adam"][0], 2, [[0, 1]], 2, 7
+        agn_oracle.history(
+            lambda: agn_oracle.SGD(0.5, 0.9),
+            agn_oracle.OPTIMIZERS["adam"][0],
+            2,
+            [[0, 1]],
+            2,
+            7,
         ),
     )
     assert float(optimizer.learning_rate.numpy()) == np.float32(0.1)
@@ -229,47 +140,84 @@ def test_another_local_optimizer():
 
 
 def test_the_oracle_tells_variants_apart():
-    oracle = OPTIMIZERS["momentum"][0]
+    oracle = agn_oracle.OPTIMIZERS["momentum"][0]
     base = (oracle, oracle, 4, [[0, 2], [3, 1]], 2, 6)
-    right = _oracle(*base)[-1]
+    right = agn_oracle.history(*base)[-1]
     for wrong in (
-        _oracle(*base, reduction="sum"),
-        _oracle(*base, normalize=False),
-        _oracle(*base, accumulate="updates"),
-        _oracle(oracle, oracle, 4, [[0, 1, 2, 3]], 2, 6),
-        _oracle(oracle, oracle, 4, [[0, 1], [2, 3]], 2, 6),
-        _oracle(oracle, oracle, 4, [[0, 2], [3, 1]], 3, 6),
+        agn_oracle.history(*base, reduction="sum"),
+        agn_oracle.history(*base, normalize=False),
+        agn_oracle.history(*base, accumulate="updates"),
+        agn_oracle.history(oracle, oracle, 4, [[0, 1, 2, 3]], 2, 6),
+        agn_oracle.history(oracle, oracle, 4, [[0, 1], [2, 3]], 2, 6),
+        agn_oracle.history(oracle, oracle, 4, [[0, 2], [3, 1]], 3, 6),
     ):
         assert np.abs(np.array(right[1]) - np.array(wrong[-1][1])).max() > 1e-2
 
 
-@replicas.on_every_strategy
-def test_local_sgd(kind):
-    """Inner SGD(1), updates, not normalized: the mean of the models."""
-    strategy = replicas.STRATEGIES[kind](4)
+def _locally_trained(make_outer, kind, rate):
+    """Three periods of three steps of local momentum SGD; the locals."""
 
-    def make():
+    def make(normalize, learning_rate_factor):
         return tf_xshard.AGNOptimizer(
-            O.SGD(1.0),
+            make_outer(learning_rate_factor),
             communication_period=3,
-            local_optimizer=O.SGD(0.1, momentum=0.9),
+            local_optimizer=O.SGD(rate, momentum=0.9),
             accumulate="updates",
-            normalize=False,
+            normalize=normalize,
             loss_normalization="replica",
         )
 
-    history, *_ = _train(strategy, make, 9)
+    strategy = replicas.STRATEGIES[kind](4)
+    for normalize, factor in ((False, 1.0), (True, 3.0)):
+        history, *_ = _train(strategy, lambda: make(normalize, factor), 9)
+        yield [local for local, _ in history]
+
+
+@replicas.on_every_strategy
+def test_local_sgd(kind):
+    """SGD(1) on updates averages models; normalized, SGD(period) does."""
     models = [np.array([10.0, -2.0]) for _ in range(4)]
     momenta = [np.zeros(2) for _ in range(4)]
+    expected = []
     for step in range(1, 10):
         for r in range(4):
-            momenta[r] = 0.9 * momenta[r] - 0.1 * _gradient(r, step)
+            momenta[r] = 0.9 * momenta[r] - 0.1 * agn_oracle.gradient(r, step)
             models[r] = models[r] + momenta[r]
         if step % 3 == 0:
             models = [np.mean(models, axis=0)] * 4
-        np.testing.assert_allclose(
-            history[step - 1][0], models, rtol=1e-5, atol=1e-5
-        )
+        expected.append(list(models))
+    for got in _locally_trained(O.SGD, kind, rate=0.1):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@replicas.on_every_strategy
+def test_diloco(kind):
+    """Nesterov's momentum on the mean update, as in arXiv 2311.08105.
+
+    The outer step is PyTorch's: b <- 0.9 b + d; center <- center - 0.7 (d +
+    0.9 b).
+    """
+    center, buffer = np.array([10.0, -2.0]), np.zeros(2)
+    momenta = [np.zeros(2) for _ in range(4)]
+    expected = []
+    for start in (1, 4, 7):
+        models = [center.copy() for _ in range(4)]
+        for step in range(start, start + 3):
+            for r in range(4):
+                g = agn_oracle.gradient(r, step)
+                momenta[r] = 0.9 * momenta[r] - 0.05 * g
+                models[r] = models[r] + momenta[r]
+            expected.append(list(models))
+        outer_gradient = center - np.mean(models, axis=0)
+        buffer = 0.9 * buffer + outer_gradient
+        center = center - 0.7 * (outer_gradient + 0.9 * buffer)
+        expected[-1] = [center] * 4
+
+    def outer(factor):
+        return O.SGD(0.7 * factor, momentum=0.9, nesterov=True)
+
+    for got in _locally_trained(outer, kind, rate=0.05):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
 @replicas.on_every_strategy
@@ -283,48 +231,34 @@ def test_period_1_with_sgd_is_cross_shard(kind):
     assert training.deviation(agn, one) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
-def test_nothing_crosses_between_exchanges(kind):
-    strategy = replicas.STRATEGIES[kind](2)
-    with strategy.scope():
-        weight = keras.Variable([1.0, 2.0])
-        optimizer = tf_xshard.AGNOptimizer(O.Adam(0.1), communication_period=4)
-        optimizer.build([weight])
-
-    @tf.function
-    def step(x):
-        strategy.run(lambda: optimizer.apply([x], [weight]))
-
-    graph = step.get_concrete_function(tf.ones([2])).graph
-    names = (
-        "CollectiveReduceV2",
-        "CrossReplicaSum",
-        "XlaAllReduce",
-        "AllToAll",
+@replicas.on_every_strategy
+@pytest.mark.parametrize("accumulate", ["gradients", "updates"])
+def test_nothing_crosses_between_exchanges(accumulate, kind):
+    """Collectives are in the branch of the exchange, which runs when due."""
+    (always, conditional), ran = collective_counts.trained(
+        replicas.STRATEGIES[kind](2),
+        lambda: tf_xshard.AGNOptimizer(
+            O.Adam(0.1), communication_period=4, accumulate=accumulate
+        ),
+        11,
     )
-    assert not [op for op in graph.get_operations() if op.type in names]
-    if kind == "mirrored":
-        inside = [
-            node.op
-            for function in graph.as_graph_def().library.function
-            for node in function.node_def
-            if node.op in names
-        ]
-        assert len(inside) == 2  # One for each replica, in the branch.
+    assert always == 0
+    assert conditional == (2 if kind == "mirrored" else 1)
+    assert ran == [2, 2]
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 def test_the_end_of_fit(kind):
     """An early exchange, divided by the pending steps; the center stays."""
     strategy = replicas.STRATEGIES[kind](2)
-    make = OPTIMIZERS["momentum"][1]
+    make = agn_oracle.OPTIMIZERS["momentum"][1]
     _, weight, optimizer = _train(strategy, _agn(make, 3), 5)
     before = replicas.values(strategy, optimizer.center_variables[0])[0]
     momentum = replicas.values(
         strategy, optimizer.inner_optimizer.momentums[0]
     )[0]
     optimizer.finalize_variable_values([weight])
-    total = sum(_gradient(r, s) for r in range(2) for s in (4, 5))
+    total = sum(agn_oracle.gradient(r, s) for r in range(2) for s in (4, 5))
     expected = before + 0.9 * momentum - 0.1 * total / 2 / 2
     for variable in (weight, optimizer.center_variables[0]):
         for value in replicas.values(strategy, variable):

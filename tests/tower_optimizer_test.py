@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests import collective_counts
 from tests import replicas
 from tests import training
 
@@ -244,34 +245,22 @@ def test_embeddings_reach_the_inner_optimizer_sparse():
     assert seen[1].indices.numpy().tolist() == [5]
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+@replicas.on_every_strategy
 def test_a_round_communicates_once(kind):
-    """All collectives of a step are in the branch of the last tower."""
+    """In the graph: in the branch of the last tower. And when it runs."""
     strategy = replicas.STRATEGIES[kind](2)
-    with strategy.scope():
-        weight = keras.Variable([1.0, 2.0])
-        optimizer = tf_xshard.TowerOptimizer(O.SGD(1.0), 4)
-        optimizer.build([weight])
-
-    @tf.function
-    def step(x):
-        strategy.run(lambda: optimizer.apply([x], [weight]))
-
-    graph = step.get_concrete_function(tf.ones([2])).graph
-    names = ("CollectiveReduceV2", "CrossReplicaSum", "XlaAllReduce")
-    outside = [op for op in graph.get_operations() if op.type in names]
-    inside = [
-        node.op
-        for function in graph.as_graph_def().library.function
-        for node in function.node_def
-        if node.op in names
-    ]
-    assert not outside
-    if kind == "mirrored":
-        assert len(inside) == 2  # One for each replica.
-    for _ in range(8):
-        step(tf.ones([2]))
-    assert optimizer.iterations.numpy() == 2
+    (always, conditional), ran = collective_counts.trained(
+        strategy, lambda: tf_xshard.TowerOptimizer(O.SGD(1.0), 4), 9
+    )
+    assert always == 0
+    # A TPU's program is one for all replicas.
+    assert conditional == (2 if kind == "mirrored" else 1)
+    assert ran == [2, 2]
+    # What is counted would show without towers.
+    (always, _), ran = collective_counts.trained(
+        strategy, lambda: tf_xshard.CrossShardOptimizer(O.SGD(1.0)), 9
+    )
+    assert always and ran == [9, 9]
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "tpu"])
