@@ -75,13 +75,6 @@ VARIANTS = {
 }
 
 
-def _loopback_bytes() -> int:
-    """Bytes sent over the loopback interface since the machine started."""
-    with open("/proc/net/dev") as devices:
-        [line] = [one for one in devices if one.strip().startswith("lo:")]
-    return int(line.split(":")[1].split()[8])
-
-
 def _worker():
     # Its info lines name every collective that is traced.
     tf.get_logger().setLevel("ERROR")
@@ -136,17 +129,17 @@ def _worker():
     )
     barrier().numpy()
     time.sleep(1.0)
-    before = _loopback_bytes()
+    before = measuring.loopback_bytes()
     time.sleep(1.0)
-    idle = _loopback_bytes() - before
+    idle = measuring.loopback_bytes() - before
     barrier().numpy()
-    before = _loopback_bytes()
+    before = measuring.loopback_bytes()
     for _ in range(_STEPS.value):
         steps[OURS]().numpy()
     barrier().numpy()
     time.sleep(1.0)
     # What the idle cluster sends in a second goes off; the barriers stay in.
-    sent = _loopback_bytes() - before - idle
+    sent = measuring.loopback_bytes() - before - idle
     if rank == 0:
         _print_report(medians, sent)
     sys.stdout.flush()

@@ -52,15 +52,61 @@ def test_demo(tmp_path):
     assert os.path.getsize(picture) > 10_000
 
 
-def test_demo_notices_a_wrong_reduction():
-    """The exit code depends on the numbers: groups are ignored here."""
+@pytest.mark.parametrize(
+    "wrapper, equal, wrong",
+    [
+        (
+            "tower",
+            ["TowerOptimizer", "tower_train_step"],
+            "no accumulation (on purpose)",
+        ),
+        (
+            "agn",
+            ["AGN, period 1", "local SGD, period 5"],
+            "never averaged (on purpose)",
+        ),
+    ],
+    ids=["tower", "agn"],
+)
+def test_demo_of_the_other_wrappers(wrapper, equal, wrong):
+    run = _run(
+        "demo",
+        f"--optimizer-wrapper={wrapper}",
+        "--replicas=2",
+        "--epochs=1",
+        "--optimizer=sgd",
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "All promises hold." in run.stdout
+    rows = run.stdout.splitlines()
+    for title in equal:
+        assert [r for r in rows if r.startswith(title) and "equal" in r], title
+    assert [r for r in rows if r.startswith(wrong) and "WRONG" in r]
+
+
+_NO_REDUCTION = "lambda gradients, *a, **k: list(gradients)"
+_NO_GROUPS = (
+    "lambda *a, f=reduction.group_sum, **k: f(*a, **{**k, 'groups':"
+    " g.GroupAssignment.contiguous(4, 4)})"
+)
+
+
+@pytest.mark.parametrize(
+    "wrapper, mutant, failure",
+    [
+        ("cross_shard", _NO_GROUPS, "group 0, on its shards"),
+        ("tower", _NO_REDUCTION, "TowerOptimizer"),
+        ("agn", _NO_REDUCTION, "AGN, period 1"),
+    ],
+    ids=["cross_shard", "tower", "agn"],
+)
+def test_demo_notices_a_wrong_reduction(wrapper, mutant, failure):
+    """The exit code depends on the numbers."""
     program = (
         "import sys; import tf_xshard; from tf_xshard import __main__,"
-        " reduction, group_assignment as g; group_sum = reduction.group_sum;"
-        " reduction.group_sum = lambda *a, **k: group_sum(*a, **{**k, 'groups':"
-        " g.GroupAssignment.contiguous(4, 4)});"
-        " sys.exit(__main__.main(['demo', '--replicas', '4', '--epochs', '1',"
-        " '--optimizer', 'sgd']))"
+        f" reduction, group_assignment as g; reduction.group_sum = {mutant};"
+        f" sys.exit(__main__.main(['demo', '--optimizer-wrapper={wrapper}',"
+        " '--replicas=4', '--epochs=1', '--optimizer=sgd']))"
     )
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -70,13 +116,14 @@ def test_demo_notices_a_wrong_reduction():
         timeout=170,
         cwd=_ROOT,
     )
-    assert run.returncode == 1
-    assert "FAILED: group 0, on its shards" in run.stdout
+    assert run.returncode == 1, run.stdout[-3000:]
+    assert f"FAILED: {failure}" in run.stdout
 
 
 @pytest.mark.full
-def test_demo_defaults():
-    run = _run("demo")
+@pytest.mark.parametrize("wrapper", ["cross_shard", "tower", "agn"])
+def test_demo_defaults(wrapper):
+    run = _run("demo", "--optimizer-wrapper", wrapper, timeout_seconds=400)
     assert run.returncode == 0, run.stdout[-3000:]
 
 
@@ -86,7 +133,13 @@ def test_demo_defaults():
         (["--replicas", "1"], "must be at least 2"),
         (["--replicas", "6"], "divide the batch of 64"),
         (["--groups", "3"], "divide the 8 replicas"),
+        (["--towers", "3"], "divide the 8 rows of a replica's batch"),
+        (["--period", "0"], "must be at least 1"),
         (["--epochs", "0"], "must be at least 1"),
+        (
+            ["--plot", "x.png", "--optimizer-wrapper", "agn"],
+            "only cross_shard has",
+        ),
         (["--optimizer", "nonsense"], "invalid choice"),
     ],
     ids=str,

@@ -1,15 +1,10 @@
 """How many collectives a step has in its graph, and how many it runs."""
 
-import contextlib
-import dataclasses
-
 import keras
 import tensorflow as tf
 
+from benchmarks import measuring
 from tests import replicas
-from tf_xshard import reduction
-from tf_xshard import replica_variables
-from tf_xshard import transports
 from tf_xshard.testing import simulated_strategy
 
 OPERATIONS = (
@@ -35,36 +30,9 @@ def in_graph(graph_def) -> tuple[int, int]:
     )
 
 
-@contextlib.contextmanager
-def group_sums_at_run_time(strategy):
-    """Counts what runs, on each replica, next to every group sum.
-
-    Yields:
-      A variable of the strategy, which counts on each replica by itself.
-    """
-    with strategy.scope():
-        ran = replica_variables.make((), "int32", "ran")
-    choose = transports.choose
-
-    def counting(here, groups):
-        transport = choose(here, groups)
-
-        def group_sum(*arguments):
-            replica_variables.add(ran, 1)
-            return transport.group_sum(*arguments)
-
-        return dataclasses.replace(transport, group_sum=group_sum)
-
-    reduction.transports.choose = counting
-    try:
-        yield ran
-    finally:
-        reduction.transports.choose = choose
-
-
 def trained(strategy, optimizer_fn, num_steps):
     """Applies ones to a weight; its graph, and group sums run per replica."""
-    with group_sums_at_run_time(strategy) as ran:
+    with measuring.group_sums(strategy) as ran:
         with strategy.scope():
             weight = keras.Variable([1.0, 2.0])
             optimizer = optimizer_fn()
@@ -82,6 +50,4 @@ def trained(strategy, optimizer_fn, num_steps):
         run = tf.function(step)
         for _ in range(num_steps):
             run()
-    return in_graph(graph_def), [
-        int(one) for one in replicas.values(strategy, ran)
-    ]
+        return in_graph(graph_def), [count for count, _ in ran()]

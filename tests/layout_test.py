@@ -63,6 +63,10 @@ LAYERS = (
     ("testing.tpu_compiler",),
     ("testing",),
     ("local_cluster", "logical_devices"),
+    ("demo.digits",),
+    ("demo.training",),
+    ("demo.promises",),
+    ("demo.cross_shard", "demo.tower", "demo.agn"),
     ("demo", "doctor"),
     ("__main__",),
 )

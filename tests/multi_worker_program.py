@@ -15,6 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
+from benchmarks import measuring
+from tests import agn_oracle
 from tests import replicas
 
 GROUPS = {
@@ -25,6 +27,8 @@ GROUPS = {
 TIMEOUT_SECONDS = 15  # Where a worker is killed.
 PATIENCE_SECONDS = 120  # Elsewhere: the machine may be busy.
 KILLED_AT_STEP = 20
+NUM_WORKERS = 4
+NUM_FLOATS = 1 << 20
 
 
 def _optimizer(groups, inner=None, timeout_seconds=PATIENCE_SECONDS, **kwargs):
@@ -170,6 +174,111 @@ def training(strategy):
     return _values(model.trainable_variables)
 
 
+def towers(strategy):
+    """Two rounds of three towers: powers of ten that tell call and worker."""
+    result = {}
+    for name, groups in GROUPS.items():
+        with strategy.scope():
+            variables = [
+                keras.Variable(np.zeros(shape), dtype="float64")
+                for shape in ((2,), (), (4, 2))
+            ]
+            optimizer = tf_xshard.TowerOptimizer(_optimizer(groups), 3, "sum")
+            optimizer.build(variables)
+
+        @tf.function
+        def step(call):
+            def on_replica():
+                r = replicas.replica_id()
+                value = 10.0 ** (tf.cast(r + 4 * call, tf.float64))
+                rows = tf.IndexedSlices(
+                    tf.fill([2, 2], value),
+                    tf.stack([1, call]),
+                    tf.constant([4, 2]),
+                )
+                dense = tf.fill([2], value)
+                optimizer.apply(
+                    [dense, None if r == 2 else value, rows], variables
+                )
+
+            strategy.run(on_replica)
+
+        values = []
+        for call in range(6):
+            step(tf.constant(call % 3))
+            values.append(_values(variables))
+        result[name] = values
+    return result
+
+
+def agn(strategy):
+    """Three exchanges of three steps each."""
+    result = {}
+    for name, groups in GROUPS.items():
+        for inner, (_, make) in agn_oracle.OPTIMIZERS.items():
+            with strategy.scope():
+                weight = keras.Variable([10.0, -2.0])
+                optimizer = tf_xshard.AGNOptimizer(
+                    make(),
+                    NUM_WORKERS,
+                    communication_period=3,
+                    group_assignment=groups,
+                    loss_normalization="replica",
+                )
+                optimizer.build([weight])
+
+            @tf.function
+            def step(gradient):
+                strategy.run(lambda: optimizer.apply([gradient], [weight]))
+
+            values = []
+            for number in range(1, 10):
+                gradient = agn_oracle.gradient(
+                    strategy.cluster_resolver.task_id, number
+                )
+                step(tf.constant(gradient, tf.float32))
+                values.append(_values([weight, optimizer.center_variables[0]]))
+            result[f"{name}/{inner}"] = values
+    return result
+
+
+def wire(strategy):
+    """Bytes that the cluster sends around each of four calls, four times."""
+    result = {}
+    for name, make in {
+        "towers": lambda: tf_xshard.TowerOptimizer(
+            _optimizer(GROUPS["pairs"]), 4
+        ),
+        "agn": lambda: tf_xshard.AGNOptimizer(
+            keras.optimizers.SGD(1.0),
+            communication_period=4,
+            group_assignment=GROUPS["pairs"],
+        ),
+    }.items():
+        with strategy.scope():
+            weight = keras.Variable(np.zeros(NUM_FLOATS), dtype="float32")
+            optimizer = make()
+            optimizer.build([weight])
+
+        @tf.function
+        def step():
+            strategy.run(
+                lambda: optimizer.apply([tf.ones([NUM_FLOATS])], [weight])
+            )
+
+        for _ in range(4):
+            step()
+        sent = np.zeros([4, 4])
+        for call in range(16):
+            before = measuring.loopback_bytes()
+            step()
+            # The others may be later than this one.
+            time.sleep(0.25)
+            sent[call // 4, call % 4] = measuring.loopback_bytes() - before
+        result[name] = sent.tolist()
+    return result
+
+
 def cases(strategy):
     return {
         "oracle": oracle(strategy),
@@ -177,6 +286,9 @@ def cases(strategy):
         "loss_scale": loss_scale(strategy),
         "retrace": retrace(strategy),
         "training": training(strategy),
+        "towers": towers(strategy),
+        "agn": agn(strategy),
+        "wire": wire(strategy),
     }
 
 

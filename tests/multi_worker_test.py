@@ -11,11 +11,12 @@ import keras
 import numpy as np
 import pytest
 
+from tests import agn_oracle
 from tests import multi_worker_program as program
 from tests import training
 from tf_xshard import local_cluster
 
-NUM_WORKERS = 4
+NUM_WORKERS = program.NUM_WORKERS
 # What TensorFlow says of a worker that is gone: its heartbeat stopped, or its
 # connection was closed, or, of the leader, that it can't be reached.
 _CAUSE = (
@@ -122,6 +123,57 @@ def test_an_overflow_on_one_worker(results):
 def test_a_worker_that_traces_again_by_itself(results):
     for rank, result in enumerate(results):
         assert result["retrace"] == [-33 if rank < 2 else -3300]
+
+
+@pytest.mark.parametrize("groups", program.GROUPS)
+def test_towers(results, groups):
+    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+    for rank, result in enumerate(results):
+        [members] = [group for group in assignment if rank in group]
+        total = sum(10**r for r in members)
+        partly = sum(10**r for r in members if r != 2)
+        calls = 1 + 10**4 + 10**8
+        table = np.array([1, 1 + 2 * 10**4 + 10**8, 10**8, 0]) * total
+        for call, (dense, some, rows) in enumerate(result["towers"][groups]):
+            rounds = (call + 1) // 3
+            np.testing.assert_allclose(dense, [-rounds * calls * total] * 2)
+            np.testing.assert_allclose(some, -rounds * calls * partly)
+            np.testing.assert_allclose(
+                rows, -rounds * np.stack([table, table], 1)
+            )
+
+
+@pytest.mark.parametrize("name", agn_oracle.OPTIMIZERS)
+@pytest.mark.parametrize("groups", program.GROUPS)
+def test_agn(results, groups, name):
+    oracle = agn_oracle.OPTIMIZERS[name][0]
+    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+    expected = agn_oracle.history(oracle, oracle, 4, assignment, 3, 9)
+    for rank, result in enumerate(results):
+        for got, (local, center) in zip(
+            result["agn"][f"{groups}/{name}"], expected, strict=True
+        ):
+            np.testing.assert_allclose(
+                got, [local[rank], center[rank]], rtol=2e-5, atol=2e-5
+            )
+
+
+@pytest.mark.parametrize("name", ["towers", "agn"])
+def test_bytes_on_the_wire(results, name, report):
+    """Nothing but heartbeats until the last of four calls."""
+    sent = np.array(results[0]["wire"][name])
+    # Each worker of a group of two sends every number once.
+    least = NUM_WORKERS * 4 * program.NUM_FLOATS
+    # The least of all rounds: others may use the interface, too.
+    silent = sent[:, 1:3].min(axis=0)
+    report(
+        f"{name}: {least / 1e6:.1f} MB is a ring's bound, sent"
+        f" {np.median(sent[:, 3]) / 1e6:.1f} MB, and before that"
+        f" {silent.max() / 1e6:.3f} MB"
+    )
+    assert np.median(sent[:, 3]) > 0.98 * least
+    assert sent[:, 3].min() < 1.2 * least
+    assert silent.max() < 0.01 * least
 
 
 def test_training_equals_one_device_on_the_groups_shards(results):

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     demo.add_arguments(
         commands.add_parser(
             "demo",
-            help="train on real digits: one device, all replicas, groups",
+            help="train on real digits: one device against many",
         )
     )
     doctor.add_arguments(

@@ -1,0 +1,111 @@
+"""Handwritten digits, the model that learns them, and its optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+import numpy as np
+
+BATCH_SIZE = 64
+NUM_VALIDATION = 357
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(4e-3),
+    "adamw": lambda: keras.optimizers.AdamW(2e-3, weight_decay=0.01),
+    "clipped": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, global_clipnorm=0.5
+    ),
+    "nadam": lambda: keras.optimizers.Nadam(2e-3),
+    "rmsprop": lambda: keras.optimizers.RMSprop(1e-3),
+    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+}
+
+
+@dataclasses.dataclass
+class Digits:
+    """Every batch of every epoch in order, and what validates."""
+
+    x: np.ndarray
+    y: np.ndarray
+    x_validation: np.ndarray
+    y_validation: np.ndarray
+    steps_per_epoch: int
+    batch_size: int = BATCH_SIZE
+
+    def of_shards(self, members, num_replicas) -> Digits:
+        """What some replicas see of each batch."""
+        shard = self.batch_size // num_replicas
+        rows = np.arange(len(self.x)).reshape(-1, num_replicas, shard)
+        rows = rows[:, list(members)].reshape(-1)
+        return dataclasses.replace(
+            self,
+            x=self.x[rows],
+            y=self.y[rows],
+            batch_size=shard * len(members),
+        )
+
+    def in_parts(self, num_parts) -> Digits:
+        """The same rows in batches that are smaller by a factor."""
+        return dataclasses.replace(
+            self,
+            steps_per_epoch=self.steps_per_epoch * num_parts,
+            batch_size=self.batch_size // num_parts,
+        )
+
+    def with_permuted_batches(self, seed) -> Digits:
+        """The same batches, with their rows in another order."""
+        rng = np.random.default_rng(seed)
+        rows = np.arange(len(self.x)).reshape(-1, self.batch_size)
+        rows = rng.permuted(rows, axis=1).reshape(-1)
+        return dataclasses.replace(self, x=self.x[rows], y=self.y[rows])
+
+
+def load(epochs, seed) -> Digits:
+    """1,797 real images, which scikit-learn has; nothing is downloaded."""
+    from sklearn import datasets
+
+    digits = datasets.load_digits()
+    x = (digits.images[..., np.newaxis] / 16.0).astype(np.float32)
+    y = digits.target.astype(np.int32)
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(x))
+    train, validation = order[NUM_VALIDATION:], order[:NUM_VALIDATION]
+    steps = len(train) // BATCH_SIZE
+    rows = np.concatenate(
+        [rng.permutation(train)[: steps * BATCH_SIZE] for _ in range(epochs)]
+    )
+    return Digits(x[rows], y[rows], x[validation], y[validation], steps)
+
+
+def model(seed) -> keras.Model:
+    """A small convolutional classifier."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Conv2D(16, 3, padding="same", activation="gelu"),
+            layers.Conv2D(32, 3, strides=2, padding="same", activation="gelu"),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+
+
+def compiled(made, optimizer) -> keras.Model:
+    """The model with its loss and metric."""
+    made.compile(
+        optimizer=optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return made
+
+
+def evaluate(weights, digits: Digits, seed) -> list[float]:
+    """Validation loss and accuracy of some weights, on one device."""
+    made = compiled(model(seed), keras.optimizers.SGD())
+    made.set_weights(weights)
+    x = digits.x_validation
+    return made.evaluate(x, digits.y_validation, batch_size=len(x), verbose=0)
