@@ -92,21 +92,21 @@ _NO_GROUPS = (
 
 
 @pytest.mark.parametrize(
-    "wrapper, mutant, failure",
+    "wrapper, num_replicas, mutant, failure",
     [
-        ("cross_shard", _NO_GROUPS, "group 0, on its shards"),
-        ("tower", _NO_REDUCTION, "TowerOptimizer"),
-        ("agn", _NO_REDUCTION, "AGN, period 1"),
+        ("cross_shard", 4, _NO_GROUPS, "group 0, on its shards"),
+        ("tower", 2, _NO_REDUCTION, "TowerOptimizer"),
+        ("agn", 2, _NO_REDUCTION, "AGN, period 1"),
     ],
     ids=["cross_shard", "tower", "agn"],
 )
-def test_demo_notices_a_wrong_reduction(wrapper, mutant, failure):
+def test_demo_notices_a_wrong_reduction(wrapper, num_replicas, mutant, failure):
     """The exit code depends on the numbers."""
     program = (
         "import sys; import tf_xshard; from tf_xshard import __main__,"
         f" reduction, group_assignment as g; reduction.group_sum = {mutant};"
         f" sys.exit(__main__.main(['demo', '--optimizer-wrapper={wrapper}',"
-        " '--replicas=4', '--epochs=1', '--optimizer=sgd']))"
+        f" '--replicas={num_replicas}', '--epochs=1', '--optimizer=sgd']))"
     )
     run = subprocess.run(
         [sys.executable, "-c", program],

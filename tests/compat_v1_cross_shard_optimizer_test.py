@@ -424,7 +424,7 @@ def test_variables_and_control_flow(use_resource, v2):
 
 @pytest.mark.skipif(
     tf.__version__.startswith("2.20."),
-    reason="TensorFlow 2.20 writes a graph with an option that protobuf dropped",
+    reason="TensorFlow 2.20 can't write a graph with protobuf 7.34",
 )
 def test_monitored_session(tmp_path):
     def computation(x):
