@@ -24,7 +24,7 @@ LAYERS = (
     ("transports",),
     ("gradient_pattern", "gradient_clipping"),
     ("reduction", "loss_scaling"),
-    ("inner_update", "delegation"),
+    ("inner_update", "delegation", "notice_of_saving"),
     ("wrapper",),
     ("cross_shard_optimizer",),
     ("tower_optimizer", "agn_optimizer"),

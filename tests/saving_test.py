@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_xshard
 from tests import replicas
 from tests import training
+from tf_xshard import notice_of_saving
 from tests.replicas import needs_multi_optimizer
 
 O = keras.optimizers  # noqa: E741
@@ -306,3 +307,48 @@ def test_export(tmp_path):
     x = training.data()[0][:4]
     loaded = tf.saved_model.load(path)
     np.testing.assert_allclose(loaded.serve(x), model(x), atol=1e-6)
+
+
+_MAKERS = {
+    "groups": lambda: tf_xshard.CrossShardOptimizer(
+        keras.optimizers.Adam(), group_assignment=[[0], [1]]
+    ),
+    "groups_in_towers": lambda: tf_xshard.TowerOptimizer(
+        _MAKERS["groups"](), 2
+    ),
+    "agn": lambda: tf_xshard.AGNOptimizer(keras.optimizers.Adam()),
+    "one_group": lambda: tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()),
+}
+
+
+@pytest.mark.parametrize("way", ["keras", "weights.h5", "checkpoint"])
+@pytest.mark.parametrize("name", _MAKERS)
+def test_a_save_that_loses_something_says_so_once(
+    name, way, tmp_path, monkeypatch
+):
+    lines = []
+    monkeypatch.setattr(
+        notice_of_saving.logging,
+        "warning",
+        lambda text, *arguments: lines.append(text % arguments),
+    )
+    model, _ = training.train(_MAKERS[name], replicas.mirrored(2), num_steps=1)
+    path = os.path.join(tmp_path, f"model.{way}")
+    for _ in range(2):
+        if way == "keras":
+            model.save(path)
+        elif way == "weights.h5":
+            model.save_weights(path)
+        else:
+            tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(
+                path
+            )
+    said = {
+        "groups": ["CrossShardOptimizer trains 2 groups, whose variables"],
+        "agn": ["AGNOptimizer trains each replica's own variables and slots."],
+        "one_group": [],
+    }
+    said["groups_in_towers"] = said["groups"]
+    assert len(lines) == len(said[name])
+    for line, start in zip(lines, said[name], strict=True):
+        assert line.startswith(start) and "replica 0 only" in line

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import cross_shard_optimizer
@@ -360,21 +359,10 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             ):
                 replica_variables.copy(center, variable, strategy)
 
-    def save_own_variables(self, store) -> None:
-        """Saves the center and what is counted; says what files can't keep.
-
-        Args:
-          store: A dict-like object, from Keras.
-        """
-        if self._distribution_strategy.num_replicas_in_sync > 1:
-            logging.log_first_n(
-                logging.WARNING,
-                "%s trains each replica's own variables and slots. Keras and"
-                " TensorFlow save those of replica 0 only.",
-                1,
-                self.name,
-            )
-        super().save_own_variables(store)
+    def _what_a_save_loses(self) -> str | None:
+        if self._distribution_strategy.num_replicas_in_sync == 1:
+            return None
+        return "trains each replica's own variables and slots."
 
     def get_config(self) -> dict:
         """The arguments, for serialization.

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
@@ -238,25 +237,11 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             )
         return result
 
-    def save_own_variables(self, store) -> None:
-        """Saves this optimizer's own variables; Keras walks to the inner one.
-
-        Says so once where only the values of replica 0's group are saved.
-
-        Args:
-          store: A dict-like object, from Keras.
-        """
+    def _what_a_save_loses(self) -> str | None:
         groups = self._group_assignment
-        if groups is not None and groups.num_groups > 1:
-            logging.log_first_n(
-                logging.WARNING,
-                "%s trains %d groups, whose variables differ. Keras and"
-                " TensorFlow save those of replica 0 only.",
-                1,
-                self.name,
-                groups.num_groups,
-            )
-        super().save_own_variables(store)
+        if groups is None or groups.num_groups == 1:
+            return None
+        return f"trains {groups.num_groups} groups, whose variables differ."
 
     def get_config(self) -> dict:
         """The arguments, for serialization.

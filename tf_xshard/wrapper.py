@@ -17,6 +17,7 @@ import tensorflow as tf
 from tf_xshard import communication as communication_lib
 from tf_xshard import delegation
 from tf_xshard import inner_update
+from tf_xshard import notice_of_saving
 from tf_xshard import replica_context
 
 LOSS_NORMALIZATIONS = ("global", "replica")
@@ -77,6 +78,9 @@ class OptimizerWrapper(delegation.Delegation):
         self.inner_optimizer = inner_optimizer
         self._loss_normalization = loss_normalization
         self._set_untracked("_pending_weights", None)
+        notice = notice_of_saving.NoticeOfSaving(name, self._what_a_save_loses)
+        self._set_untracked("_notice_of_saving", notice)
+        self._track_trackable(notice, "notice_of_saving")
         self._is_outermost = True
         self._resolved_loss_normalization()
         # The inner optimizers change last, when nothing can be refused any
@@ -325,6 +329,23 @@ class OptimizerWrapper(delegation.Delegation):
         if self._is_outermost and self.loss_normalization == "global":
             return here.num_replicas
         return 1
+
+    # Saving.
+
+    def _what_a_save_loses(self) -> str | None:
+        """What Keras and TensorFlow do not see, if there is something."""
+        return None
+
+    def save_own_variables(self, store) -> None:
+        """Saves this optimizer's own variables; Keras walks to the inner one.
+
+        Says so once where only the values of replica 0 are saved.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        self._notice_of_saving.tell()
+        super().save_own_variables(store)
 
     # Configuration.
 

@@ -1,0 +1,41 @@
+"""Says what a save loses, where Keras and TensorFlow see replica 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+from absl import logging
+
+
+class NoticeOfSaving(tf.train.experimental.PythonState):
+    """A part of an optimizer's checkpoint, which hears when it is written.
+
+    Args:
+      name: The optimizer's name.
+      what_is_lost: Returns what a save would lose now, or None.
+    """
+
+    def __init__(self, name: str, what_is_lost: Callable[[], str | None]):
+        self._name = name
+        self._what_is_lost = what_is_lost
+        self._has_told = False
+
+    def tell(self) -> None:
+        """Warns once, if something is lost."""
+        lost = self._what_is_lost()
+        if lost and not self._has_told:
+            self._has_told = True
+            logging.warning(
+                "%s %s Keras and TensorFlow save those of replica 0 only.",
+                self._name,
+                lost,
+            )
+
+    def serialize(self) -> str:
+        """Called when a checkpoint is written; there is nothing to keep."""
+        self.tell()
+        return ""
+
+    def deserialize(self, string_value: str) -> None:
+        """Called when a checkpoint is read."""
