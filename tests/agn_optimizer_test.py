@@ -411,6 +411,14 @@ def test_refusals(arguments, error, text):
         tf_xshard.AGNOptimizer(**{"inner_optimizer": O.SGD(), **arguments})
 
 
+def test_float8_statistics_are_refused():
+    scale = keras.Variable(1.0, name="amax")
+    scale.overwrite_with_gradient = True
+    optimizer = tf_xshard.AGNOptimizer(O.SGD(1.0))
+    with pytest.raises(ValueError, match="amax is overwritten by its gradient"):
+        optimizer.build([keras.Variable(1.0), scale])
+
+
 def test_one_object_for_both_is_refused():
     one = O.SGD()
     with pytest.raises(ValueError, match="inner optimizer itself"):

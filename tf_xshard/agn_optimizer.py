@@ -197,6 +197,14 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         return super().variables + self.local_optimizer.variables
 
     def _build_inner(self, variables) -> None:
+        for variable in variables:
+            if inner_update.is_overwritten(variable):
+                raise ValueError(
+                    f"{replica_variables.flat_name(variable)} is overwritten"
+                    " by its gradient (float8 training), which has no"
+                    " accumulation. AGNOptimizer does not take it; use"
+                    " CrossShardOptimizer or another dtype policy."
+                )
         names = [replica_variables.flat_name(v) for v in variables]
         self._center = [
             replica_variables.copy_of(variable, f"{name}_center")
