@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(tf_xshard.__file__).parent
 LAYERS = (
     ("version", "versions", "group_assignment", "communication"),
     ("replica_context", "indexed_slices", "replica_variables"),
+    ("seen_variables",),
     ("transports.transport", "transports.watchdog"),
     (
         "transports.collective",
@@ -27,7 +28,8 @@ LAYERS = (
     ("inner_update", "delegation", "notice_of_saving"),
     ("wrapper",),
     ("cross_shard_optimizer",),
-    ("tower_optimizer", "agn_optimizer"),
+    ("tower_optimizer", "agn_arguments"),
+    ("agn_optimizer",),
     ("center_weights", "tower_train_step"),
     (
         "compat.v1.internals",

@@ -301,6 +301,121 @@ def test_batches_and_calls_may_alternate():
     assert training.deviation(training.weights(model), before) > 1e-4
 
 
+class _Plain(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class WithoutTraining(_Plain):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return tf.reduce_mean((y - y_pred) ** 2)
+
+
+class WithAScalar(_Plain):
+    def call(self, x):
+        return {"y": self.dense(x), "norm": tf.norm(x)}
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return tf.reduce_mean((y - y_pred["y"]) ** 2)
+
+
+@pytest.mark.parametrize("model_class", [WithoutTraining, WithAScalar])
+def test_models_with_a_loss_of_their_own(model_class):
+    x, y = training.data(12)
+    results = []
+    for towers in (False, True):
+        keras.utils.set_random_seed(0)
+        model = model_class()
+        model(x)
+        optimizer = keras.optimizers.SGD(0.1)
+        if towers:
+            optimizer = tf_xshard.TowerOptimizer(optimizer, 3)
+            model.train_step = functools.partial(
+                tf_xshard.tower_train_step(), model
+            )
+        model.compile(optimizer)
+        model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
+        results.append(training.weights(model))
+    assert training.deviation(*results) <= 1e-6
+
+
+def test_masked_metrics():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 5, 3)).astype("float32")
+    x[:, 3:] = 0
+    results = []
+    for towers in (False, True):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [
+                keras.layers.Input((5, 3)),
+                keras.layers.Masking(),
+                keras.layers.SimpleRNN(1, return_sequences=True),
+            ]
+        )
+        optimizer = keras.optimizers.SGD(0.1)
+        if towers:
+            optimizer = tf_xshard.TowerOptimizer(optimizer, 2)
+            model.train_step = functools.partial(
+                tf_xshard.tower_train_step(), model
+            )
+        model.compile(optimizer, "mse", metrics=["mae"])
+        results.append(
+            model.fit(
+                x, x[..., :1] + 1, batch_size=7, shuffle=False, verbose=0
+            ).history
+        )
+    np.testing.assert_allclose(results[1]["mae"], results[0]["mae"], rtol=1e-5)
+
+
+def test_an_empty_shard_with_a_regularizer():
+    """Five rows in batches of four: one replica of the last batch has none."""
+    strategy = replicas.mirrored(2)
+    results = []
+    for towers in (False, True):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential(
+                [
+                    keras.layers.Input((8,)),
+                    keras.layers.Dense(1, kernel_regularizer="l2"),
+                ]
+            )
+            optimizer = keras.optimizers.SGD(0.1)
+            if towers:
+                optimizer = tf_xshard.TowerOptimizer(optimizer, 2)
+                model.train_step = functools.partial(
+                    tf_xshard.tower_train_step(), model
+                )
+            else:
+                optimizer = tf_xshard.CrossShardOptimizer(optimizer)
+            model.compile(optimizer, "mse")
+        x, y = training.data(5)
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        results.append(training.weights(model, strategy))
+    assert training.deviation(*results) <= 1e-6
+
+
+def test_nothing_to_train():
+    model = training.model()
+    model.trainable = False
+    model.train_step = functools.partial(tf_xshard.tower_train_step(), model)
+    model.compile(tf_xshard.TowerOptimizer(_adam(), 2), "mse")
+    with pytest.warns(UserWarning, match="no trainable weights"):
+        model.train_on_batch(*training.data(4))
+
+
+def test_devices_of_a_callable_are_checked():
+    with pytest.raises(TypeError, match="must be a list of device names"):
+        _fit(
+            lambda: tf_xshard.TowerOptimizer(_adam(), 2), None, lambda r: "CPU"
+        )
+
+
 @pytest.mark.parametrize(
     "devices", ["CPU:0", [], [0], 3], ids=["str", "empty", "int", "number"]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard import agn_arguments
 from tf_xshard import communication as communication_lib
 from tf_xshard import cross_shard_optimizer
 from tf_xshard import group_assignment as group_assignment_lib
@@ -16,9 +18,8 @@ from tf_xshard import inner_update
 from tf_xshard import reduction as reduction_lib
 from tf_xshard import replica_context
 from tf_xshard import replica_variables
+from tf_xshard import seen_variables
 from tf_xshard import wrapper
-
-ACCUMULATIONS = ("gradients", "updates")
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
@@ -51,7 +52,8 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
       communication_period: Steps from one exchange to the next, at least 1.
         Default: 10.
       local_optimizer: The optimizer of the replicas' own variables, whose slots
-        are never reset. Default: a copy of the inner one.
+        are never reset. Default: a copy of the inner one. (A legacy `.h5` file
+        needs two different names of optimizers.)
       accumulate: `"gradients"` (default), or `"updates"`: what the local steps
         have changed, center - local.
       normalize: Whether the accumulation is divided by the number of local
@@ -100,25 +102,10 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         name: str = "AGNOptimizer",
         **kwargs: Any,
     ):
-        _check_count("communication_period", communication_period)
-        if num_worker is not None:
-            _check_count("num_worker", num_worker)
-            found = tf.distribute.get_strategy().num_replicas_in_sync
-            if num_worker != found:
-                raise ValueError(
-                    f"num_worker is {num_worker}, and the strategy has {found}"
-                    " replicas. Leave it out, or make the optimizer in the"
-                    " scope of the strategy that trains."
-                )
-        if accumulate not in ACCUMULATIONS:
-            raise ValueError(
-                f"accumulate must be one of {ACCUMULATIONS}, got"
-                f" {accumulate!r}."
-            )
-        if not isinstance(normalize, bool):
-            raise TypeError(f"normalize must be a bool, got {normalize!r}.")
-        for one in (inner_optimizer, local_optimizer):
-            _refuse_inside(one)
+        agn_arguments.check(
+            num_worker, communication_period, accumulate, normalize
+        )
+        agn_arguments.check_optimizers(inner_optimizer, local_optimizer)
         reduction = cross_shard_optimizer.checked_reduction(reduction)
         group_assignment, communication = (
             cross_shard_optimizer.checked_communication(
@@ -128,14 +115,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         if local_optimizer is None and isinstance(
             inner_optimizer, keras.optimizers.Optimizer
         ):
-            local_optimizer = type(inner_optimizer).from_config(
-                inner_optimizer.get_config()
-            )
-        elif local_optimizer is inner_optimizer and inner_optimizer is not None:
-            raise ValueError(
-                "local_optimizer is the inner optimizer itself. Give another"
-                " object; None (the default) makes a copy."
-            )
+            local_optimizer = agn_arguments.copied(inner_optimizer)
         super().__init__(
             inner_optimizer,
             loss_normalization=loss_normalization,
@@ -156,8 +136,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         self._group_assignment = group_assignment
         self._communication = communication
         self._set_untracked("_known_patterns", {})
-        self._set_untracked("_seen", set())
-        self._set_untracked("_shows_center", False)
+        self._set_untracked("_seen", seen_variables.SeenVariables(name))
 
     @property
     def communication_period(self) -> int:
@@ -170,9 +149,9 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         return list(self._center) if self.built else []
 
     @property
-    def exchanges(self) -> keras.Variable:
-        """How many exchanges there were."""
-        return self._exchanges
+    def exchanges(self) -> keras.Variable | tf.Tensor:
+        """How many exchanges there were; a variable when it is built."""
+        return self._exchanges if self.built else tf.constant(0, tf.int64)
 
     @property
     def iterations(self):
@@ -196,7 +175,29 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         """The center, what is counted, and both optimizers' variables."""
         return super().variables + self.local_optimizer.variables
 
-    def _build_inner(self, variables) -> None:
+    def exclude_from_weight_decay(self, var_list=None, var_names=None) -> None:
+        """Excludes variables from both optimizers' weight decay.
+
+        Args:
+          var_list: Variables to exclude, or None.
+          var_names: Strings; a variable whose name contains one is excluded.
+
+        Raises:
+          ValueError: If the optimizer has been built.
+        """
+        # The center does not exist yet; it will have the variables' paths.
+        names = [*(var_names or ())] + [
+            f"{re.escape(variable.path)}$" for variable in var_list or ()
+        ]
+        for one in (self.inner_optimizer, self.local_optimizer):
+            one.exclude_from_weight_decay(var_names=names)
+
+    def _all_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        return super()._all_optimizers() + list(
+            inner_update.descendants(self.local_optimizer)
+        )
+
+    def _build(self, variables) -> None:
         for variable in variables:
             if inner_update.is_overwritten(variable):
                 raise ValueError(
@@ -205,26 +206,43 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
                     " accumulation. AGNOptimizer does not take it; use"
                     " CrossShardOptimizer or another dtype policy."
                 )
-        names = [replica_variables.flat_name(v) for v in variables]
-        self._center = [
-            replica_variables.copy_of(variable, f"{name}_center")
-            for variable, name in zip(variables, names, strict=True)
-        ]
+        # Before this optimizer's own name becomes a part of their paths.
+        self._center = [replica_variables.copy_of(v) for v in variables]
+        super()._build(variables)
+
+    def _build_inner(self, variables) -> None:
         self._accumulators = (
             [
-                replica_variables.accumulator_of(variable, f"{name}_sum")
-                for variable, name in zip(variables, names, strict=True)
+                replica_variables.accumulator_of(
+                    v, f"{replica_variables.flat_name(v)}_sum"
+                )
+                for v in variables
             ]
             if self._accumulate == "gradients"
             else []
         )
         self._pending = replica_variables.make((), "int32", "pending")
         self._exchanges = replica_variables.make((), "int64", "exchanges")
+        # Saved, since a file can be written while the center is shown.
+        self._shown = replica_variables.make((), "int32", "center_is_shown")
         self.inner_optimizer.build(self._center)
-        self.local_optimizer.build(variables)
+        with keras.name_scope("local"):
+            self.local_optimizer.build(variables)
         inner_update.make_local(self.local_optimizer)
 
     def _step(self, gradients, variables, here: replica_context.Here) -> None:
+        own = self._distribution_strategy
+        if own.num_replicas_in_sync > 1 and not tf.distribute.has_strategy():
+            raise RuntimeError(
+                f"{self.name} was made in the scope of {type(own).__name__} and"
+                " is applied outside of it, where there are no workers. Apply"
+                " it in strategy.run()."
+            )
+        pending = replica_variables.read(self._pending)
+        replica_variables.when(
+            replica_variables.read(self._shown) > 0, self._hide_center_here
+        )
+        replica_variables.when(tf.equal(pending, 0), self._start_period)
         gradients = [
             reduction_lib.scaled(gradient, self._arriving_divisor(here))
             for gradient in reduction_lib.standardized(gradients, variables)
@@ -234,42 +252,46 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             if gradient is None:
                 continue
             index = self._trainable_variables_indices[self._var_key(variable)]
-            self._seen.add(index)
+            self._seen.add(index, replica_variables.flat_name(variable))
             if self._accumulators:
                 replica_variables.add(self._accumulators[index], gradient)
-        count = replica_variables.read(self._pending) + 1
-        replica_variables.assign(self._pending, count)
+        pending += 1
+        replica_variables.assign(self._pending, pending)
+        replica_variables.when(
+            # More, if steps of a longer period were loaded.
+            pending >= self._period,
+            lambda: self._exchange(pending, here),
+        )
 
-        def exchange():
-            self._exchange(self._period, here)
-            return tf.constant(True)
+    def _hide_center_here(self) -> None:
+        for variable, center in zip(
+            self._trainable_variables, self._center, strict=True
+        ):
+            replica_variables.swap_here(variable, center)
+        replica_variables.assign(self._shown, 0)
 
-        if tf.executing_eagerly():
-            if count == self._period:
-                exchange()
-        else:
-            tf.cond(
-                tf.equal(count, self._period),
-                exchange,
-                lambda: tf.constant(False),
-            )
+    def _start_period(self) -> None:
+        """Makes the center what the model holds.
 
-    def _exchange(self, num_steps: int, here: replica_context.Here) -> None:
-        """Applies what `num_steps` local steps have accumulated."""
+        They are equal, unless the model's values have been set since the last
+        exchange (`set_weights`, `EarlyStopping`), which then count.
+        """
+        for variable, center in zip(
+            self._trainable_variables, self._center, strict=True
+        ):
+            replica_variables.assign(center, replica_variables.read(variable))
+
+    def _exchange(self, num_steps, here: replica_context.Here) -> None:
+        """Applies what so many local steps have accumulated."""
+        self._seen.used()
         groups = cross_shard_optimizer.groups_for(
             self._group_assignment, here.num_replicas
         )
         read = replica_variables.read
-        totals = []
-        for index, variable in enumerate(self._trainable_variables):
-            if index not in self._seen:
-                totals.append(None)
-            elif self._accumulators:
-                totals.append(
-                    tf.cast(read(self._accumulators[index]), variable.dtype)
-                )
-            else:
-                totals.append(read(self._center[index]) - read(variable))
+        totals = [
+            self._accumulated(index, num_steps)
+            for index in range(len(self._trainable_variables))
+        ]
         totals = reduction_lib.group_sum(
             totals,
             self._trainable_variables,
@@ -278,23 +300,44 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             communication=self._communication,
             known_patterns=self._known_patterns,
         )
-        factor = 1.0
         if self._reduction == "mean":
-            factor /= groups.group_size
-        if self._normalize:
-            factor /= num_steps
+            totals = [
+                reduction_lib.scaled(total, 1 / groups.group_size)
+                for total in totals
+            ]
+        present = [
+            (total, center)
+            for total, center in zip(totals, self._center, strict=True)
+            if total is not None
+        ]
         inner_update.apply(
-            self.inner_optimizer,
-            [reduction_lib.scaled(total, factor) for total in totals],
-            self._center,
+            self.inner_optimizer, *map(list, zip(*present, strict=True))
         )
-        for index, variable in enumerate(self._trainable_variables):
-            if index in self._seen:
-                replica_variables.assign(variable, read(self._center[index]))
+        for variable, center in zip(
+            self._trainable_variables, self._center, strict=True
+        ):
+            replica_variables.assign(variable, read(center))
         for total in self._accumulators:
             replica_variables.assign(total, tf.zeros(total.shape, total.dtype))
         replica_variables.assign(self._pending, 0)
         replica_variables.assign(self._exchanges, read(self._exchanges) + 1)
+
+    def _accumulated(self, index: int, num_steps):
+        """What this replica has for the exchange, in the variable's type."""
+        variable = self._trainable_variables[index]
+        # After a restore nothing has been seen, and anything may be there.
+        seen = index in self._seen or not len(self._seen)
+        if not seen or not getattr(variable, "trainable", True):
+            return None
+        read = replica_variables.read
+        total = (
+            read(self._accumulators[index])
+            if self._accumulators
+            else read(self._center[index]) - read(variable)
+        )
+        if self._normalize:
+            total /= tf.cast(num_steps, total.dtype)
+        return tf.cast(total, variable.dtype)
 
     def show_center(self, shown: bool) -> None:
         """Puts the center into the model, or the local variables back.
@@ -327,14 +370,17 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
                 f"{self.name}.show_center() is called in replica context. Call"
                 " it outside of strategy.run()."
             )
-        if self.built and shown != self._shows_center:
-            strategy = self._distribution_strategy
+        if not self.built:
+            return
+        strategy = self._distribution_strategy
+        [now, *_] = strategy.experimental_local_results(self._shown.value)
+        if shown != bool(now):
             with strategy.scope():
                 for variable, center in zip(
                     self._trainable_variables, self._center, strict=True
                 ):
                     replica_variables.swap(variable, center, strategy)
-            self._set_untracked("_shows_center", shown)
+                self._shown.assign(int(shown))
 
     def finalize_variable_values(self, var_list) -> None:
         """Makes an early exchange if steps are pending, on all replicas.
@@ -362,10 +408,11 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
                 tf.function(lambda: strategy.run(on_replica))()
         self.inner_optimizer.finalize_variable_values(self._center)
         if self.inner_optimizer.use_ema:
-            for variable, center in zip(
-                self._trainable_variables, self._center, strict=True
-            ):
-                replica_variables.copy(center, variable, strategy)
+            with strategy.scope():
+                for variable, center in zip(
+                    self._trainable_variables, self._center, strict=True
+                ):
+                    replica_variables.copy(center, variable, strategy)
 
     def _what_a_save_loses(self) -> str | None:
         if self._distribution_strategy.num_replicas_in_sync == 1:
@@ -398,29 +445,3 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             ),
             "communication": self._communication.get_config(),
         }
-
-
-def _check_count(argument: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an int, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{argument} must be positive, got {value}.")
-
-
-def _refuse_inside(optimizer) -> None:
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        return
-    for one in inner_update.descendants(optimizer):
-        if inner_update.is_wrapper(one):
-            raise ValueError(
-                f"{type(one).__name__} is inside AGNOptimizer, which reduces by"
-                " itself. Give the optimizer that is inside of it."
-            )
-        if isinstance(one, keras.optimizers.LossScaleOptimizer) or (
-            one.loss_scale_factor
-        ):
-            raise ValueError(
-                "AGNOptimizer takes no loss scaling: replicas would scale apart"
-                " between exchanges. Use bfloat16 (mixed_bfloat16), which needs"
-                " none."
-            )

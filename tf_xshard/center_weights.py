@@ -16,7 +16,12 @@ class SwapCenterWeights(keras.callbacks.Callback):
     `swap_on_epoch` from the end of an epoch to the start of the next, so that
     callbacks behind it (`ModelCheckpoint`) save the center. Then it puts the
     local variables of each replica back. As `keras.callbacks.SwapEMAWeights`
-    does with moving averages.
+    does with moving averages; do not use both, whose exchanges do not undo each
+    other.
+
+    A file that is saved while the center is shown holds the center as the
+    model's weights; training that goes on from it puts the local variables back
+    first.
 
     Args:
       swap_on_epoch: Whether the center is in the model between epochs. Put this

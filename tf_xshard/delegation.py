@@ -5,6 +5,7 @@ Each attribute is forwarded by name; nothing is by `__getattr__`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import keras
@@ -166,10 +167,21 @@ class Delegation(keras.optimizers.Optimizer):
         Args:
           store: A dict-like object, from Keras.
 
+        Before the optimizer is built there is nothing to load into, which a
+        warning says, as Keras' optimizers do.
+
         Raises:
           ValueError: If the number of variables differs.
         """
         variables = self._own_variables
+        if not self.built and len(store.keys()):
+            warnings.warn(
+                f"{self.name} has not been built, so its state in the file is"
+                " not loaded. To load it, call optimizer.build("
+                "model.trainable_variables) first.",
+                stacklevel=2,
+            )
+            return
         if len(store.keys()) != len(variables):
             raise ValueError(
                 f"{self.name} has {len(variables)} variables of its own,"

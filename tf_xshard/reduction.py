@@ -70,7 +70,7 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
 
 def scaled(gradient, factor: float):
     """`gradient * factor`, untouched where the factor is 1."""
-    if factor == 1:
+    if not tf.is_tensor(factor) and factor == 1:
         return gradient
     return indexed_slices.map_values(
         lambda values: values * tf.cast(factor, values.dtype), gradient

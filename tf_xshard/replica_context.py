@@ -142,6 +142,21 @@ class Here:
         return (self.replica_id or 0) // self.num_local_replicas
 
 
+def outermost_graph() -> tf.Graph | None:
+    """The graph of the function that is being traced, of nested ones the outer.
+
+    Returns:
+      A graph, or None in eager code.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    # Only functions' graphs have one; the last is the surrounding program's.
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    return graph
+
+
 def current() -> Here:
     """Where the calling code runs.
 

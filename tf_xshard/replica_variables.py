@@ -7,6 +7,8 @@ reduction makes of it later.
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
@@ -75,15 +77,24 @@ def accumulator_of(variable, name: str) -> keras.Variable:
     )
 
 
-def copy_of(variable, name: str) -> keras.Variable:
-    """A variable with the value that another one has on each replica."""
-    result = keras.Variable(
-        tf.zeros(variable.shape, variable.dtype),
-        dtype=variable.dtype,
-        trainable=False,
-        autocast=False,
-        name=name,
-    )
+def copy_of(variable) -> keras.Variable:
+    """A variable of the same path, constraint, and value on each replica.
+
+    The path, so that what an optimizer knows of a variable by its name
+    (MultiOptimizer, weight decay) holds for its copy.
+    """
+    *scopes, name = _path(variable).split("/")
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        result = keras.Variable(
+            tf.zeros(variable.shape, variable.dtype),
+            dtype=variable.dtype,
+            trainable=False,
+            autocast=False,
+            name=name,
+        )
+    result.constraint = getattr(variable, "constraint", None)
     copy(variable, result, tf.distribute.get_strategy())
     return result
 
@@ -113,10 +124,35 @@ def swap(one, other, strategy) -> None:
     )
 
 
+def swap_here(one, other) -> None:
+    """Exchanges this replica's values of two variables."""
+    values = read(one), read(other)
+    for variable, value in zip((other, one), values, strict=True):
+        assign(variable, value)
+
+
+def when(predicate, function) -> None:
+    """Calls a function without arguments or result where a tensor is true."""
+    if tf.executing_eagerly():
+        if predicate:
+            function()
+        return
+
+    def call():
+        function()
+        return tf.constant(True)
+
+    tf.cond(predicate, call, lambda: tf.constant(False))
+
+
 def flat_name(variable) -> str:
     """A variable's name, for those that are made from it."""
-    name = getattr(variable, "path", None) or variable.name
-    return name.replace("/", "_").replace(":", "_")
+    return _path(variable).replace("/", "_")
+
+
+def _path(variable) -> str:
+    path = getattr(variable, "path", None) or variable.name.split(":")[0]
+    return path.replace(":", "_")
 
 
 def _tensorflow_variable(variable):

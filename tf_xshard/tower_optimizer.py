@@ -14,6 +14,7 @@ from tf_xshard import inner_update
 from tf_xshard import reduction as reduction_lib
 from tf_xshard import replica_context
 from tf_xshard import replica_variables
+from tf_xshard import seen_variables
 from tf_xshard import wrapper
 
 
@@ -72,8 +73,9 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
     (8.0, 1)
 
     Limits: a variable that had a gradient in an earlier round and has none in
-    all calls of this one counts as zero. Accumulators take the memory of the
-    trainable variables. tf.train.Checkpoint and files keep the mean of the
+    all calls of this one counts as zero; one that is frozen in mid-round loses
+    what the round had for it. Accumulators take the memory of the trainable
+    variables. tf.train.Checkpoint and files keep the mean of the
     replicas' accumulators, so with several groups an open round is mixed.
 
     Source: `tf.contrib.estimator.TowerOptimizer` (TensorFlow 1.14).
@@ -112,9 +114,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         )
         self._num_towers = num_towers
         self._reduction = reduction
-        # Variables that have had a gradient: what has one is known when a call
-        # is traced, and the accumulators hold those of all calls.
-        self._set_untracked("_seen", set())
+        self._set_untracked("_seen", seen_variables.SeenVariables(name))
 
     @property
     def num_towers(self) -> int:
@@ -126,49 +126,44 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         """`"mean"` or `"sum"`."""
         return self._reduction
 
-    def _build(self, variables) -> None:
-        super()._build(variables)
+    def _build_inner(self, variables) -> None:
+        super()._build_inner(variables)
         if self._num_towers == 1:
             return
-        with keras.name_scope(self.name, caller=self):
-            self._tower = replica_variables.make((), "int32", "tower")
-            self._accumulators = [
-                replica_variables.accumulator_of(
-                    variable,
-                    f"{replica_variables.flat_name(variable)}_accumulator",
-                )
-                for variable in variables
-            ]
-            # Rows of an embedding that a round has touched.
-            self._touched = [
-                replica_variables.make(
-                    variable.shape[:1],
-                    "float32",
-                    f"{replica_variables.flat_name(variable)}_touched",
-                )
-                for variable in variables
-                if len(variable.shape) > 1
-            ]
+        self._tower = replica_variables.make((), "int32", "tower")
+        self._accumulators = [
+            replica_variables.accumulator_of(
+                variable,
+                f"{replica_variables.flat_name(variable)}_accumulator",
+            )
+            for variable in variables
+        ]
+        # Rows of an embedding that a round has touched.
+        self._touched = [
+            replica_variables.make(
+                variable.shape[:1],
+                "float32",
+                f"{replica_variables.flat_name(variable)}_touched",
+            )
+            for variable in variables
+        ]
 
     def _step(self, gradients, variables, here: replica_context.Here) -> None:
         gradients = reduction_lib.standardized(gradients, variables)
         if self._num_towers == 1:
-            self._hand_over(gradients, variables, here)
+            self._hand_over(gradients, variables, here, 1)
             return
-        self._collect(gradients, variables)
+        indices = [self._index(variable) for variable in variables]
+        self._collect(gradients, indices)
         count = replica_variables.read(self._tower) + 1
-        is_last = tf.equal(count, self._num_towers)
-        replica_variables.assign(self._tower, count % self._num_towers)
-
-        def complete():
-            self._complete(gradients, variables, here)
-            return tf.constant(True)
-
-        if tf.executing_eagerly():
-            if is_last:
-                complete()
-        else:
-            tf.cond(is_last, complete, lambda: tf.constant(False))
+        # More, if an open round of more towers was loaded.
+        is_last = count >= self._num_towers
+        replica_variables.assign(
+            self._tower, tf.where(is_last, tf.zeros_like(count), count)
+        )
+        replica_variables.when(
+            is_last, lambda: self._complete(indices, count, here)
+        )
 
     def apply_towers(
         self, towers: Sequence[Sequence], trainable_variables=None
@@ -187,8 +182,9 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         Raises:
           ValueError: If there is another number of towers; see `apply` for the
             rest.
-          tf.errors.InvalidArgumentError: If a round is open. (Not on TPUs,
-            which have no assertions: the open round stays as it is.)
+          tf.errors.InvalidArgumentError: If a round is open. (Not on TPUs and
+            with `jit_compile=True`: XLA has no assertions, and the open round
+            stays as it is.)
 
         Example:
 
@@ -209,7 +205,13 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         here = replica_context.current()
         self._check_strategy(here.strategy)
         with tf.name_scope(self.name):
-            towers = [reduction_lib.standardized(g, variables) for g in towers]
+            towers = [
+                [
+                    indexed_slices.map_values(_widened, gradient)
+                    for gradient in reduction_lib.standardized(g, variables)
+                ]
+                for g in towers
+            ]
             summed = [
                 indexed_slices.added(column, variable)
                 for column, variable in zip(
@@ -217,7 +219,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
                 )
             ]
             with tf.control_dependencies(self._refuse_open_round()):
-                self._hand_over(summed, variables, here)
+                self._hand_over(summed, variables, here, self._num_towers)
 
     def _refuse_open_round(self) -> list:
         """What has to run before an update, in a graph."""
@@ -231,75 +233,86 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         )
         return [] if check is None else [check]
 
-    def _collect(self, gradients, variables) -> None:
-        for gradient, variable in zip(gradients, variables, strict=True):
+    def _collect(self, gradients, indices) -> None:
+        for gradient, index in zip(gradients, indices, strict=True):
             if gradient is None:
                 continue
-            index = self._index(variable)
-            self._seen.add(index)
+            variable = self._trainable_variables[index]
+            is_sparse = isinstance(gradient, tf.IndexedSlices)
+            self._seen.add(
+                index, replica_variables.flat_name(variable), is_sparse
+            )
             replica_variables.add(self._accumulators[index], gradient)
-            if isinstance(gradient, tf.IndexedSlices):
+            if is_sparse:
                 replica_variables.add(
-                    self._touched_of(variable),
+                    self._touched[index],
                     tf.IndexedSlices(
                         tf.ones_like(gradient.indices, tf.float32),
                         gradient.indices,
                     ),
                 )
 
-    def _complete(self, gradients, variables, here) -> None:
-        sums = []
-        for gradient, variable in zip(gradients, variables, strict=True):
-            index = self._index(variable)
-            if index not in self._seen:
-                sums.append(None)
+    def _complete(self, indices, count, here) -> None:
+        """Applies what has been collected, of this and earlier calls."""
+        self._seen.used()
+        sums, variables = [], []
+        for index, variable in enumerate(self._trainable_variables):
+            is_frozen = not getattr(variable, "trainable", True)
+            if index in self._seen:
+                total = self._taken(index)
+            elif index in indices:
+                total = None
+            else:
                 continue
-            accumulator = self._accumulators[index]
-            total = tf.cast(replica_variables.read(accumulator), variable.dtype)
-            if isinstance(gradient, tf.IndexedSlices):
-                touched = self._touched_of(variable)
-                [rows] = tf.split(
-                    tf.cast(
-                        tf.where(replica_variables.read(touched) > 0),
-                        gradient.indices.dtype,
-                    ),
-                    1,
-                    axis=1,
-                )
-                rows = tf.reshape(rows, [-1])
-                total = tf.IndexedSlices(
-                    tf.gather(total, rows), rows, gradient.dense_shape
-                )
-                replica_variables.assign(touched, tf.zeros(touched.shape))
-            replica_variables.assign(
-                accumulator, tf.zeros(accumulator.shape, accumulator.dtype)
-            )
-            sums.append(total)
-        self._hand_over(sums, variables, here)
+            if index in indices or not is_frozen:
+                sums.append(total)
+                variables.append(variable)
+        self._hand_over(sums, variables, here, count)
 
-    def _hand_over(self, sums, variables, here) -> None:
-        per_tower = 1 if self._reduction == "sum" else 1 / self._num_towers
-        factor = self._arriving_divisor(here) * per_tower
-        self.inner_optimizer.apply(
-            [
-                reduction_lib.scaled(
-                    g,
-                    # A statistic of the replica, and no gradient of its loss.
-                    1 / self._num_towers
-                    if inner_update.is_overwritten(v)
-                    else factor,
-                )
-                for g, v in zip(sums, variables, strict=True)
-            ],
-            variables,
+    def _taken(self, index):
+        """An accumulator's content, which is zero after it."""
+        accumulator = self._accumulators[index]
+        total = replica_variables.read(accumulator)
+        if self._seen.is_sparse(index):
+            touched = self._touched[index]
+            rows = tf.reshape(
+                tf.where(replica_variables.read(touched) > 0), [-1]
+            )
+            total = tf.IndexedSlices(
+                tf.gather(total, rows),
+                rows,
+                tf.constant(list(accumulator.shape), tf.int64),
+            )
+            replica_variables.assign(touched, tf.zeros(touched.shape))
+        replica_variables.assign(
+            accumulator, tf.zeros(accumulator.shape, accumulator.dtype)
         )
+        return total
+
+    def _hand_over(self, sums, variables, here, num_towers) -> None:
+        """Gives the inner optimizer what so many towers have added up."""
+        arriving = self._arriving_divisor(here)
+        is_mean = self._reduction == "mean"
+        handed_over = []
+        for total, variable in zip(sums, variables, strict=True):
+            # A statistic of the replica is no gradient of its loss.
+            is_statistic = inner_update.is_overwritten(variable)
+
+            def scale(values, dtype=variable.dtype, is_statistic=is_statistic):
+                factor = 1 if is_statistic else arriving
+                if is_mean or is_statistic:
+                    factor /= (
+                        tf.cast(num_towers, values.dtype)
+                        if tf.is_tensor(num_towers)
+                        else num_towers
+                    )
+                return tf.cast(reduction_lib.scaled(values, factor), dtype)
+
+            handed_over.append(indexed_slices.map_values(scale, total))
+        self.inner_optimizer.apply(handed_over, variables)
 
     def _index(self, variable) -> int:
         return self._trainable_variables_indices[self._var_key(variable)]
-
-    def _touched_of(self, variable) -> keras.Variable:
-        before = self._trainable_variables[: self._index(variable)]
-        return self._touched[sum(len(v.shape) > 1 for v in before)]
 
     def reset(self) -> None:
         """Drops the open round, on all replicas.
@@ -349,3 +362,8 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             "num_towers": self._num_towers,
             "reduction": self._reduction,
         }
+
+
+def _widened(values):
+    """float32 for 16-bit numbers, whose sums would lose digits or overflow."""
+    return tf.cast(values, tf.float32) if values.dtype.size < 4 else values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 
 import keras
@@ -22,15 +24,16 @@ def tower_train_step(
     on a device of its own, and the optimizer gets them with `apply_towers`: one
     update for each batch. The counterpart of `replicate_model_fn`.
 
-    With `reduction="mean"` the update is that of the whole batch in one piece,
-    rows left over included: a tower counts by its rows. With `"sum"` it is that
-    of the sum of the towers' mean losses.
+    A tower counts by its rows. So with `reduction="mean"` and losses that are
+    means over rows (Keras' default) the update is that of the whole batch in
+    one piece, rows left over included; losses that divide by something else
+    (masks, `reduction="sum"`) are the mean of the towers'. With
+    `reduction="sum"` it is the sum of the towers' losses.
 
-    Metrics see the whole batch. Layers with state of their own
-    (BatchNormalization) update it once for each tower, in order, and normalize
-    by the tower's rows. A tower without rows (fewer rows than towers) adds
-    nothing where losses are Keras' own, but such layers can't take it: use
-    `drop_remainder=True`.
+    Metrics are updated with one tower after the other, and so is the state of
+    layers (BatchNormalization), which normalize by the tower's rows. A tower
+    without rows (fewer rows than towers) adds nothing where losses are Keras'
+    own, but such layers can't take it: use `drop_remainder=True`.
 
     Args:
       devices: Device names, used in turn if there are fewer than towers; or a
@@ -64,17 +67,8 @@ def tower_train_step(
     Source: `tf.contrib.estimator.replicate_model_fn` (TensorFlow 1.14); Keras'
     guide "Customizing what happens in fit() with TensorFlow".
     """
-    if devices is not None and not callable(devices):
-        if not isinstance(devices, (list, tuple)) or not all(
-            isinstance(device, str) for device in devices
-        ):
-            raise TypeError(
-                "devices must be a list of device names such as ['GPU:0',"
-                f" 'GPU:1'], got {devices!r}."
-            )
-        devices = tuple(devices)
-        if not devices:
-            raise TypeError("devices is empty; None stands for the replica's.")
+    if not callable(devices):
+        _check_names(devices)
 
     def train_step(model: keras.Model, data) -> dict:
         optimizer = model.optimizer
@@ -84,7 +78,10 @@ def tower_train_step(
                 f" TowerOptimizer (outermost), got {type(optimizer).__name__}."
             )
         here = replica_context.current()
-        names = devices(here.replica_id) if callable(devices) else devices
+        names = devices
+        if callable(devices):
+            names = devices(here.replica_id)
+            _check_names(names)
         if names:
             _check_devices(model, here)
         parts, shares = _split(data, optimizer.num_towers)
@@ -96,14 +93,32 @@ def tower_train_step(
                 of_tower, y_pred = _compute(model, part, share, here)
             gradients.append(of_tower)
             predictions.append(y_pred)
-        optimizer.apply_towers(gradients, model.trainable_variables)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = tf.nest.map_structure(
-            lambda *of_towers: tf.concat(of_towers, 0), *predictions
-        )
-        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        if model.trainable_variables:
+            optimizer.apply_towers(gradients, model.trainable_variables)
+        else:
+            warnings.warn("The model has no trainable weights.", stacklevel=2)
+        for part, y_pred in zip(parts, predictions, strict=True):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(part)
+            metrics = model.compute_metrics(
+                x, y, y_pred, sample_weight=sample_weight
+            )
+        return metrics
 
     return train_step
+
+
+def _check_names(devices) -> None:
+    if devices is None:
+        return
+    if not isinstance(devices, (list, tuple)) or not all(
+        isinstance(device, str) for device in devices
+    ):
+        raise TypeError(
+            "devices must be a list of device names such as ['GPU:0', 'GPU:1'],"
+            f" got {devices!r}."
+        )
+    if not devices:
+        raise TypeError("devices is empty; None stands for the replica's.")
 
 
 def _check_devices(model, here: replica_context.Here) -> None:
@@ -124,8 +139,11 @@ def _compute(model, data, share, here: replica_context.Here) -> tuple:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True)
+        # As in Keras, an override may do without it.
+        parameters = inspect.signature(model.compute_loss).parameters
+        training = {"training": True} if "training" in parameters else {}
         loss = model.compute_loss(
-            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, **training
         )
         for metric in model.metrics:
             if metric.name == "loss":
@@ -158,9 +176,17 @@ def _split(data, num_towers: int) -> tuple[list, list]:
                 data,
             )
         )
-        shares.append(size * num_towers / num_rows)
+        shares.append(_share(size * num_towers, num_rows))
         start += size
     return parts, shares
+
+
+def _share(part, whole):
+    if not tf.is_tensor(whole):
+        return part / whole if whole else 1.0
+    # A replica without rows has what does not depend on them (regularizers).
+    part, whole = tf.cast(part, tf.float32), tf.cast(whole, tf.float32)
+    return tf.where(whole > 0, part / tf.maximum(whole, 1.0), 1.0)
 
 
 def _rows(tensor, start, size):

@@ -227,7 +227,7 @@ class OptimizerWrapper(delegation.Delegation):
         inner_update.make_local(self.inner_optimizer)
         # Keras keeps a MultiOptimizer's optimizers in a list that
         # tf.train.Checkpoint does not follow; here it finds them.
-        for index, one in enumerate(inner_update.descendants(self)):
+        for index, one in enumerate(self._all_optimizers()):
             if hasattr(one, "inner_optimizer"):
                 continue
             for position, leaf in enumerate(inner_update.children(one)):
@@ -238,6 +238,9 @@ class OptimizerWrapper(delegation.Delegation):
             pending = self._pending_weights
             self._set_untracked("_pending_weights", None)
             self.set_weights(pending)
+
+    def _all_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        return list(inner_update.descendants(self))
 
     def _build_inner(self, variables) -> None:
         if not self.inner_optimizer.built:
