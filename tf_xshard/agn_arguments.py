@@ -1,4 +1,4 @@
-"""What AGNOptimizer may be given, and the copy that it makes of an optimizer."""
+"""What AGNOptimizer may be given, and its copy of an optimizer."""
 
 from __future__ import annotations
 
