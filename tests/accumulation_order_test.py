@@ -126,6 +126,18 @@ def test_frozen_layers_do_not_move(make, wanted):
     assert np.abs(trained.kernel.numpy() - before[1]).max() > 1e-3
 
 
+@pytest.mark.parametrize("make", [_towers, _agn], ids=["tower", "agn"])
+def test_variables_that_are_given_train(make):
+    """In a loop of one's own, whatever their flag says."""
+    variable = keras.Variable(0.0, trainable=False)
+    optimizer = make()
+    for _ in range(2):
+        optimizer.apply([tf.constant(1.0)], [variable])
+    assert variable.numpy() == -1
+    optimizer.finalize_variable_values([variable])
+    assert variable.numpy() == -1
+
+
 def _restored(first, second, num_steps):
     a = keras.Variable(0.0)
     for _ in range(3):

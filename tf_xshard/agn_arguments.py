@@ -54,6 +54,21 @@ def check_optimizers(inner_optimizer, local_optimizer) -> None:
         )
 
 
+def check_variables(variables) -> None:
+    """Checks what will be trained.
+
+    Raises:
+      ValueError: For statistics of float8 training.
+    """
+    for variable in variables:
+        if inner_update.is_overwritten(variable):
+            raise ValueError(
+                f"{variable.path} is overwritten by its gradient (float8"
+                " training), which has no accumulation. AGNOptimizer does not"
+                " take it; use CrossShardOptimizer or another dtype policy."
+            )
+
+
 def copied(inner_optimizer) -> keras.optimizers.Optimizer:
     """A local optimizer like the inner one.
 

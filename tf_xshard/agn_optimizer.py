@@ -198,14 +198,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         )
 
     def _build(self, variables) -> None:
-        for variable in variables:
-            if inner_update.is_overwritten(variable):
-                raise ValueError(
-                    f"{replica_variables.flat_name(variable)} is overwritten"
-                    " by its gradient (float8 training), which has no"
-                    " accumulation. AGNOptimizer does not take it; use"
-                    " CrossShardOptimizer or another dtype policy."
-                )
+        agn_arguments.check_variables(variables)
         # Before this optimizer's own name becomes a part of their paths.
         self._center = [replica_variables.copy_of(v) for v in variables]
         super()._build(variables)
@@ -248,10 +241,11 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             for gradient in reduction_lib.standardized(gradients, variables)
         ]
         inner_update.apply(self.local_optimizer, gradients, variables)
-        for gradient, variable in zip(gradients, variables, strict=True):
+        indices = self._indices(variables)
+        for gradient, index in zip(gradients, indices, strict=True):
             if gradient is None:
                 continue
-            index = self._trainable_variables_indices[self._var_key(variable)]
+            variable = self._trainable_variables[index]
             self._seen.add(index, replica_variables.flat_name(variable))
             if self._accumulators:
                 replica_variables.add(self._accumulators[index], gradient)
@@ -260,8 +254,15 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         replica_variables.when(
             # More, if steps of a longer period were loaded.
             pending >= self._period,
-            lambda: self._exchange(pending, here),
+            lambda: self._exchange(pending, indices, here),
         )
+
+    def _indices(self, variables) -> list[int]:
+        return [
+            self._trainable_variables_indices[self._var_key(variable)]
+            for variable in variables
+            if self._var_key(variable) in self._trainable_variables_indices
+        ]
 
     def _hide_center_here(self) -> None:
         for variable, center in zip(
@@ -276,13 +277,13 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         They are equal, unless the model's values have been set since the last
         exchange (`set_weights`, `EarlyStopping`), which then count.
         """
-        for variable, center in zip(
-            self._trainable_variables, self._center, strict=True
-        ):
-            replica_variables.assign(center, replica_variables.read(variable))
+        replica_variables.assign_all(self._center, self._trainable_variables)
 
-    def _exchange(self, num_steps, here: replica_context.Here) -> None:
-        """Applies what so many local steps have accumulated."""
+    def _exchange(self, num_steps, indices, here: replica_context.Here):
+        """Applies what so many local steps have accumulated.
+
+        Of all variables but those that are frozen and not among the call's.
+        """
         self._seen.used()
         groups = cross_shard_optimizer.groups_for(
             self._group_assignment, here.num_replicas
@@ -290,7 +291,9 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         read = replica_variables.read
         totals = [
             self._accumulated(index, num_steps)
-            for index in range(len(self._trainable_variables))
+            if index in indices or getattr(variable, "trainable", True)
+            else None
+            for index, variable in enumerate(self._trainable_variables)
         ]
         totals = reduction_lib.group_sum(
             totals,
@@ -310,13 +313,11 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             for total, center in zip(totals, self._center, strict=True)
             if total is not None
         ]
-        inner_update.apply(
-            self.inner_optimizer, *map(list, zip(*present, strict=True))
-        )
-        for variable, center in zip(
-            self._trainable_variables, self._center, strict=True
-        ):
-            replica_variables.assign(variable, read(center))
+        if present:
+            inner_update.apply(
+                self.inner_optimizer, *map(list, zip(*present, strict=True))
+            )
+        replica_variables.assign_all(self._trainable_variables, self._center)
         for total in self._accumulators:
             replica_variables.assign(total, tf.zeros(total.shape, total.dtype))
         replica_variables.assign(self._pending, 0)
@@ -326,8 +327,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         """What this replica has for the exchange, in the variable's type."""
         variable = self._trainable_variables[index]
         # After a restore nothing has been seen, and anything may be there.
-        seen = index in self._seen or not len(self._seen)
-        if not seen or not getattr(variable, "trainable", True):
+        if index not in self._seen and len(self._seen):
             return None
         read = replica_variables.read
         total = (
@@ -342,8 +342,9 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
     def show_center(self, shown: bool) -> None:
         """Puts the center into the model, or the local variables back.
 
-        While it is shown the optimizer must not be applied. Call it outside of
-        `strategy.run`. `SwapCenterWeights` does it in `fit`.
+        A step puts the local variables back by itself, after its gradients have
+        been computed. Call it outside of `strategy.run`. `SwapCenterWeights`
+        does it in `fit`.
 
         Args:
           shown: Whether the model's variables hold the center.
@@ -390,7 +391,6 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         Args:
           var_list: The model's trainable variables.
         """
-        del var_list
         if not self.built:
             return
         self.show_center(False)
@@ -399,7 +399,9 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         pending = int(pending)
 
         def on_replica():
-            self._exchange(pending, replica_context.current())
+            self._exchange(
+                pending, self._indices(var_list), replica_context.current()
+            )
 
         if pending and strategy.num_replicas_in_sync == 1:
             on_replica()

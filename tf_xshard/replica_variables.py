@@ -51,6 +51,12 @@ def assign(variable: keras.Variable, value) -> None:
     )
 
 
+def assign_all(targets, sources) -> None:
+    """Gives each variable this replica's value of another."""
+    for target, source in zip(targets, sources, strict=True):
+        assign(target, read(source))
+
+
 def add(variable: keras.Variable, value) -> None:
     """Adds a tensor or IndexedSlices to this replica's value."""
     handle = _handle(variable)
