@@ -400,6 +400,8 @@ def test_an_empty_shard_with_a_regularizer():
     assert training.deviation(*results) <= 1e-6
 
 
+# Keras 3.12's variables, to NumPy.
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_nothing_to_train():
     model = training.model()
     model.trainable = False
