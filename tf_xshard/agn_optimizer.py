@@ -288,7 +288,6 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         groups = cross_shard_optimizer.groups_for(
             self._group_assignment, here.num_replicas
         )
-        read = replica_variables.read
         totals = [
             self._accumulated(index, num_steps)
             if index in indices or getattr(variable, "trainable", True)
@@ -321,7 +320,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         for total in self._accumulators:
             replica_variables.assign(total, tf.zeros(total.shape, total.dtype))
         replica_variables.assign(self._pending, 0)
-        replica_variables.assign(self._exchanges, read(self._exchanges) + 1)
+        replica_variables.add(self._exchanges, 1)
 
     def _accumulated(self, index: int, num_steps):
         """What this replica has for the exchange, in the variable's type."""
@@ -364,13 +363,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         >>> float(weight)
         9.0
         """
-        if tf.distribute.has_strategy() and not (
-            tf.distribute.in_cross_replica_context()
-        ):
-            raise RuntimeError(
-                f"{self.name}.show_center() is called in replica context. Call"
-                " it outside of strategy.run()."
-            )
+        replica_context.refuse_replica_context(f"{self.name}.show_center()")
         if not self.built:
             return
         strategy = self._distribution_strategy

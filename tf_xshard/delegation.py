@@ -164,11 +164,11 @@ class Delegation(keras.optimizers.Optimizer):
     def load_own_variables(self, store) -> None:
         """Loads what `save_own_variables` saved.
 
-        Args:
-          store: A dict-like object, from Keras.
-
         Before the optimizer is built there is nothing to load into, which a
         warning says, as Keras' optimizers do.
+
+        Args:
+          store: A dict-like object, from Keras.
 
         Raises:
           ValueError: If the number of variables differs.

@@ -142,6 +142,24 @@ class Here:
         return (self.replica_id or 0) // self.num_local_replicas
 
 
+def refuse_replica_context(what: str) -> None:
+    """Checks that code runs outside of `strategy.run`.
+
+    Args:
+      what: What is called, for the error.
+
+    Raises:
+      RuntimeError: In replica context of a strategy.
+    """
+    if tf.distribute.has_strategy() and not (
+        tf.distribute.in_cross_replica_context()
+    ):
+        raise RuntimeError(
+            f"{what} is called in replica context. Call it outside of"
+            " strategy.run()."
+        )
+
+
 def outermost_graph() -> tf.Graph | None:
     """The graph of the function that is being traced, of nested ones the outer.
 

@@ -333,13 +333,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         >>> float(weight)
         8.0
         """
-        if tf.distribute.has_strategy() and not (
-            tf.distribute.in_cross_replica_context()
-        ):
-            raise RuntimeError(
-                f"{self.name}.reset() is called in replica context. Call it"
-                " outside of strategy.run()."
-            )
+        replica_context.refuse_replica_context(f"{self.name}.reset()")
         for variable in self._own_variables:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
 
