@@ -19,11 +19,10 @@ from tf_xshard import reduction as reduction_lib
 from tf_xshard import replica_context
 from tf_xshard import replica_variables
 from tf_xshard import seen_variables
-from tf_xshard import wrapper
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
-class AGNOptimizer(wrapper.OptimizerWrapper):
+class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
     """Accumulated gradient normalization: communicate every so many steps.
 
     Each replica is a worker that trains variables of its own. Every
@@ -106,18 +105,15 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             num_worker, communication_period, accumulate, normalize
         )
         agn_arguments.check_optimizers(inner_optimizer, local_optimizer)
-        reduction = cross_shard_optimizer.checked_reduction(reduction)
-        group_assignment, communication = (
-            cross_shard_optimizer.checked_communication(
-                group_assignment, communication
-            )
-        )
         if local_optimizer is None and isinstance(
             inner_optimizer, keras.optimizers.Optimizer
         ):
             local_optimizer = agn_arguments.copied(inner_optimizer)
         super().__init__(
             inner_optimizer,
+            reduction,
+            group_assignment,
+            communication,
             loss_normalization=loss_normalization,
             name=name,
             **kwargs,
@@ -132,9 +128,6 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         self._period = communication_period
         self._accumulate = accumulate
         self._normalize = normalize
-        self._reduction = reduction
-        self._group_assignment = group_assignment
-        self._communication = communication
         self._set_untracked("_known_patterns", {})
         self._set_untracked("_seen", seen_variables.SeenVariables(name))
 
@@ -147,6 +140,16 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
     def center_variables(self) -> list[keras.Variable]:
         """The center, in the order of the trainable variables."""
         return list(self._center) if self.built else []
+
+    @property
+    def center_is_shown(self) -> bool:
+        """Whether the model's variables hold the center now."""
+        if not self.built:
+            return False
+        [shown, *_] = self._distribution_strategy.experimental_local_results(
+            self._shown.value
+        )
+        return bool(shown)
 
     @property
     def exchanges(self) -> keras.Variable | tf.Tensor:
@@ -364,11 +367,8 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         9.0
         """
         replica_context.refuse_replica_context(f"{self.name}.show_center()")
-        if not self.built:
-            return
-        strategy = self._distribution_strategy
-        [now, *_] = strategy.experimental_local_results(self._shown.value)
-        if shown != bool(now):
+        if self.built and shown != self.center_is_shown:
+            strategy = self._distribution_strategy
             with strategy.scope():
                 for variable, center in zip(
                     self._trainable_variables, self._center, strict=True
@@ -434,9 +434,4 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             ),
             "accumulate": self._accumulate,
             "normalize": self._normalize,
-            "reduction": self._reduction,
-            "group_assignment": (
-                self._group_assignment and self._group_assignment.to_list()
-            ),
-            "communication": self._communication.get_config(),
         }

@@ -29,8 +29,66 @@ _REDUCTIONS = {
 GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
 
 
+class ReducingOptimizer(wrapper.OptimizerWrapper):
+    """A wrapper that reduces over groups of replicas, and how it does.
+
+    Args:
+      inner_optimizer: A Keras optimizer.
+      reduction: See `CrossShardOptimizer`.
+      group_assignment: See `CrossShardOptimizer`.
+      communication: See `CrossShardOptimizer`.
+      **kwargs: Arguments of `OptimizerWrapper`.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        reduction: str,
+        group_assignment,
+        communication: communication_lib.Communication | None,
+        **kwargs: Any,
+    ):
+        reduction = checked_reduction(reduction)
+        group_assignment, communication = checked_communication(
+            group_assignment, communication
+        )
+        super().__init__(inner_optimizer, **kwargs)
+        self._reduction = reduction
+        self._group_assignment = group_assignment
+        self._communication = communication
+
+    @property
+    def reduction(self) -> str:
+        """`"mean"` or `"sum"`."""
+        return self._reduction
+
+    @property
+    def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
+        """The groups, or None for one group of all replicas."""
+        return self._group_assignment
+
+    @property
+    def communication(self) -> communication_lib.Communication:
+        """How gradients travel between replicas."""
+        return self._communication
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization.
+
+        Returns:
+          A dict for `from_config`.
+        """
+        groups = self._group_assignment
+        return {
+            **super().get_config(),
+            "reduction": self._reduction,
+            "group_assignment": groups and groups.to_list(),
+            "communication": self._communication.get_config(),
+        }
+
+
 @keras.saving.register_keras_serializable("tf_xshard")
-class CrossShardOptimizer(wrapper.OptimizerWrapper):
+class CrossShardOptimizer(ReducingOptimizer):
     """Combines gradients over groups of replicas; the inner optimizer applies.
 
     Use it to train on several replicas exactly as one device with the global
@@ -120,10 +178,6 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         name: str = "CrossShardOptimizer",
         **kwargs: Any,
     ):
-        reduction = checked_reduction(reduction)
-        group_assignment, communication = checked_communication(
-            group_assignment, communication
-        )
         for argument, function in (
             ("pre_reduce", pre_reduce),
             ("post_reduce", post_reduce),
@@ -136,26 +190,16 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
                 )
         super().__init__(
             inner_optimizer,
+            reduction,
+            group_assignment,
+            communication,
             loss_normalization=loss_normalization,
             name=name,
             **kwargs,
         )
-        self._reduction = reduction
-        self._group_assignment = group_assignment
         self._pre_reduce = pre_reduce
         self._post_reduce = post_reduce
-        self._communication = communication
         self._set_untracked("_known_patterns", {})
-
-    @property
-    def reduction(self) -> str:
-        """`"mean"` or `"sum"`."""
-        return self._reduction
-
-    @property
-    def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
-        """The groups, or None for one group of all replicas."""
-        return self._group_assignment
 
     def _step(self, gradients, variables, here: replica_context.Here) -> None:
         groups = groups_for(self._group_assignment, here.num_replicas)
@@ -259,13 +303,8 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         """
         return {
             **super().get_config(),
-            "reduction": self._reduction,
-            "group_assignment": (
-                self._group_assignment and self._group_assignment.to_list()
-            ),
             "pre_reduce": _serialized(self._pre_reduce),
             "post_reduce": _serialized(self._post_reduce),
-            "communication": self._communication.get_config(),
         }
 
 
