@@ -23,7 +23,7 @@ LAYERS = (
         "transports.tpu",
     ),
     ("transports",),
-    ("gradient_pattern", "gradient_clipping"),
+    ("gradient_pattern", "gradient_clipping", "replica_values"),
     ("reduction", "loss_scaling"),
     ("inner_update", "delegation", "notice_of_saving"),
     ("wrapper",),
@@ -31,6 +31,13 @@ LAYERS = (
     ("tower_optimizer", "agn_arguments"),
     ("agn_optimizer",),
     ("center_weights", "tower_train_step"),
+    # Besides the flow: what groups hold.
+    ("group_values", "saved_state", "table"),
+    ("state_variables", "chief_callbacks", "keras_trainer"),
+    ("group_variables", "group_models", "multi_worker_fit"),
+    ("group_divergence", "group_saving"),
+    ("group_state",),
+    ("group_callbacks",),
     (
         "compat.v1.internals",
         "compat.v1.estimator_spec",
@@ -80,7 +87,7 @@ DOORS = {
         "testing.internals",
     ),
     "tensorflow.compiler": ("testing.internals",),
-    "keras.src": ("inner_update",),
+    "keras.src": ("inner_update", "multi_worker_fit"),
     "jax._src": ("testing.internals",),
     "jaxlib": ("testing.internals",),
 }

@@ -1,7 +1,7 @@
 """What each process of tests/multi_worker_test.py runs.
 
-`python -m tests.multi_worker_program CASE`, with TF_CONFIG set. Prints one JSON
-line with what this process's replica holds.
+`python -m tests.multi_worker_program CASE [DIRECTORY]`, with TF_CONFIG set.
+Prints one JSON line with what this process's replica holds.
 """
 
 import json
@@ -17,6 +17,7 @@ import tensorflow as tf
 import tf_xshard
 from benchmarks import measuring
 from tests import agn_oracle
+from tests import multi_worker_group_state
 from tests import replicas
 
 GROUPS = {
@@ -288,6 +289,7 @@ def cases(strategy):
         "towers": towers(strategy),
         "agn": agn(strategy),
         "wire": wire(strategy),
+        "group_state": multi_worker_group_state.run(strategy, sys.argv[2]),
     }
 
 

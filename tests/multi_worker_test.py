@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests import agn_oracle
+from tests import group_training
 from tests import multi_worker_program as program
 from tests import training
 from tf_xshard import local_cluster
@@ -30,13 +31,13 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 class _Workers:
     """Processes of one cluster, with their output in files."""
 
-    def __init__(self, case):
+    def __init__(self, case, *arguments):
         self._output = [
             (tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+"))
             for _ in range(NUM_WORKERS)
         ]
         self.processes = local_cluster.start(
-            ["-m", "tests.multi_worker_program", case],
+            ["-m", "tests.multi_worker_program", case, *arguments],
             self._output,
             {"TF_CPP_MIN_LOG_LEVEL": "2"},
             cwd=_ROOT,
@@ -75,10 +76,16 @@ class _Workers:
 
 
 @pytest.fixture(scope="module")
-def results():
+def directory(tmp_path_factory):
+    """What all workers write into."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def results(directory):
     """What the four workers hold after all cases, one launch for all."""
-    workers = _Workers("cases")
-    codes = workers.wait(300)
+    workers = _Workers("cases", str(directory))
+    codes = workers.wait(400)
     for rank, code in enumerate(codes):
         assert code == 0, (codes, rank, workers.read(rank, 1)[-3000:])
     found = workers.results()
@@ -190,6 +197,108 @@ def test_training_equals_one_device_on_the_groups_shards(results):
             assert training.deviation(got, reference) <= 1e-6
         first, second = members
         assert results[first]["training"] == results[second]["training"]
+
+
+@pytest.fixture(scope="module")
+def states(results):
+    return [result["group_state"] for result in results]
+
+
+def test_group_state_gathers_every_group(states):
+    """Weights and slots of a group's first replica; the mean of statistics."""
+    names = [v.path for v in group_training.network().weights]
+    statistics = [i for i, name in enumerate(names) if "moving" in name]
+    assert len(statistics) == 2
+    for group, members in enumerate(group_training.GROUPS):
+        expected = [states[members[0]]["own"], states[members[1]]["own"]]
+        for state in states:
+            got = state["weights"][group]
+            for index, value in enumerate(got["model"] + got["optimizer"]):
+                first, second = (np.array(one[index]) for one in expected)
+                if index in statistics:
+                    assert not np.array_equal(first, second)
+                    np.testing.assert_allclose(
+                        value, (first + second) / 2, rtol=1e-6
+                    )
+                else:
+                    np.testing.assert_array_equal(value, first)
+                    np.testing.assert_array_equal(value, second)
+    assert states[0]["own"] != states[1]["own"]
+
+
+def test_group_state_evaluates_and_predicts(states):
+    """On 50 rows in batches of 16, which four workers can't share evenly."""
+    x, y = (one[:50] for one in group_training.data())
+    outputs = []
+    for group, row in enumerate(states[0]["evaluate"][:2]):
+        single = group_training.network()
+        single.compile(loss="binary_crossentropy", metrics=["accuracy"])
+        single.set_weights(
+            [np.array(v) for v in states[0]["weights"][group]["model"]]
+        )
+        expected = single.evaluate(x, y, verbose=0, return_dict=True)
+        for name, value in expected.items():
+            np.testing.assert_allclose(row[name], value, rtol=1e-5)
+        outputs.append(single.predict(x, verbose=0))
+    outputs.append(np.mean(outputs, axis=0))
+    accuracy = np.mean((outputs[2] > 0.5) == y)
+    np.testing.assert_allclose(
+        states[0]["evaluate"][2]["accuracy"], accuracy, rtol=1e-5
+    )
+    for state in states:
+        assert state["evaluate"] == states[0]["evaluate"]
+        assert state["unchanged"]
+        for got, expected in zip(state["predict"], outputs, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_group_callbacks_over_processes(states, directory):
+    for state in states:
+        assert state["history"] == states[0]["history"]
+        assert len(state["history"]["val_ensemble_loss"]) == 2
+        last = [history[-1] for history in state["history"].values()]
+        assert np.isfinite(last).all()
+    assert os.listdir(directory / "fit") == ["epoch-00002-step-00000000"]
+
+
+def test_group_state_saves_and_restores(states, directory):
+    for rank, state in enumerate(states):
+        assert state["position"] == [3, 1]
+        assert state["restored"]
+        assert state["kept"]
+        error = "FileNotFoundError" if rank == 2 else "failed on worker 2"
+        assert error in state["refused"]
+    loaded = keras.models.load_model(directory / "group_1.keras")
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    for value, expected in zip(
+        loaded.get_weights(), states[0]["weights"][1]["model"], strict=True
+    ):
+        np.testing.assert_array_equal(np.float64(value), expected)
+
+
+def test_divergence_over_processes(states):
+    for state in states:
+        assert state["divergence"] == states[0]["divergence"]
+        for row in state["divergence"]:
+            assert not row["within_group"]
+            if row["kind"] == "statistic":
+                assert row["statistic"] > 0
+        assert state["divergence"][0]["between_groups"] > 0.01
+        [found] = state["unequal"]
+        assert found["variable"].endswith("dense/kernel")
+        assert (found["group"], found["replicas"]) == (1, [3])
+        np.testing.assert_allclose(found["largest_difference"], 0.5, rtol=1e-5)
+        assert not state["repaired"]
+
+
+def test_set_and_merge_over_processes(states):
+    for state in states:
+        assert state["merged"] == states[0]["merged"]
+        expected = states[0]["weights"][0]["model"]
+        for rank in (1, 3):
+            assert states[rank]["set"] == expected
+        assert states[0]["set"] == states[0]["own"][: len(expected)]
+        assert state["undone"]
 
 
 def _check_killed(case, killed_rank, report):

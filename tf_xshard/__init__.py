@@ -29,6 +29,11 @@ from tf_xshard.gradient_clipping import clip_by_global_norm  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_norm  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_value  # noqa: E402
 from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
+from tf_xshard.group_callbacks import DivergenceSentinel  # noqa: E402
+from tf_xshard.group_callbacks import GroupCheckpoint  # noqa: E402
+from tf_xshard.group_callbacks import GroupValidation  # noqa: E402
+from tf_xshard.group_state import GroupState  # noqa: E402
+from tf_xshard.multi_worker_fit import multi_worker_fit  # noqa: E402
 from tf_xshard.tower_optimizer import TowerOptimizer  # noqa: E402
 from tf_xshard.tower_train_step import tower_train_step  # noqa: E402
 from tf_xshard.version import __version__  # noqa: E402
@@ -38,7 +43,11 @@ __all__ = (
     "AGNOptimizer",
     "Communication",
     "CrossShardOptimizer",
+    "DivergenceSentinel",
     "GroupAssignment",
+    "GroupCheckpoint",
+    "GroupState",
+    "GroupValidation",
     "SwapCenterWeights",
     "TowerOptimizer",
     "__version__",
@@ -46,5 +55,6 @@ __all__ = (
     "clip_by_norm",
     "clip_by_value",
     "compat",
+    "multi_worker_fit",
     "tower_train_step",
 )

@@ -201,6 +201,35 @@ class GroupAssignment:
         return f"GroupAssignment({self.to_list()})"
 
 
+def joined(assignments: Sequence[GroupAssignment]) -> GroupAssignment:
+    """Who is together with whom by any of several assignments.
+
+    Optimizers that reduce one after another over rows and columns reduce over
+    all in the end.
+
+    Args:
+      assignments: At least one, for equally many replicas.
+
+    Returns:
+      An assignment; the first one, if the others add nothing to it.
+
+    Raises:
+      ValueError: If groups of different sizes come out.
+    """
+    first, *others = assignments
+    groups = [set(group) for group in first]
+    for assignment in others:
+        for other in assignment:
+            together = [group for group in groups if group & set(other)]
+            rest = [group for group in groups if not group & set(other)]
+            at = groups.index(together[0])
+            groups = rest
+            groups.insert(min(at, len(rest)), set().union(*together))
+    if len(groups) == first.num_groups:
+        return first
+    return GroupAssignment([sorted(group) for group in groups])
+
+
 def _num_groups(num_replicas: int, group_size: int) -> int:
     for name, value in (
         ("num_replicas", num_replicas),

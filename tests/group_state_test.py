@@ -1,0 +1,598 @@
+"""What each group holds: read, set, merged, compared, evaluated, exported."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests import group_training
+from tests import replicas
+
+ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+MEMBERS = group_training.GROUPS
+
+
+@pytest.fixture(scope="module", params=["mirrored", "tpu"])
+def model(request):
+    """One trained model per strategy; a test leaves it as it was."""
+    model = group_training.trained(replicas.STRATEGIES[request.param](4))
+    x, y = group_training.data(16)
+    model.evaluate(x, y, verbose=0)  # Makes the metrics.
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(request):
+    if "model" not in request.fixturenames:
+        yield
+        return
+    model = request.getfixturevalue("model")
+    before = list(
+        zip(
+            group_training.variables(model),
+            group_training.values(model),
+            strict=True,
+        )
+    )
+    yield
+    for variable, values in before:
+        for copy, value in zip(
+            model.distribute_strategy.experimental_local_results(
+                variable.value
+            ),
+            values,
+            strict=True,
+        ):
+            copy.assign(value)
+
+
+def _of(model, variables, replica):
+    return [
+        replicas.values(model.distribute_strategy, v)[replica]
+        for v in variables
+    ]
+
+
+def _mean(model, variable, group):
+    values = replicas.values(model.distribute_strategy, variable)
+    members = [values[r] for r in MEMBERS[group]]
+    return np.mean(np.float64(members), axis=0).astype(members[0].dtype)
+
+
+def _is_statistic(variable):
+    return "moving" in variable.path
+
+
+def _variables(model):
+    """Those that `fit` does not make anew, as it makes metrics."""
+    metrics = {id(v) for v in model.metrics_variables}
+    return [v for v in group_training.variables(model) if id(v) not in metrics]
+
+
+def test_the_model_is_what_the_tests_need(model):
+    """Groups differ; statistics differ by replica; else groups agree."""
+    strategy = model.distribute_strategy
+    for variable in _variables(model):
+        r0, r1, r2, r3 = replicas.values(strategy, variable)
+        assert np.array_equal(r0, r2) != _is_statistic(variable)
+        assert np.array_equal(r1, r3) != _is_statistic(variable)
+    kernel = replicas.values(strategy, model.layers[0].kernel)
+    assert not np.array_equal(kernel[0], kernel[1])
+
+
+@pytest.mark.parametrize("optimizer", group_training.OPTIMIZERS)
+def test_every_variable_that_a_step_reads_is_in_the_state(optimizer):
+    strategy = replicas.mirrored(2)
+    model = group_training.compiled(strategy, optimizer, [[0], [1]])
+    x, y = group_training.data(16)
+    model.fit(x, y, batch_size=16, verbose=0)
+    batch = next(iter(group_training.distributed(strategy)))
+    step = tf.function(lambda: strategy.run(model.train_step, (batch,)))
+    names = {
+        copy.handle._id: one.name
+        for one in tf_xshard.GroupState(model).listed()
+        for copy in strategy.experimental_local_results(one.variable.value)
+    }
+    read = {
+        names.get(handle._id, str(handle))
+        for handle in step.get_concrete_function().captured_inputs
+        if handle.dtype == tf.resource
+    }
+    # Ordering tokens and the watchdog's counters hold no state of training.
+    read = {name for name in read if "tf_xshard_" not in name}
+    assert read <= set(names.values()), read - set(names.values())
+    # LossScaleOptimizer's own counters, and rows that no table has.
+    unread = set(names.values()) - read
+    assert len(unread) <= len(model.trainable_variables) + 2, unread
+
+
+def test_get_weights(model):
+    state = tf_xshard.GroupState(model)
+    assert state.num_groups == 2
+    assert state.group_assignment.to_list() == MEMBERS
+    for group, (first, _) in enumerate(MEMBERS):
+        got = state.get_weights(group)
+        assert list(got) == ["model", "optimizer"]
+        for part, variables in (
+            ("model", model.weights),
+            ("optimizer", model.optimizer.variables),
+        ):
+            for variable, value in zip(variables, got[part], strict=True):
+                [expected] = _of(model, [variable], first)
+                if _is_statistic(variable):
+                    expected = _mean(model, variable, group)
+                assert value.dtype == expected.dtype
+                np.testing.assert_array_equal(value, expected)
+
+
+def test_set_weights_changes_one_group(model):
+    state = tf_xshard.GroupState(model)
+    before = group_training.values(model)
+    weights = state.get_weights(1)
+    new = {part: [v + 1 for v in values] for part, values in weights.items()}
+    state.set_weights(1, new)
+    learned = {id(v) for v in (*model.weights, *model.optimizer.variables)}
+    for variable, was, now in zip(
+        group_training.variables(model),
+        before,
+        group_training.values(model),
+        strict=True,
+    ):
+        if any(variable is v for v in model.metrics_variables):
+            continue
+        for r in (0, 2):
+            assert was[r].tobytes() == now[r].tobytes()
+        np.testing.assert_array_equal(now[1], now[3])
+        assert (id(variable) in learned) != np.array_equal(was[1], now[1])
+    for part in new:
+        for mine, theirs in zip(
+            state.get_weights(1)[part], new[part], strict=True
+        ):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_set_weights_of_a_part(model):
+    state = tf_xshard.GroupState(model)
+    optimizer = state.get_weights(0)["optimizer"]
+    state.set_weights(0, {"model": [v * 0 for v in model.get_weights()]})
+    assert not any(v.any() for v in state.get_weights(0)["model"])
+    for one, other in zip(
+        optimizer, state.get_weights(0)["optimizer"], strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_refusals_change_nothing(model):
+    state = tf_xshard.GroupState(model)
+    before = group_training.values(model)
+    weights = state.get_weights(0)
+    for call, text in (
+        (lambda: state.get_weights(2), "group must be an int from 0 to 1"),
+        (lambda: state.get_weights(True), "group must be an int"),
+        (lambda: state.set_weights(-1, weights), "group must be an int"),
+        (lambda: state.set_weights(0, {"modle": []}), "got .'modle'., and"),
+        (
+            lambda: state.set_weights(0, {"model": weights["model"][:-1]}),
+            "has 8 variables, got 7 values",
+        ),
+        (
+            lambda: state.set_weights(
+                0, {"model": [np.zeros(9), *weights["model"][1:]]}
+            ),
+            r"has shape \(4, 6\), got a value of shape \(9,\)",
+        ),
+        (lambda: state.merge("first"), "merge.. takes .mean."),
+        (lambda: state.merge([1.0]), "needs 2 weights"),
+        (lambda: state.merge([1.0, -1.0]), "needs 2 weights"),
+        (lambda: state.merge([0.0, 0.0]), "needs 2 weights"),
+        (lambda: state.merge(2), "group must be an int"),
+        (
+            lambda: state.assign(model.optimizer.learning_rate, [0.1]),
+            "needs 2 values of shape",
+        ),
+        (lambda: state.export(0, "model.h5"), "writes .keras files"),
+        (lambda: tf_xshard.GroupState(model, [[0, 1]]), "is for 2 replicas"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    with pytest.raises(TypeError, match="needs a variable, got float"):
+        state.assign(0.1, [0.1, 0.2])
+    with pytest.raises(TypeError, match="a generator can be read only once"):
+        state.evaluate(x for x in ())
+    with pytest.raises(TypeError, match="needs a keras.Model, a dict"):
+        tf_xshard.GroupState(3)
+    with pytest.raises(TypeError, match="as 'one', which holds no variables"):
+        tf_xshard.GroupState({"one": 3})
+    group_training.assert_same(group_training.values(model), before)
+
+
+def test_where_it_is_called(model):
+    state = tf_xshard.GroupState(model)
+    strategy = model.distribute_strategy
+
+    @tf.function
+    def in_function():
+        state.get_weights(0)
+
+    with pytest.raises(RuntimeError, match="used inside a tf.function"):
+        in_function()
+
+    @tf.function
+    def in_replica():
+        strategy.run(lambda: state.get_weights(0))
+
+    with pytest.raises(RuntimeError, match="in replica context"):
+        in_replica()
+
+
+@pytest.mark.parametrize("how", ["mean", 1, [1, 3], [0.0, 2.0]])
+def test_merge(model, how):
+    strategy = model.distribute_strategy
+    weights = {"mean": [0.5, 0.5], 1: [0, 1]}.get(
+        how if not isinstance(how, list) else None
+    ) or [0.25 * how[0], 0.25 * how[1]]
+    weights = np.array(weights) / sum(weights)
+    expected = []
+    for variable in _variables(model):
+        groups = [np.float64(_mean(model, variable, g)) for g in range(2)]
+        expected.append(weights[0] * groups[0] + weights[1] * groups[1])
+    tf_xshard.GroupState(model).merge(how)
+    for variable, value in zip(_variables(model), expected, strict=True):
+        got = replicas.values(strategy, variable)
+        for one in got[1:]:
+            assert one.tobytes() == got[0].tobytes()
+        np.testing.assert_allclose(got[0], value, rtol=1e-6)
+    assert not any(
+        value
+        for row in tf_xshard.GroupState(model).divergence()
+        for value in row.values()
+        if isinstance(value, float)
+    )
+
+
+def test_divergence(model):
+    strategy = model.distribute_strategy
+    rows = {
+        row["variable"]: row for row in tf_xshard.GroupState(model).divergence()
+    }
+    for variable in [*model.weights, *model.optimizer.variables]:
+        row = rows[variable.path]
+        values = np.float64(replicas.values(strategy, variable))
+        within = max(np.ptp(values[m], axis=0).max() for m in MEMBERS)
+        if _is_statistic(variable):
+            assert row["statistic"] == within > 0
+            assert row["within_group"] is row["between_groups"] is None
+        else:
+            assert row["within_group"] == within == 0
+            assert row["between_groups"] == np.ptp(values, axis=0).max()
+            assert row["statistic"] is row["local"] is None
+    assert rows[model.layers[0].kernel.path]["between_groups"] > 0.01
+    copy = strategy.experimental_local_results(model.layers[0].kernel.value)[3]
+    copy.assign_add(tf.ones_like(copy) * 0.25)
+    [row] = [
+        row
+        for row in tf_xshard.GroupState(model).divergence()
+        if row["within_group"]
+    ]
+    assert row["variable"] == model.layers[0].kernel.path
+    np.testing.assert_allclose(row["within_group"], 0.25, rtol=1e-6)
+    text = str(tf_xshard.GroupState(model).divergence())
+    assert text.startswith("variable") and "0.25" in text
+
+
+@ON
+@pytest.mark.parametrize("optimizer", ["agn", "agn_updates"])
+@pytest.mark.parametrize("shown", [False, True])
+def test_agn_between_exchanges(kind, optimizer, shown):
+    """The group's weights are the center; what is local has its column."""
+    strategy = replicas.STRATEGIES[kind](4)
+    model = group_training.trained(strategy, optimizer, num_steps=4)
+    center = [
+        replicas.values(strategy, v) for v in model.optimizer.center_variables
+    ]
+    local = [replicas.values(strategy, v) for v in model.trainable_variables]
+    assert not np.array_equal(local[0][0], local[0][2])
+    assert not np.array_equal(local[0][0], center[0][0])
+    model.optimizer.show_center(shown)
+    before = group_training.values(model)
+    state = tf_xshard.GroupState(model)
+    rows = {row["variable"]: row for row in state.divergence()}
+    trained = set()
+    for index, variable in enumerate(model.trainable_variables):
+        its_center = model.optimizer.center_variables[index]
+        if shown:
+            variable, its_center = its_center, variable
+        trained.add(variable.path)
+    for row in rows.values():
+        if row["kind"] == "center":
+            assert row["within_group"] == 0
+    assert any(
+        row["kind"] == "center" and row["between_groups"] > 1e-3
+        for row in rows.values()
+    )
+    assert any(row["local"] for row in rows.values())
+    for group, (first, _) in enumerate(MEMBERS):
+        got = state.get_weights(group)["model"]
+        trainable = [
+            value
+            for value, variable in zip(got, model.weights, strict=True)
+            if variable.trainable
+        ]
+        for value, its in zip(trainable, center, strict=True):
+            np.testing.assert_array_equal(value, its[first])
+    x, _ = group_training.data()
+    outputs = [state.predict(x, group, batch_size=32) for group in range(2)]
+    assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
+    group_training.assert_same(group_training.values(model), before)
+    new = [value + 1 for value in state.get_weights(1)["model"]]
+    state.set_weights(1, {"model": new})
+    for value, its in zip(new, state.get_weights(1)["model"], strict=True):
+        np.testing.assert_array_equal(value, its)
+    state.merge()
+    for values in group_training.values(model):
+        for value in values[1:]:
+            assert value.tobytes() == values[0].tobytes()
+
+
+def _single(weights):
+    """The same network on one device."""
+    single = group_training.network()
+    single.compile(loss="binary_crossentropy", metrics=["accuracy"])
+    single.set_weights(weights)
+    return single
+
+
+def test_evaluate_predict_and_ensemble_equal_one_device(model):
+    """Also on a last batch that replicas can't share evenly."""
+    x, y = group_training.data(50)
+    state = tf_xshard.GroupState(model)
+    before = group_training.values(model)
+    # What plain Keras says mixes the groups.
+    mixed = model.predict(x, batch_size=20, verbose=0)
+    singles = [_single(state.get_weights(g)["model"]) for g in range(2)]
+    outputs = [s.predict(x, batch_size=20, verbose=0) for s in singles]
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+    weights = np.linspace(0.0, 2.0, 50).astype("float32")
+    for table, sample_weight in (
+        (state.evaluate(x, y, batch_size=20), None),
+        (state.evaluate((x, y), batch_size=20), None),
+        (state.evaluate(dataset.shuffle(5)), None),
+        (state.evaluate((x, y, weights), batch_size=20), weights),
+    ):
+        assert table.column("group") == [0, 1, "ensemble"]
+        for row, single in zip(table, singles):
+            expected = single.evaluate(
+                x,
+                y,
+                batch_size=20,
+                sample_weight=sample_weight,
+                verbose=0,
+                return_dict=True,
+            )
+            for name, value in expected.items():
+                np.testing.assert_allclose(row[name], value, rtol=1e-5)
+        ensemble = np.mean(outputs, axis=0)
+        crossentropy = -np.where(
+            y > 0, np.log(ensemble), np.log(1 - ensemble)
+        ).ravel()
+        np.testing.assert_allclose(
+            table[2]["loss"],
+            np.mean(crossentropy * (1 if sample_weight is None else weights)),
+            rtol=1e-5,
+        )
+        np.testing.assert_allclose(
+            table[2]["accuracy"], np.mean((ensemble > 0.5) == y), rtol=1e-5
+        )
+    for group, expected in enumerate(outputs):
+        got = state.predict(x, group, batch_size=20)
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+        assert np.abs(mixed - expected).max() > 0.01
+    got = state.predict(x, batch_size=20)
+    np.testing.assert_allclose(got, np.mean(outputs, axis=0), atol=1e-6)
+    assert np.abs(outputs[0] - outputs[1]).max() > 0.01
+    group_training.assert_same(group_training.values(model), before)
+
+
+def test_evaluate_that_fails_leaves_the_model(model):
+    before = group_training.values(model)
+
+    def rows():
+        x, y = group_training.data(16)
+        yield x, y
+        raise RuntimeError("no more")
+
+    dataset = tf.data.Dataset.from_generator(
+        rows,
+        output_signature=(
+            tf.TensorSpec((16, 4), tf.float32),
+            tf.TensorSpec((16, 1), tf.float32),
+        ),
+    )
+    with pytest.raises(Exception, match="no more"):
+        tf_xshard.GroupState(model).evaluate(dataset)
+    group_training.assert_same(group_training.values(model), before)
+
+
+_LOAD = """
+import sys
+sys.modules["tf_xshard"] = None
+import keras, numpy as np
+model = keras.models.load_model(sys.argv[1])
+x = np.load(sys.argv[2])
+np.save(sys.argv[3], model.predict(x, verbose=0))
+np.savez(sys.argv[4], *[v.numpy() for v in model.optimizer.variables])
+"""
+
+
+def _loaded_elsewhere(path, tmp_path):
+    """Outputs and optimizer state, by a process without tf_xshard."""
+    x, _ = group_training.data()
+    names = [os.path.join(tmp_path, n) for n in ("x.npy", "y.npy", "o.npz")]
+    np.save(names[0], x)
+    subprocess.run([sys.executable, "-c", _LOAD, path, *names], check=True)
+    with np.load(names[2]) as file:
+        slots = [file[name] for name in file.files]
+    return np.load(names[1]), slots
+
+
+def test_export(tmp_path):
+    """An ordinary model, with the group's optimizer state, in plain Keras."""
+    model = group_training.trained(replicas.mirrored(4))
+    state = tf_xshard.GroupState(model)
+    path = os.path.join(tmp_path, "group_1.keras")
+    state.export(1, path)
+    outputs, slots = _loaded_elsewhere(path, tmp_path)
+    x, _ = group_training.data()
+    np.testing.assert_allclose(
+        outputs, state.predict(x, 1, batch_size=32), atol=1e-6
+    )
+    for value, its in zip(
+        slots, state.get_weights(1)["optimizer"], strict=True
+    ):
+        np.testing.assert_array_equal(value, its)
+
+
+@ON
+@pytest.mark.parametrize("optimizer", ["towers", "agn"])
+def test_export_of_other_optimizers(kind, optimizer, tmp_path):
+    strategy = replicas.STRATEGIES[kind](4)
+    model = group_training.trained(strategy, optimizer)
+    before = group_training.values(model)
+    state = tf_xshard.GroupState(model)
+    path = os.path.join(tmp_path, "group_1.keras")
+    with strategy.scope():  # Where users are, often.
+        state.export(1, path)
+    loaded = keras.models.load_model(path)
+    assert not type(loaded.optimizer).__module__.startswith("tf_xshard")
+    for value, its in zip(
+        loaded.get_weights(), state.get_weights(1)["model"], strict=True
+    ):
+        np.testing.assert_array_equal(value, its)
+    assert loaded.optimizer.built
+    assert [v.shape for v in loaded.optimizer.variables]
+    assert any(np.abs(v.numpy()).max() > 0 for v in loaded.optimizer.variables)
+    group_training.assert_same(group_training.values(model), before)
+    loaded.fit(*group_training.data(), verbose=0)
+
+
+def test_export_of_a_model_that_is_not_compiled(tmp_path):
+    model = group_training.network()
+    path = os.path.join(tmp_path, "model.keras")
+    tf_xshard.GroupState(model).export(0, path)
+    x, _ = group_training.data()
+    np.testing.assert_array_equal(
+        keras.models.load_model(path).predict(x, verbose=0),
+        model.predict(x, verbose=0),
+    )
+
+
+def test_each_group_has_its_learning_rate():
+    """Four groups of one replica; SGD moves them by the rate."""
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(3, "float32"))
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0),
+            group_assignment=[[0], [1], [2], [3]],
+            loss_normalization="replica",
+        )
+        optimizer.build([weight])
+    rates = [1.0, 2.0, 4.0, 8.0]
+    state = tf_xshard.GroupState({"weight": weight, "optimizer": optimizer})
+    state.assign(optimizer.learning_rate, rates)
+    replicas.apply_once(strategy, optimizer, lambda r: [tf.ones([3])], [weight])
+    for r, value in enumerate(replicas.values(strategy, weight)):
+        np.testing.assert_array_equal(value, [-rates[r]] * 3)
+
+
+def test_what_holds_variables():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        parts = {
+            "generator": group_training.network(),
+            "layer": keras.layers.Dense(2),
+            "metric": keras.metrics.Mean(),
+            "seeds": keras.random.SeedGenerator(1),
+            "random": tf.random.Generator.from_seed(1),
+            "module": tf.Module(),
+            "list": [keras.Variable(1.0), tf.Variable(2.0)],
+        }
+        parts["layer"].build((3, 3))
+        parts["module"].inside = tf.Variable(3.0)
+    state = tf_xshard.GroupState(parts, [[0], [1]])
+    count = {}
+    for one in state.listed():
+        count[one.part, one.kind] = count.get((one.part, one.kind), 0) + 1
+    assert count == {
+        ("generator", "weight"): 6,
+        ("generator", "statistic"): 2,
+        ("generator", "random"): 1,
+        ("layer", "weight"): 2,
+        ("metric", "metric"): 2,
+        ("seeds", "random"): 1,
+        ("random", "random"): 1,
+        ("module", "weight"): 1,
+        ("list", "weight"): 2,
+    }
+    with pytest.raises(ValueError, match="without a keras.Model"):
+        state.predict(np.ones([2, 4]))
+    with pytest.raises(ValueError, match="'layer' has not been built"):
+        tf_xshard.GroupState({"layer": keras.layers.Dense(2)}).get_weights(0)
+    with pytest.raises(ValueError, match="optimizer 'o' has not been built"):
+        tf_xshard.GroupState({"o": keras.optimizers.SGD()}).get_weights(0)
+
+
+def test_variables_of_two_strategies_are_refused():
+    made = []
+    for strategy in (replicas.mirrored(2), replicas.mirrored(4)):
+        with strategy.scope():
+            made.append(keras.Variable(1.0))
+    with pytest.raises(ValueError, match="variables of 2 strategies"):
+        tf_xshard.GroupState(made)
+
+
+def test_nested_optimizers_are_joined():
+    """Rows, then columns: all replicas are one group in the end."""
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+
+        def groups(outer, inner):
+            optimizer = tf_xshard.CrossShardOptimizer(
+                tf_xshard.CrossShardOptimizer(
+                    keras.optimizers.SGD(), group_assignment=inner
+                ),
+                group_assignment=outer,
+            )
+            optimizer.build([weight])
+            state = tf_xshard.GroupState([weight, optimizer])
+            return state.group_assignment.to_list()
+
+        rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+        assert groups(rows, columns) == [[0, 1, 2, 3]]
+        assert groups(rows, [[3, 2], [1, 0]]) == rows
+        assert groups([[0], [2], [1], [3]], columns) == columns
+        assert groups(None, columns) == [[0, 1, 2, 3]]
+
+
+def test_one_device():
+    """No strategy: one group of one replica."""
+    model = group_training.network()
+    model.compile("adam", "binary_crossentropy")
+    x, y = group_training.data(16)
+    model.fit(x, y, verbose=0)
+    state = tf_xshard.GroupState(model)
+    assert state.group_assignment.to_list() == [[0]]
+    [row] = state.evaluate(x, y)
+    np.testing.assert_allclose(
+        row["loss"], model.evaluate(x, y, verbose=0), rtol=1e-6
+    )
+    for one, other in zip(
+        state.get_weights(0)["model"], model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)

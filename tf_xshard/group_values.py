@@ -1,0 +1,88 @@
+"""From the values of several replicas or groups to one; NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Whether values of a type can be averaged."""
+    # ml_dtypes' types (bfloat16) are of no kind that NumPy knows.
+    return np.dtype(dtype).kind in "fcV"
+
+
+def combined(
+    values: Sequence[np.ndarray], weights: Sequence[float] | None = None
+) -> np.ndarray:
+    """One value of several: the weighted mean.
+
+    Equal values stay as they are, to the bit. Those that can't be averaged
+    (counters, random states) are the one with the largest weight, of equal
+    weights the first.
+
+    Args:
+      values: Arrays of one shape and type.
+      weights: Numbers that add up to 1. None (default) for equal ones.
+
+    Returns:
+      An array of that shape and type.
+    """
+    if weights is not None and max(weights) == 1:
+        return values[list(weights).index(1)]
+    first = values[0]
+    if all(_same_bits(first, other) for other in values[1:]):
+        return first
+    if not is_floating(first.dtype):
+        return first if weights is None else values[int(np.argmax(weights))]
+    wide = np.complex128 if first.dtype.kind == "c" else np.float64
+    if weights is None:
+        weights = [1 / len(values)] * len(values)
+    total = np.zeros(first.shape, wide)
+    for value, weight in zip(values, weights, strict=True):
+        if weight:
+            total += weight * value.astype(wide)
+    return total.astype(first.dtype)
+
+
+def largest_difference(values: Sequence[np.ndarray]) -> float:
+    """The largest absolute difference between any two of several arrays.
+
+    Two that are nan at one place do not differ there; nan and a number differ
+    by infinity.
+
+    Args:
+      values: Arrays of one shape and type.
+
+    Returns:
+      A number, 0.0 where all are equal.
+    """
+    first = values[0]
+    others = [v for v in values[1:] if not _same_bits(first, v)]
+    if not others or not first.size:
+        return 0.0
+    if first.dtype.kind in "SUO":
+        return float("inf")
+    if first.dtype.kind == "c":
+        parts = [first, *others]
+        return max(
+            largest_difference([v.real for v in parts]),
+            largest_difference([v.imag for v in parts]),
+        )
+    stacked = np.stack([first, *others])
+    if first.dtype.kind in "iub":
+        # float64 can't tell neighbours of large integers (seeds) apart.
+        spread = stacked.max(0).astype(object) - stacked.min(0).astype(object)
+        return float(np.max(spread))
+    stacked = stacked.astype(np.float64)
+    is_nan = np.isnan(stacked)
+    high, low = stacked.max(0), stacked.min(0)
+    with np.errstate(invalid="ignore"):
+        spread = np.where(high == low, 0.0, high - low)
+    spread = np.where(is_nan.any(0), np.inf, spread)
+    return float(np.where(is_nan.all(0), 0.0, spread).max())
+
+
+def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    return one is other or one.tobytes() == other.tobytes()

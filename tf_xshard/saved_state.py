@@ -1,0 +1,211 @@
+"""A directory that holds a saved state, whole at every instant.
+
+    manifest.json                   what is saved, and the checksums of the rest
+    state-<save>-<process>.*        values, in TensorFlow's checkpoint format
+
+Files of a save have names of their own. They are on the disk before one rename
+puts the manifest in place, and those of the save before are removed after it.
+So a crash leaves the one save or the other. There is JSON and numbers in it,
+and nothing that runs when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+MANIFEST = "manifest.json"
+_FORMAT = "tf_xshard group state"
+_VERSION = 1
+_FILES = re.compile(
+    r"(state-[0-9a-f]{16}-\d{5}\.|manifest\.json\.[0-9a-f]{16}\.).*"
+)
+_BYTES_AT_ONCE = 16 << 20
+
+
+def new_token() -> str:
+    """A name for one save, which no other has."""
+    return secrets.token_hex(8)
+
+
+def has_save(directory: str) -> bool:
+    """Whether a save was completed in a directory."""
+    return tf.io.gfile.exists(os.path.join(directory, MANIFEST))
+
+
+def write_values(
+    directory: str,
+    token: str,
+    process_id: int,
+    values: Mapping[str, np.ndarray],
+) -> dict[str, str]:
+    """Writes one process's values.
+
+    Args:
+      directory: A path, which is made.
+      token: The save's name.
+      process_id: The process.
+      values: Arrays by name.
+
+    Returns:
+      The checksums of the files by their names; empty if there are no values.
+    """
+    tf.io.gfile.makedirs(directory)
+    if not values:
+        return {}
+    prefix = f"state-{token}-{process_id:05d}"
+    tf.raw_ops.SaveV2(
+        prefix=os.path.join(directory, prefix),
+        tensor_names=list(values),
+        shape_and_slices=[""] * len(values),
+        tensors=[tf.constant(value) for value in values.values()],
+    )
+    names = [
+        name
+        for name in tf.io.gfile.listdir(directory)
+        if name.startswith(f"{prefix}.")
+    ]
+    for name in names:
+        _to_disk(os.path.join(directory, name))
+    return {name: _checksum(os.path.join(directory, name)) for name in names}
+
+
+def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
+    """Makes a save the directory's, and removes the one before.
+
+    Args:
+      directory: Where the values have been written.
+      token: The save's name.
+      manifest: What `read_manifest` is to return, with `files`.
+    """
+    text = json.dumps(
+        {"format": _FORMAT, "version": _VERSION, **manifest}, sort_keys=True
+    )
+    path = os.path.join(directory, MANIFEST)
+    new = f"{path}.{token}.new"
+    with tf.io.gfile.GFile(new, "w") as file:
+        file.write(
+            json.dumps(
+                {"sha256": _checksum_of(text.encode()), "manifest": text},
+                indent=1,
+            )
+        )
+    _to_disk(new)
+    _to_disk(directory)
+    tf.io.gfile.rename(new, path, overwrite=True)
+    _to_disk(directory)
+    for name in tf.io.gfile.listdir(directory):
+        if _FILES.fullmatch(name) and name not in manifest["files"]:
+            tf.io.gfile.remove(os.path.join(directory, name))
+
+
+def read_manifest(directory: str) -> dict[str, Any]:
+    """What is saved in a directory, if it is undamaged.
+
+    Raises:
+      FileNotFoundError: If nothing has been saved there.
+      ValueError: If it is damaged, or of another kind or version.
+    """
+    path = os.path.join(directory, MANIFEST)
+    if not has_save(directory):
+        raise FileNotFoundError(
+            f"{directory!r} holds no saved group state: there is no {MANIFEST}."
+            " Give the directory that GroupState.save() wrote."
+        )
+    try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            outer = json.loads(file.read())
+        text = outer["manifest"]
+        is_whole = outer["sha256"] == _checksum_of(text.encode())
+        manifest = json.loads(text) if is_whole else {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged, or no manifest of a group state: {error}"
+        ) from error
+    if not is_whole:
+        raise ValueError(
+            f"{path} is damaged: its content does not match its checksum."
+        )
+    if manifest.get("format") != _FORMAT:
+        raise ValueError(f"{path} is no manifest of a group state.")
+    if manifest.get("version") != _VERSION:
+        raise ValueError(
+            f"{path} has version {manifest.get('version')}, this tf_xshard"
+            f" reads version {_VERSION}."
+        )
+    return manifest
+
+
+def read_values(
+    directory: str, manifest: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Reads values, after all files of the save have been checked.
+
+    Args:
+      directory: The save's directory.
+      manifest: From `read_manifest`.
+      names: Which values.
+
+    Returns:
+      Arrays by name.
+
+    Raises:
+      ValueError: If a file is missing or damaged.
+    """
+    for name, checksum in sorted(manifest["files"].items()):
+        path = os.path.join(directory, name)
+        if not tf.io.gfile.exists(path):
+            raise ValueError(f"{path} is missing: the save is not whole.")
+        if _checksum(path) != checksum:
+            raise ValueError(
+                f"{path} is damaged: its content does not match its checksum."
+            )
+    wanted, values = set(names), {}
+    prefixes = {name.partition(".")[0] for name in manifest["files"]}
+    for prefix in sorted(prefixes):
+        reader = tf.train.load_checkpoint(os.path.join(directory, prefix))
+        for name in wanted & set(reader.get_variable_to_shape_map()):
+            values[name] = np.asarray(reader.get_tensor(name))
+    if missing := wanted - set(values):
+        raise ValueError(
+            f"{directory!r} lacks the values of {sorted(missing)[:3]}."
+        )
+    return values
+
+
+def remove(directory: str) -> None:
+    """Removes a save; at no instant is there a part of one."""
+    if has_save(directory):
+        tf.io.gfile.remove(os.path.join(directory, MANIFEST))
+    tf.io.gfile.rmtree(directory)
+
+
+def _checksum_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _checksum(path: str) -> str:
+    result = hashlib.sha256()
+    with tf.io.gfile.GFile(path, "rb") as file:
+        while data := file.read(_BYTES_AT_ONCE):
+            result.update(data)
+    return result.hexdigest()
+
+
+def _to_disk(path: str) -> None:
+    """Waits until a local file or directory is on the disk."""
+    # An object store has it when it is closed.
+    if "://" not in path:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
