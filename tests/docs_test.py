@@ -130,7 +130,8 @@ def _readme_blocks():
 
 
 @pytest.mark.parametrize("block", list(_readme_blocks()))
-def test_readme_example(block):
+def test_readme_example(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if "TPUClusterResolver" in block:
         # Needs a TPU: that it compiles and that every name in it exists is what
         # can be held here.
@@ -141,7 +142,30 @@ def test_readme_example(block):
                 value = getattr(value, part)
         pytest.skip("the rest needs an accelerator")
     _needs_libtpu(block)
-    exec(compile(block, "README.md", "exec"), dict(GLOBALS))
+    scope = dict(GLOBALS)
+    exec(compile(block, "README.md", "exec"), scope)
+    if "GroupState" in block:
+        _check_population(scope)
+
+
+def _check_population(scope):
+    """What the README says of the table, and the table that it shows."""
+    table, held_out = scope["table"], scope["held_out"]
+    text = (ROOT / "README.md").read_text()
+    [shown] = re.findall(r"```\n(group .*?)\n```", text, re.S)
+    for line, row in zip(shown.splitlines()[1:], table, strict=True):
+        group, accuracy, loss = line.split()
+        assert group == str(row["group"])
+        assert abs(float(accuracy) - row["accuracy"]) < 0.05, (line, row)
+    slow, good, fast, failed, ensemble = table
+    assert failed["accuracy"] < 0.5 < slow["accuracy"]
+    assert slow["accuracy"] + 0.03 < max(good["accuracy"], fast["accuracy"])
+    assert ensemble["loss"] < min(row["loss"] for row in table[:4])
+    best = table[scope["best"]]
+    loss, accuracy = scope["alone"].evaluate(*held_out, verbose=0)
+    np.testing.assert_allclose(
+        [loss, accuracy], [best["loss"], best["accuracy"]], rtol=1e-5
+    )
 
 
 def test_the_page_on_tf1():

@@ -352,3 +352,27 @@ def test_a_save_that_loses_something_says_so_once(
     assert len(lines) == len(said[name])
     for line, start in zip(lines, said[name], strict=True):
         assert line.startswith(start) and "replica 0 only" in line
+        assert "tf_xshard.GroupState(model).save(directory)" in line
+
+
+def test_a_save_that_loses_nothing_says_nothing(tmp_path, monkeypatch):
+    """Groups that do not differ: before training, and merged."""
+    lines = []
+    monkeypatch.setattr(
+        notice_of_saving.logging,
+        "warning",
+        lambda text, *arguments: lines.append(text % arguments),
+    )
+    with replicas.mirrored(2).scope():
+        model = training.model()
+        model.compile(_MAKERS["groups"](), "mse")
+        model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "model.keras")
+    x, y = training.data()
+    model.fit(x, y, verbose=0)
+    tf_xshard.GroupState(model).merge()
+    model.save(tmp_path / "model.keras")
+    assert not lines
+    model.fit(x, y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    assert len(lines) == 1

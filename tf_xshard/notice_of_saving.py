@@ -27,7 +27,9 @@ class NoticeOfSaving(tf.train.experimental.PythonState):
         if lost and not self._has_told:
             self._has_told = True
             logging.warning(
-                "%s %s Keras and TensorFlow save those of replica 0 only.",
+                "%s %s Keras and TensorFlow save those of replica 0 only;"
+                " tf_xshard.GroupState(model).save(directory) keeps all, and"
+                " .export(group, path) saves one group as a model.",
                 self._name,
                 lost,
             )

@@ -19,6 +19,7 @@ from tf_xshard import delegation
 from tf_xshard import inner_update
 from tf_xshard import notice_of_saving
 from tf_xshard import replica_context
+from tf_xshard import replica_values
 
 LOSS_NORMALIZATIONS = ("global", "replica")
 
@@ -78,7 +79,7 @@ class OptimizerWrapper(delegation.Delegation):
         self.inner_optimizer = inner_optimizer
         self._loss_normalization = loss_normalization
         self._set_untracked("_pending_weights", None)
-        notice = notice_of_saving.NoticeOfSaving(name, self._what_a_save_loses)
+        notice = notice_of_saving.NoticeOfSaving(name, self._lost_by_a_save)
         self._set_untracked("_notice_of_saving", notice)
         self._track_trackable(notice, "notice_of_saving")
         self._is_outermost = True
@@ -336,7 +337,15 @@ class OptimizerWrapper(delegation.Delegation):
     # Saving.
 
     def _what_a_save_loses(self) -> str | None:
-        """What Keras and TensorFlow do not see, if there is something."""
+        """What Keras and TensorFlow do not see, if there can be something."""
+        return None
+
+    def _lost_by_a_save(self) -> str | None:
+        """The same, where replicas do differ now."""
+        lost = self._what_a_save_loses()
+        variables = [*self._trainable_variables, *self.variables]
+        if lost and self.built and replica_values.may_differ(variables):
+            return lost
         return None
 
     def save_own_variables(self, store) -> None:
