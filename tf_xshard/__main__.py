@@ -1,4 +1,4 @@
-"""`python -m tf_xshard demo | doctor`."""
+"""`python -m tf_xshard demo | doctor | launch`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_xshard import demo
 from tf_xshard import doctor
+from tf_xshard import launcher
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_arguments(
         commands.add_parser(
             "doctor", help="what is here, and whether group sums are right"
+        )
+    )
+    launcher.add_arguments(
+        commands.add_parser(
+            "launch", help="run a script on several workers that train together"
         )
     )
     options = parser.parse_args(arguments)

@@ -20,6 +20,21 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
+def local_addresses(count: int) -> list[str]:
+    """Addresses for so many workers on this machine."""
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
+
+
+def tf_config(addresses: Sequence[str], rank: int) -> str:
+    """What TF_CONFIG is for one worker of a cluster."""
+    return json.dumps(
+        {
+            "cluster": {"worker": list(addresses)},
+            "task": {"type": "worker", "index": rank},
+        }
+    )
+
+
 def start(
     arguments: Sequence[str],
     outputs: Sequence[tuple],
@@ -38,7 +53,7 @@ def start(
     Returns:
       The processes, in the order of ranks.
     """
-    workers = [f"127.0.0.1:{port}" for port in free_ports(len(outputs))]
+    addresses = local_addresses(len(outputs))
     return [
         subprocess.Popen(
             [sys.executable, *arguments],
@@ -47,12 +62,7 @@ def start(
             env={
                 **os.environ,
                 **(environment or {}),
-                "TF_CONFIG": json.dumps(
-                    {
-                        "cluster": {"worker": workers},
-                        "task": {"type": "worker", "index": rank},
-                    }
-                ),
+                "TF_CONFIG": tf_config(addresses, rank),
             },
             **kwargs,
         )
