@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tests import replicas
 from tf_xshard import inner_update
+from tf_xshard import keras_multi_worker
 from tf_xshard import replica_context
 from tf_xshard.compat.v1 import internals as compat_internals
 from tf_xshard.testing import internals
@@ -17,6 +18,7 @@ from tf_xshard.testing import internals
     "owner, name",
     replica_context.TF_PRIVATE_NAMES
     + inner_update.KERAS_PRIVATE_NAMES
+    + keras_multi_worker.KERAS_PRIVATE_NAMES
     + compat_internals.TF_PRIVATE_NAMES
     + internals.TF_PRIVATE_NAMES
     + internals.KERAS_PRIVATE_NAMES,
@@ -57,6 +59,13 @@ def test_attributes_of_instances():
     assert (
         counter.value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     )
+
+
+def test_keras_begins_with_the_epoch_that_it_is_told():
+    """`keras_trainer`, as BackupAndRestore: attributes of a model in `fit`."""
+    source = inspect.getsource(keras.Model.fit)
+    assert "self._initial_epoch or initial_epoch" in source
+    assert "logs = self.train_function(iterator)" in source
 
 
 def test_graphs_of_control_flow():

@@ -33,7 +33,7 @@ from tf_xshard.group_callbacks import DivergenceSentinel  # noqa: E402
 from tf_xshard.group_callbacks import GroupCheckpoint  # noqa: E402
 from tf_xshard.group_callbacks import GroupValidation  # noqa: E402
 from tf_xshard.group_state import GroupState  # noqa: E402
-from tf_xshard.multi_worker_fit import multi_worker_fit  # noqa: E402
+from tf_xshard.keras_multi_worker import multi_worker_fit  # noqa: E402
 from tf_xshard.tower_optimizer import TowerOptimizer  # noqa: E402
 from tf_xshard.tower_train_step import tower_train_step  # noqa: E402
 from tf_xshard.version import __version__  # noqa: E402

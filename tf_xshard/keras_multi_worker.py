@@ -5,6 +5,7 @@ The third door to names that Keras does not export.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -74,7 +75,9 @@ class MultiWorkerFit:
         self.undo()
 
 
-def multi_worker_fit() -> MultiWorkerFit:
+def multi_worker_fit(
+    communication: communication_lib.Communication | None = None,
+) -> MultiWorkerFit:
     """Makes Keras' training loops work over several processes.
 
     Under MultiWorkerMirroredStrategy with several processes `fit` and
@@ -88,6 +91,10 @@ def multi_worker_fit() -> MultiWorkerFit:
     what `ModelCheckpoint` saves into a temporary directory (all have to take
     part, since reading a variable can be a collective). `BackupAndRestore` has
     a directory for each of them, with `_worker_1` and so on at the end.
+
+    Args:
+      communication: How metrics travel at each step; its timeout holds for
+        them. None (default) for `Communication()`.
 
     Returns:
       A `MultiWorkerFit`, which is a context manager and has `undo()`.
@@ -106,12 +113,16 @@ def multi_worker_fit() -> MultiWorkerFit:
     if _active:
         # Whoever came first undoes it.
         return MultiWorkerFit(lambda: None)
+    communication = communication or communication_lib.Communication()
     places = {
         "_maybe_symbolic_build": (
             _trainer.TensorFlowTrainer,
             _maybe_symbolic_build,
         ),
-        "reduce_per_replica": (_trainer, _reduce_per_replica),
+        "reduce_per_replica": (
+            _trainer,
+            functools.partial(_reduce_per_replica, communication),
+        ),
     }
     originals = {
         name: getattr(owner, name) for name, (owner, _) in places.items()
@@ -165,10 +176,10 @@ def _maybe_symbolic_build(original):
     return maybe_symbolic_build
 
 
-def _reduce_per_replica(original):
+def _reduce_per_replica(communication, original):
     def reduce_per_replica(values, strategy, reduction):
         if _is_multi(strategy) and reduction in ("auto", "mean"):
-            return _mean(values, strategy)
+            return _mean(values, strategy, communication)
         return original(values, strategy, reduction)
 
     return reduce_per_replica
@@ -183,7 +194,7 @@ def _is_multi(strategy) -> bool:
     )
 
 
-def _mean(values, strategy):
+def _mean(values, strategy, communication):
     """The mean over all replicas, of what each returned from a step."""
 
     def on_replica(parts):
@@ -196,7 +207,7 @@ def _mean(values, strategy):
         sums = reduction.sum_dense(
             parts,
             transports.choose(here, groups),
-            (here, groups, communication_lib.Communication()),
+            (here, groups, communication),
         )
         return [total / here.num_replicas for total in sums]
 

@@ -1,0 +1,150 @@
+"""multi_worker_fit in one process: explicit, reversible, guarded by version."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+from keras.src.backend.tensorflow import trainer
+
+import tf_xshard
+from tests import replicas
+from tests import training
+from tf_xshard import chief_callbacks
+from tf_xshard import keras_multi_worker
+
+
+def _places():
+    return (
+        trainer.TensorFlowTrainer._maybe_symbolic_build,
+        trainer.reduce_per_replica,
+        keras.Model.fit,
+    )
+
+
+def test_it_is_undone():
+    before = _places()
+    with tf_xshard.multi_worker_fit():
+        assert not set(before) & set(_places())
+        inner = _places()
+        # The outer one holds until it ends.
+        with tf_xshard.multi_worker_fit():
+            assert _places() == inner
+        assert _places() == inner
+    assert _places() == before
+    active = tf_xshard.multi_worker_fit()
+    assert _places() != before
+    active.undo()
+    active.undo()
+    assert _places() == before
+    with pytest.raises(KeyError):
+        with tf_xshard.multi_worker_fit():
+            raise KeyError
+    assert _places() == before
+
+
+def test_nothing_changes_for_other_strategies():
+    def fit():
+        return training.train(
+            lambda: tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()),
+            replicas.mirrored(2),
+            num_steps=2,
+        )[1]
+
+    expected = fit()
+    with tf_xshard.multi_worker_fit():
+        got = fit()
+    assert training.deviation(got, [[v[0]] for v in expected]) == 0.0
+
+
+def test_a_keras_that_is_right_is_left_alone(monkeypatch):
+    def reduce_per_replica(values, strategy, reduction):
+        return values
+
+    def maybe_symbolic_build(self, iterator=None, data_batch=None):
+        return None
+
+    monkeypatch.setattr(trainer, "reduce_per_replica", reduce_per_replica)
+    monkeypatch.setattr(
+        trainer.TensorFlowTrainer, "_maybe_symbolic_build", maybe_symbolic_build
+    )
+    with tf_xshard.multi_worker_fit():
+        assert trainer.reduce_per_replica is reduce_per_replica
+        assert _places()[0] is maybe_symbolic_build
+
+
+def test_a_keras_that_is_not_known_is_said_so(monkeypatch):
+    def reduce_per_replica(values, strategy, reduction):
+        # Another text with the same mistake.
+        v = values
+        return strategy.reduce("MEAN", v, axis=0)
+
+    monkeypatch.setattr(trainer, "reduce_per_replica", reduce_per_replica)
+    before = _places()
+    with pytest.raises(RuntimeError, match="can't tell whether fit works"):
+        tf_xshard.multi_worker_fit()
+    assert _places() == before
+
+
+def test_the_sources_are_known():
+    states = {
+        name: keras_multi_worker._state_of(name, function)
+        for name, function in (
+            ("_maybe_symbolic_build", _places()[0]),
+            ("reduce_per_replica", _places()[1]),
+        )
+    }
+    assert set(states.values()) == {"wrong"}, (
+        f"Keras {keras.__version__} has changed them: {states}. Look at what"
+        " multi_worker_fit replaces."
+    )
+
+
+def test_what_another_worker_does_of_the_callbacks(tmp_path, monkeypatch):
+    """Chief's files are the chief's; all take part in saving."""
+    monkeypatch.setattr(chief_callbacks, "_rank", lambda strategy: 2)
+    seen = []
+
+    class _Own(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(sorted(logs))
+
+    model = training.model()
+    model.compile("sgd", "mse")
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        str(tmp_path / "model-{epoch}.keras")
+    )
+    callbacks = [
+        _Own(),
+        checkpoint,
+        keras.callbacks.CSVLogger(str(tmp_path / "log.csv")),
+        keras.callbacks.TensorBoard(str(tmp_path / "board")),
+        keras.callbacks.BackupAndRestore(
+            str(tmp_path / "backup"), delete_checkpoint=False
+        ),
+    ]
+    x, y = training.data(16)
+    with tf_xshard.multi_worker_fit():
+        model.fit(x, y, epochs=2, callbacks=callbacks)
+        model.fit(x, y, verbose=0)
+        model.fit(x, y, verbose=0, callbacks=callbacks[0])
+    assert seen == [["loss"]] * 3
+    assert os.listdir(tmp_path) == ["backup_worker_2"]
+    assert checkpoint.filepath == str(tmp_path / "model-{epoch}.keras")
+
+
+def test_the_chief_prints_and_others_do_not(capfd, monkeypatch):
+    model = training.model()
+    model.compile("sgd", "mse")
+    x, y = np.zeros([4, 8]), np.zeros([4, 1])
+    for rank, verbose, prints in (
+        (0, {}, True),
+        (1, {}, False),
+        (1, {"verbose": 2}, True),
+    ):
+        monkeypatch.setattr(
+            chief_callbacks, "_rank", lambda strategy, rank=rank: rank
+        )
+        with tf_xshard.multi_worker_fit():
+            model.fit(x, y, **verbose)
+        assert ("loss" in capfd.readouterr().out) == prints
