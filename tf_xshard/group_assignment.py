@@ -121,6 +121,55 @@ class GroupAssignment:
         num_groups = _num_groups(num_replicas, group_size)
         return cls(np.arange(num_replicas).reshape(group_size, num_groups).T)
 
+    @classmethod
+    def by_host(cls, strategy) -> GroupAssignment:
+        """One group a host: who can reduce without the network.
+
+        From the strategy's own view: the hosts of the cluster's addresses
+        (MultiWorkerMirroredStrategy), or the tasks of its devices. Processes of
+        one host, such as of one machine's loopback interface, are one group.
+
+        Args:
+          strategy: A `tf.distribute.Strategy`.
+
+        Returns:
+          A `GroupAssignment`. `transposed()` has a replica of every host in
+          each group.
+
+        Raises:
+          ValueError: If hosts have different numbers of replicas.
+
+        Example:
+
+        >>> strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+        >>> tf_xshard.GroupAssignment.by_host(strategy)
+        GroupAssignment([[0]])
+        """
+        groups = {}
+        for replica_id, host in enumerate(_hosts(strategy)):
+            groups.setdefault(host, []).append(replica_id)
+        sizes = {host: len(members) for host, members in groups.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(
+                f"by_host() found hosts with different numbers of replicas,"
+                f" {sizes}, and groups have one size. Give group_assignment as"
+                " a nested list that fits, or no groups."
+            )
+        return cls(list(groups.values()))
+
+    def transposed(self) -> GroupAssignment:
+        """Groups across these: the first replicas of all, the second, ....
+
+        Returns:
+          A `GroupAssignment` of `group_size` groups.
+
+        Example:
+
+        >>> tf_xshard.GroupAssignment([[0, 1, 2], [3, 4, 5]]).transposed()
+        GroupAssignment([[0, 3], [1, 4], [2, 5]])
+        """
+        return GroupAssignment([list(row) for row in zip(*self, strict=True)])
+
     @property
     def num_groups(self) -> int:
         """Number of groups."""
@@ -199,6 +248,30 @@ class GroupAssignment:
 
     def __repr__(self):
         return f"GroupAssignment({self.to_list()})"
+
+
+def _hosts(strategy) -> list[str]:
+    """The host of every replica, in the order of replica ids."""
+    devices = list(strategy.extended.worker_devices)
+    num_replicas = strategy.num_replicas_in_sync
+    if len(devices) < num_replicas:
+        # Several processes, each of which sees its own devices only.
+        cluster = strategy.cluster_resolver.cluster_spec().as_dict()
+        addresses = [
+            address
+            for job in ("chief", "worker")
+            for address in cluster.get(job, ())
+        ]
+        return [
+            address.rpartition(":")[0] for address in addresses for _ in devices
+        ]
+    # "/job:worker/replica:0/task:1/device:TPU:0" without the device.
+    hosts = [device.rpartition("/device:")[0] for device in devices]
+    # A simulated TPU's hosts are all this process.
+    if len(set(hosts)) == 1 and getattr(strategy.extended, "num_hosts", 1) > 1:
+        per_host = strategy.extended.num_replicas_per_host
+        return [str(r // per_host) for r in range(num_replicas)]
+    return hosts[:num_replicas]
 
 
 def joined(assignments: Sequence[GroupAssignment]) -> GroupAssignment:
