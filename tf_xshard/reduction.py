@@ -182,11 +182,15 @@ def sum_dense(tensors, transport, where) -> list[tf.Tensor]:
     if not tensors:
         return []
     here, groups, communication = where
-    if here.kind == "tpu":
-        for tensor in tensors:
-            tpu.check_dtype(tf.as_dtype(communication.dtype or tensor.dtype))
+
+    def on_wire(tensor):
+        dtype = communication.dtype_of_sum(tensor.dtype.name, groups.group_size)
+        if here.kind == "tpu":
+            tpu.check_dtype(tf.as_dtype(dtype))
+        return tf.cast(tensor, dtype)
+
     if not transport.packs:
-        parts = [_on_wire(tensor, communication) for tensor in tensors]
+        parts = [on_wire(tensor) for tensor in tensors]
         sums = transport.group_sum(parts, here, groups, communication)
         return [
             tf.cast(total, tensor.dtype)
@@ -199,7 +203,7 @@ def sum_dense(tensors, transport, where) -> list[tf.Tensor]:
         [tensors[i] for i in order], communication.bytes_per_bucket
     )
     packed = [
-        _on_wire(_packed([tensors[order[i]] for i in bucket]), communication)
+        on_wire(_packed([tensors[order[i]] for i in bucket]))
         for bucket in buckets
     ]
     sums = transport.group_sum(packed, here, groups, communication)
@@ -214,12 +218,6 @@ def sum_dense(tensors, transport, where) -> list[tf.Tensor]:
         ):
             result[i] = part
     return result
-
-
-def _on_wire(tensor, communication) -> tf.Tensor:
-    if communication.dtype is None:
-        return tensor
-    return tf.cast(tensor, communication.dtype)
 
 
 def _buckets(tensors, bytes_per_bucket) -> list[list[int]]:
@@ -258,7 +256,8 @@ def _sum_sparse(slices, transport, where) -> list[tf.IndexedSlices]:
     here, groups, communication = where
     tensors = []
     for one in slices:
-        tensors.append(_on_wire(one.values, communication))
+        # Rows are added up where they arrive, in their own type.
+        tensors.append(tf.cast(one.values, communication.dtype or one.dtype))
         tensors.append(tf.cast(one.indices, tf.int64))
     gathered = transport.group_gather(tensors, here, groups, communication)
     return [

@@ -31,9 +31,6 @@ from tf_xshard.transports import watchdog
 # the process, so ours start far above.
 _FIRST_GROUP_KEY = 1 << 30
 _GROUP_KEYS = 1 << 30
-# Operations on one token run one after another, so several tokens are several
-# buckets in flight. NCCL needs one order on all devices, hence one token there.
-_IN_FLIGHT = 4
 # An instance key is bound to one shape for good. Rows of IndexedSlices are
 # padded to a power of two, whose exponent goes into the key's lowest bits.
 _EXPONENT_BITS = 5
@@ -78,7 +75,11 @@ class _Group:
             timeout_seconds=0,
         )
         self._timeout_seconds = float(communication.timeout_seconds)
-        self._lanes = 1 if "GPU" in here.device else _IN_FLIGHT
+        # Operations on one token run one after another, so several tokens are
+        # several buckets in flight. NCCL needs one order on all devices, hence
+        # one token there.
+        in_flight = communication.buckets_in_flight
+        self._lanes = 1 if "GPU" in here.device else in_flight
 
     def _run(self, operation, position, tensor, instance_key) -> tf.Tensor:
         lane = position % self._lanes

@@ -1,0 +1,296 @@
+"""Claim: subgroup collectives take half the time of a sum over everyone.
+
+Four processes on one machine under MultiWorkerMirroredStrategy, 162 tensors and
+52 million float32 numbers a step, groups of two: our path in float32 and in
+bfloat16, one tensor at a time, with several bucket sizes and numbers of buckets
+in flight, the strategy's own all_reduce over all four, a one-hot stack, an
+all_gather; interleaved, all in one run, with the bytes on the wire. With
+`--horovod_python`, the Python of an environment that has Horovod, its process
+sets on the same tensors, before and after: `python -m benchmarks.multi_worker`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import tensorflow as tf
+from absl import app
+from absl import flags
+from absl import logging
+
+from benchmarks import measuring
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment
+from tf_xshard import local_cluster
+from tf_xshard import reduction
+from tf_xshard import replica_context
+from tf_xshard.transports import collective
+from tf_xshard.transports import one_hot
+
+_BLOCKS = flags.DEFINE_integer("blocks", 7, "interleaved blocks", 5)
+_STEPS = flags.DEFINE_integer("steps", 2, "steps a block")
+_HOROVOD_PYTHON = flags.DEFINE_string(
+    "horovod_python", None, "Python of an environment that has Horovod"
+)
+_TIMEOUT_SECONDS = flags.DEFINE_integer(
+    "timeout_seconds", 3600, "ends a run that hangs"
+)
+_WORKER = flags.DEFINE_bool("worker", False, "for the program's own use")
+
+NUM_WORKERS = 4
+GROUPS = group_assignment.GroupAssignment([[0, 2], [1, 3]])
+# 81 layers of 800 x 800 and their biases.
+SHAPES = [shape for _ in range(81) for shape in ((800, 800), (800,))]
+GRADIENT_BYTES = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
+OURS, ONE_HOT, ALL_GATHER = "ours, float32", "one-hot", "all_gather"
+BFLOAT16 = "ours, bfloat16"
+EVERYONE = "strategy's all_reduce over all four"
+
+
+def _ours(tensors, here, transport=collective.TRANSPORT, **communication):
+    where = communication_lib.Communication(**communication)
+    return reduction.sum_dense(tensors, transport, (here, GROUPS, where))
+
+
+def _all_gather(tensors, here):
+    flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
+    gathered = tf.distribute.get_replica_context().all_gather(
+        flat[tf.newaxis], axis=0
+    )
+    members = list(GROUPS)[GROUPS.group_of(here.replica_id)]
+    total = tf.add_n([gathered[member] for member in members])
+    return tf.split(total, [int(np.prod(shape)) for shape in SHAPES])
+
+
+def _everyone(tensors, here):
+    del here
+    return tf.distribute.get_replica_context().all_reduce(
+        tf.distribute.ReduceOp.SUM, tensors
+    )
+
+
+SETTINGS = {
+    "one per tensor": dict(bytes_per_bucket=1),
+    **{
+        f"buckets of {size} MiB": dict(bytes_per_bucket=size << 20)
+        for size in (1, 2, 4, 8, 32, 64)
+    },
+    "all in one bucket": dict(bytes_per_bucket=1 << 30),
+    **{
+        f"{count} in flight": dict(buckets_in_flight=count)
+        for count in (1, 2, 8)
+    },
+}
+VARIANTS = {
+    OURS: _ours,
+    BFLOAT16: functools.partial(_ours, dtype="bfloat16"),
+    **{
+        name: functools.partial(_ours, **setting)
+        for name, setting in SETTINGS.items()
+    },
+    ONE_HOT: functools.partial(_ours, transport=one_hot.TRANSPORT),
+    ALL_GATHER: _all_gather,
+    EVERYONE: _everyone,
+}
+
+
+def _worker():
+    # Its info lines name every collective that is traced.
+    tf.get_logger().setLevel("ERROR")
+    logging.set_verbosity(logging.ERROR)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    rank = strategy.cluster_resolver.task_id
+    # Powers of two, which bfloat16 holds exactly.
+    variables = [tf.Variable(tf.fill(s, 2.0**rank)) for s in SHAPES]
+
+    def make(variant):
+        @tf.function
+        def step():
+            def on_replica():
+                tensors = [v.read_value() for v in variables]
+                sums = variant(tensors, replica_context.current())
+                # A number of every tensor, so that none is left out.
+                return tf.stack([tf.reshape(one, [-1])[0] for one in sums])
+
+            return strategy.run(on_replica)
+
+        return step
+
+    @tf.function
+    def barrier():
+        def on_replica():
+            return tf.distribute.get_replica_context().all_reduce(
+                tf.distribute.ReduceOp.SUM, tf.constant(1.0)
+            )
+
+        return strategy.run(on_replica)
+
+    steps = {name: make(variant) for name, variant in VARIANTS.items()}
+    mine = sum(2.0**r for r in list(GROUPS)[GROUPS.group_of(rank)])
+    for name, step in steps.items():
+        expected = sum(2.0**r for r in range(4)) if name == EVERYONE else mine
+        np.testing.assert_array_equal(step().numpy(), expected)
+
+    def timed(name):
+        def run():
+            seconds = []
+            for _ in range(_STEPS.value):
+                barrier().numpy()
+                start = time.perf_counter()
+                steps[name]().numpy()
+                seconds.append(time.perf_counter() - start)
+            return seconds
+
+        return run
+
+    # Only the chief's own output is shown.
+    medians = measuring.interleaved(
+        {name: timed(name) for name in steps}, _BLOCKS.value
+    )
+    sent = {name: _sent(steps[name], barrier) for name in (OURS, BFLOAT16)}
+    if rank == 0:
+        _print_report(medians, sent)
+    sys.stdout.flush()
+    barrier().numpy()
+    os._exit(0)
+
+
+def _sent(step, barrier) -> float:
+    """Bytes that each process sends a step."""
+    barrier().numpy()
+    time.sleep(1.0)
+    before = measuring.loopback_bytes()
+    time.sleep(1.0)
+    idle = measuring.loopback_bytes() - before
+    barrier().numpy()
+    before = measuring.loopback_bytes()
+    for _ in range(_STEPS.value):
+        step().numpy()
+    barrier().numpy()
+    time.sleep(1.0)
+    # What the idle cluster sends in a second goes off; the barriers stay in.
+    sent = measuring.loopback_bytes() - before - idle
+    return sent / NUM_WORKERS / _STEPS.value
+
+
+def _print_report(medians, sent):
+    print(f"{'':36} seconds a step (quartiles); ratio to {OURS!r}")
+    for name in VARIANTS:
+        low, middle, high = measuring.quartiles(medians[name])
+        ratio = measuring.quartiles(measuring.ratios(medians, name, OURS))
+        print(
+            f"{name:36} {middle:.3f} ({low:.3f} to {high:.3f});"
+            f" {ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f})"
+        )
+    low, middle, high = measuring.quartiles(
+        measuring.ratios(medians, OURS, EVERYONE)
+    )
+    print(f"{OURS} / {EVERYONE}: {middle:.2f} ({low:.2f} to {high:.2f})")
+    fastest = min(
+        SETTINGS, key=lambda name: measuring.quartiles(medians[name])[1]
+    )
+    low, middle, high = measuring.quartiles(
+        measuring.ratios(medians, OURS, fastest)
+    )
+    print(
+        f"{OURS} / the fastest other setting ({fastest}): {middle:.2f}"
+        f" ({low:.2f} to {high:.2f})"
+    )
+    size = GROUPS.group_size
+    bound = 2 * (size - 1) / size * GRADIENT_BYTES
+    for name, share in ((OURS, 1.0), (BFLOAT16, 0.5)):
+        print(
+            f"{name}: each process sends {sent[name] / 1e6:.1f} MB a step; a"
+            f" ring's lower bound is {share * bound / 1e6:.1f} MB; ratio"
+            f" {sent[name] / (share * bound):.4f}"
+        )
+    print(
+        "seconds "
+        + json.dumps(
+            {
+                name: measuring.quartiles(medians[name])[1]
+                for name in (OURS, BFLOAT16)
+            }
+        )
+    )
+
+
+def _horovod() -> float:
+    """Horovod's median seconds a step, of a run of its own."""
+    program = os.path.join(os.path.dirname(__file__), "horovod_process_sets.py")
+    python = _HOROVOD_PYTHON.value
+    run = subprocess.run(
+        [
+            os.path.join(os.path.dirname(python), "horovodrun"),
+            *("-np", str(NUM_WORKERS), "--gloo"),
+            *(python, program, str(_BLOCKS.value * _STEPS.value)),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=_TIMEOUT_SECONDS.value,
+        env={
+            **os.environ,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PATH": f"{os.path.dirname(python)}:{os.environ['PATH']}",
+        },
+    )
+    [line] = [line for line in run.stdout.splitlines() if "horovod " in line]
+    print(line, flush=True)
+    return json.loads(line.split("horovod ")[1])["median"]
+
+
+def main(argv):
+    del argv
+    if _WORKER.value:
+        _worker()
+    measuring.print_setting(
+        f"{NUM_WORKERS} processes on the loopback interface, one CPU device"
+        f" each, {os.cpu_count()} cores"
+    )
+    horovod = [_horovod()] if _HOROVOD_PYTHON.value else []
+    nowhere = subprocess.DEVNULL
+    processes = local_cluster.start(
+        [
+            "-m",
+            "benchmarks.multi_worker",
+            "--worker",
+            f"--blocks={_BLOCKS.value}",
+            f"--steps={_STEPS.value}",
+        ],
+        [(subprocess.PIPE, None)] + [(nowhere, nowhere)] * (NUM_WORKERS - 1),
+        {"TF_CPP_MIN_LOG_LEVEL": "3"},
+        text=True,
+    )
+    ours = {}
+    try:
+        for line in processes[0].stdout:
+            if line.startswith("seconds "):
+                ours = json.loads(line.removeprefix("seconds "))
+            else:
+                print(line, end="", flush=True)
+        codes = [process.wait(_TIMEOUT_SECONDS.value) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(codes):
+        sys.exit(f"workers ended with {codes}")
+    if horovod:
+        horovod.append(_horovod())
+        for name, seconds in ours.items():
+            ratios = sorted(seconds / one for one in horovod)
+            print(
+                f"{name} / Horovod's process sets, float32: {ratios[0]:.2f} and"
+                f" {ratios[1]:.2f} of the runs before and after"
+            )
+
+
+if __name__ == "__main__":
+    app.run(main)

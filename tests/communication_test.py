@@ -1,0 +1,144 @@
+"""The type on the wire: where 16 bits would lose visibly, float32 is kept."""
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests import replicas
+from tf_xshard import reduction
+from tf_xshard import replica_context
+from tf_xshard.transports import transport
+
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+LARGEST = {"bfloat16": 16, "float16": 128}
+
+
+def _summed_one_by_one(values, dtype):
+    """As a ring does: each partial sum is rounded."""
+    total = values[0].astype(dtype)
+    for value in values[1:]:
+        total = (total + value.astype(dtype)).astype(dtype)
+    return total.astype(np.float64)
+
+
+def _worst_error(dtype, group_size):
+    """The largest error of many sums, relative to the sum of magnitudes."""
+    rng = np.random.default_rng(group_size)
+    values = rng.uniform(1, 2, size=(group_size, 500))
+    # The worst is systematic: what is added is lost whole each time.
+    values[1:, 0] = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    values[0, 0] = 1.0
+    error = np.abs(_summed_one_by_one(values, TYPES[dtype]) - values.sum(0))
+    return (error / np.abs(values).sum(0)).max()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_bound_holds_in_numpy(dtype, report):
+    """Up to the largest group the error is below 1/16; far beyond it is not."""
+    largest = LARGEST[dtype]
+    errors = [_worst_error(dtype, size) for size in (2, largest, 64 * largest)]
+    report(f"{dtype}: worst errors {errors} of 2, {largest}, {64 * largest}")
+    assert errors[0] < errors[1] <= 1 / 16 < errors[2]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_float32_is_kept_in_larger_groups(dtype):
+    largest = LARGEST[dtype]
+    wire = tf_xshard.Communication(dtype=dtype)
+    assert wire.dtype_of_sum("float32", largest) == dtype
+    for own, expected in (
+        ("float32", "float32"),
+        ("float64", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+    ):
+        assert wire.dtype_of_sum(own, largest + 1) == expected
+    for other in ("float32", "float64"):
+        wire = tf_xshard.Communication(dtype=other)
+        assert wire.dtype_of_sum("float32", 10_000) == other
+    assert tf_xshard.Communication().dtype_of_sum("float16", 999) == "float16"
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(
+    "group_size, expected", [(16, "bfloat16"), (17, "float32")]
+)
+def test_what_a_transport_gets(group_size, expected, packs):
+    """Gradients are scaled and applied in their own type again."""
+    seen = []
+
+    def group_sum(tensors, here, groups, communication):
+        seen.extend(tensor.dtype.name for tensor in tensors)
+        return tensors
+
+    groups = tf_xshard.GroupAssignment.contiguous(2 * group_size, group_size)
+    here = replica_context.Here(None, "mirrored", 2 * group_size, 0, "", 1)
+    sums = reduction.sum_dense(
+        [tf.ones([3]), tf.ones([2, 2])],
+        transport.Transport("", group_sum, packs=packs),
+        (here, groups, tf_xshard.Communication(dtype="bfloat16")),
+    )
+    assert set(seen) == {expected}
+    assert [one.dtype for one in sums] == [tf.float32, tf.float32]
+
+
+@replicas.on_every_strategy
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_error_on_eight_replicas(kind, dtype, report):
+    """Real gradients over one group of eight: within the documented error."""
+    strategy = replicas.STRATEGIES[kind](8)
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(8, 2000)).astype("float32")
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(2000, "float32"))
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0),
+            "sum",
+            loss_normalization="replica",
+            communication=tf_xshard.Communication(dtype=dtype),
+        )
+        optimizer.build([weight])
+    replicas.apply_once(
+        strategy, optimizer, lambda r: [tf.constant(values[r])], [weight]
+    )
+    got = replicas.values(strategy, weight)
+    error = np.abs(got[0] + values.astype("float64").sum(0))
+    relative = (error / np.abs(values).sum(0)).max()
+    report(f"{dtype}, {kind}: largest error {relative:.2e}")
+    # Not zero: it did travel in that type.
+    roundoff = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    assert 0 < relative <= 8 * roundoff
+    for one in got[1:]:
+        np.testing.assert_array_equal(one, got[0])
+
+
+@pytest.mark.parametrize("buckets_in_flight", [1, 3])
+def test_buckets_in_flight(buckets_in_flight):
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        variables = [keras.Variable(np.zeros(5)) for _ in range(7)]
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0),
+            "sum",
+            [[0, 3], [1, 2]],
+            loss_normalization="replica",
+            communication=tf_xshard.Communication(
+                bytes_per_bucket=1, buckets_in_flight=buckets_in_flight
+            ),
+        )
+    replicas.apply_once(
+        strategy,
+        optimizer,
+        lambda r: [tf.fill([5], 10.0**r * (i + 1)) for i in range(7)],
+        variables,
+    )
+    for i, variable in enumerate(variables):
+        for r, value in enumerate(replicas.values(strategy, variable)):
+            total = {0: 1001, 1: 110, 2: 110, 3: 1001}[r]
+            np.testing.assert_array_equal(value, [-total * (i + 1)] * 5)
+    for wrong in (0, 1.5, True):
+        with pytest.raises((TypeError, ValueError), match="buckets_in_flight"):
+            tf_xshard.Communication(buckets_in_flight=wrong)
