@@ -66,9 +66,11 @@ class _StopAt(keras.callbacks.Callback):
     [
         ("epoch", (1, 1), "adam", "mirrored"),
         (1, (0, 2), "towers", "mirrored"),
-        (3, (1, 2), "agn", "mirrored"),
-        (2, (1, 2), "agn_updates", "tpu"),
-        (4, (1, 0), "adam", "tpu"),
+        (3, (1, 2), "agn", "tpu"),
+        pytest.param(
+            *(2, (1, 2), "agn_updates", "mirrored"), marks=replicas.in_full
+        ),
+        pytest.param(*(4, (1, 0), "adam", "tpu"), marks=replicas.in_full),
     ],
 )
 def test_goes_on_where_it_ended(every, stop, optimizer, kind, tmp_path):
@@ -211,7 +213,7 @@ def _killed_and_resumed(tmp_path, kind):
     return json.loads(run("resumed"))
 
 
-@ON
+@replicas.on_tpu_in_full
 def test_a_killed_process_goes_on_to_the_bit(kind, tmp_path):
     """Two groups of four: every variable of every replica, after 18 steps."""
     if kind == "tpu":
@@ -226,6 +228,96 @@ def test_a_killed_process_goes_on_to_the_bit(kind, tmp_path):
         1,
     ]
     assert result["logs"]["resumed"] == result["logs"]["uninterrupted"][1:]
+
+
+def test_a_fit_that_is_left_while_it_skips_leaves_nothing_behind(tmp_path):
+    """Neither skipped batches nor the first epoch, for the next `fit`."""
+    strategy = replicas.mirrored(2)
+
+    def model():
+        return group_training.compiled(strategy, groups=[[0], [1]])
+
+    with pytest.raises(_Stop):
+        _fit(
+            model(),
+            [tf_xshard.GroupCheckpoint(tmp_path, 3), _StopAt(1, 3)],
+            epochs=3,
+        )
+    assert tf_xshard.GroupCheckpoint.position(tmp_path) == (1, 2)
+    resumed = model()
+    with pytest.raises(_Stop):
+        _fit(
+            resumed,
+            [tf_xshard.GroupCheckpoint(tmp_path, 3), _StopAt(1, 0)],
+            epochs=3,
+        )
+    assert int(resumed.optimizer.iterations.numpy()) == 6
+    history = _fit(resumed, [], epochs=2)
+    assert len(history["loss"]) == 2
+    assert int(resumed.optimizer.iterations.numpy()) == 6 + 8
+
+
+def test_what_was_regrouped_is_regrouped_once(tmp_path):
+    strategy = replicas.mirrored(2)
+
+    def fit(groups, epochs, **options):
+        model = group_training.compiled(strategy, groups=groups)
+        _fit(model, [tf_xshard.GroupCheckpoint(tmp_path, **options)], epochs)
+        return replicas.values(strategy, model.layers[0].kernel)
+
+    fit([[0, 1]], 1)
+    before = fit([[0], [1]], 2, regroup="first")
+    assert not np.array_equal(*before)
+    # A script that is started again, with nothing left to do.
+    after = fit([[0], [1]], 2, regroup="first")
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_steps_that_can_not_be_skipped_are_refused(tmp_path):
+    strategy = replicas.mirrored(2)
+    model = group_training.compiled(strategy, groups=[[0], [1]])
+    with pytest.raises(_Stop):
+        _fit(model, [tf_xshard.GroupCheckpoint(tmp_path, 3), _StopAt(0, 2)])
+    model.steps_per_execution = 2
+    with pytest.raises(ValueError, match="after 3 steps .* takes 2 at once"):
+        _fit(model, [tf_xshard.GroupCheckpoint(tmp_path, 3)])
+
+
+def test_metrics_of_one_name_are_restored_in_mid_epoch(tmp_path):
+    strategy = replicas.mirrored(2)
+    x, y = group_training.data(96)
+
+    def fit(directory, *more):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            inputs = keras.layers.Input((4,))
+            model = keras.Model(
+                inputs,
+                {
+                    name: keras.layers.Dense(1, "sigmoid", name=name)(inputs)
+                    for name in "ab"
+                },
+            )
+            model.compile(
+                optimizer=tf_xshard.CrossShardOptimizer(
+                    keras.optimizers.Adam(0.1), group_assignment=[[0], [1]]
+                ),
+                loss={"a": "mse", "b": "mse"},
+                metrics={"a": ["accuracy"], "b": ["accuracy"]},
+            )
+        dataset = tf.data.Dataset.from_tensor_slices((x, {"a": y, "b": 1 - y}))
+        return model.fit(
+            dataset.batch(16),
+            verbose=0,
+            shuffle=False,
+            callbacks=[tf_xshard.GroupCheckpoint(directory, 4), *more],
+        ).history
+
+    expected = fit(tmp_path / "a")
+    with pytest.raises(_Stop):
+        fit(tmp_path / "b", _StopAt(0, 4))
+    assert fit(tmp_path / "b") == expected
 
 
 def test_each_groups_validation_is_in_the_history():
@@ -325,7 +417,7 @@ def test_the_sentinel_looks_before_training_begins():
         _fit(model, [tf_xshard.DivergenceSentinel()])
 
 
-@ON
+@replicas.on_tpu_in_full
 @pytest.mark.parametrize("optimizer", group_training.OPTIMIZERS)
 def test_the_sentinel_never_fires_on_what_is_meant_to_differ(kind, optimizer):
     """Statistics, random states, AGN's own, open rounds, other groups."""
@@ -378,6 +470,11 @@ def test_nan_and_minus_zero_are_no_difference():
         rows = group_divergence.unequal(state, repair=False)
         expected = [] if difference is None else [difference]
         assert rows.column("largest_difference") == expected
+
+
+def test_a_generator_is_refused_at_once():
+    with pytest.raises(TypeError, match="a generator can be read only once"):
+        tf_xshard.GroupValidation(x for x in ())
 
 
 @pytest.mark.parametrize(

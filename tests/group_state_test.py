@@ -285,9 +285,15 @@ def test_divergence(model):
     assert text.startswith("variable") and "0.25" in text
 
 
-@ON
-@pytest.mark.parametrize("optimizer", ["agn", "agn_updates"])
-@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize(
+    "kind, optimizer, shown",
+    [
+        ("mirrored", "agn", False),
+        ("tpu", "agn", True),
+        ("mirrored", "agn_updates", True),
+        pytest.param("tpu", "agn_updates", False, marks=replicas.in_full),
+    ],
+)
 def test_agn_between_exchanges(kind, optimizer, shown):
     """The group's weights are the center; what is local has its column."""
     strategy = replicas.STRATEGIES[kind](4)
@@ -457,8 +463,9 @@ def test_export(tmp_path):
         np.testing.assert_array_equal(value, its)
 
 
-@ON
-@pytest.mark.parametrize("optimizer", ["towers", "agn"])
+@pytest.mark.parametrize(
+    "kind, optimizer", [("mirrored", "towers"), ("tpu", "agn")]
+)
 def test_export_of_other_optimizers(kind, optimizer, tmp_path):
     strategy = replicas.STRATEGIES[kind](4)
     model = group_training.trained(strategy, optimizer)
@@ -508,6 +515,251 @@ def test_each_group_has_its_learning_rate():
     replicas.apply_once(strategy, optimizer, lambda r: [tf.ones([3])], [weight])
     for r, value in enumerate(replicas.values(strategy, weight)):
         np.testing.assert_array_equal(value, [-rates[r]] * 3)
+
+
+def test_values_that_do_not_fit_change_nothing():
+    one, two, count = keras.Variable(1.0), keras.Variable(2.0), tf.Variable(3)
+    state = tf_xshard.GroupState([one, two, count])
+    for wrong in ([7, None, 3], [7, "x", 3], [7, 1j, 3], [7, 2, 1.5]):
+        with pytest.raises(ValueError, match="has type (float|int)32, got"):
+            state.set_weights(0, {"variables": wrong})
+    with pytest.raises(ValueError, match="has type float32, got"):
+        state.assign(one, ["fast"])
+    assert [float(v.numpy()) for v in (one, two, count)] == [1.0, 2.0, 3.0]
+    state.set_weights(0, {"variables": [5, np.float64(6), np.int64(7)]})
+    assert [float(v.numpy()) for v in (one, two, count)] == [5.0, 6.0, 7.0]
+
+
+class TwoOptimizers(keras.Model):
+    """Two networks, each with its optimizer, as Keras' GAN examples have."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = keras.layers.Dense(1)
+        self.b = keras.layers.Dense(1)
+        self.steps = tf.Variable(
+            0.0,
+            trainable=False,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self.noise = tf.random.Generator.from_seed(1)
+        self.deeper = {"more": [tf.Variable(2.0)]}
+
+    def compile(self, a_optimizer, b_optimizer):
+        super().compile()
+        self.a_optimizer, self.b_optimizer = a_optimizer, b_optimizer
+
+    def call(self, x):
+        return self.a(x) + self.b(x)
+
+
+def _two_optimizers(groups, others):
+    with replicas.mirrored(4).scope():
+        model = TwoOptimizers()
+        model(np.zeros([2, 4], "float32"))
+        model.compile(
+            *(
+                tf_xshard.CrossShardOptimizer(
+                    keras.optimizers.Adam(), group_assignment=one
+                )
+                for one in (groups, others)
+            )
+        )
+        model.a_optimizer.build(model.a.trainable_variables)
+        model.b_optimizer.build(model.b.trainable_variables)
+    return model
+
+
+def test_optimizers_and_variables_in_attributes():
+    model = _two_optimizers(MEMBERS, MEMBERS[::-1])
+    state = tf_xshard.GroupState(model)
+    assert state.group_assignment.to_list() == MEMBERS
+    assert list(state.get_weights(0)) == ["model", "a_optimizer", "b_optimizer"]
+    listed = {id(one.variable) for one in state.listed()}
+    for variable in (
+        model.steps,
+        model.noise.state,
+        model.deeper["more"][0],
+        *model.a_optimizer.variables,
+        *model.b_optimizer.variables,
+    ):
+        assert id(variable) in listed
+    with pytest.raises(ValueError, match="optimizers have different groups"):
+        tf_xshard.GroupState(_two_optimizers(MEMBERS, None))
+
+
+def test_parts_that_share_variables():
+    with replicas.mirrored(4).scope():
+        inside = group_training.network()
+        outside = keras.Sequential([inside, keras.layers.Dense(1)])
+        outside(np.zeros([2, 4], "float32"))
+    state = tf_xshard.GroupState({"all": outside, "inside": inside}, MEMBERS)
+    weights = state.get_weights(0)
+    assert len(weights["all"]) == 10 and len(weights["inside"]) == 8
+    new = [value + 1 for value in weights["inside"]]
+    state.set_weights(1, {"inside": new})
+    for value, its in zip(new, state.get_weights(1)["all"][:4], strict=False):
+        assert value.shape == its.shape
+    kinds = [one.name for one in state.listed()]
+    assert len(kinds) == len({id(one.variable) for one in state.listed()})
+
+
+def test_a_model_that_is_compiled_again():
+    """The new optimizer, the new metrics, the new order of variables."""
+    strategy = replicas.mirrored(4)
+    model = group_training.trained(strategy)
+    x, y = group_training.data()
+    state = tf_xshard.GroupState(model)
+    state.evaluate(x, y, batch_size=32)
+    expected = state.predict(x, batch_size=32)
+    with strategy.scope():
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=MEMBERS[::-1]
+            ),
+            loss="mse",
+            metrics=["mae"],
+        )
+    model.layers[0].trainable = False
+    got = state.evaluate(x, y, batch_size=32)
+    assert state.group_assignment.to_list() == MEMBERS[::-1]
+    fresh = tf_xshard.GroupState(model).evaluate(x, y, batch_size=32)
+    assert [list(row.items()) for row in got] == [
+        list(row.items()) for row in fresh
+    ]
+    assert got[2]["mae"] > 0
+    np.testing.assert_allclose(
+        state.predict(x, batch_size=32), expected, atol=1e-6
+    )
+    names = [one.name for one in state.listed() if one.part == "optimizer"]
+    assert any("sgd" in name for name in names)
+    assert not any("adam" in name for name in names)
+
+
+def test_the_ensembles_regularization_is_the_groups_mean():
+    """Weights of 1 and of 3: losses of 4 and of 36. And activities."""
+    with replicas.mirrored(2).scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((4,)),
+                keras.layers.Dense(
+                    1,
+                    kernel_regularizer=keras.regularizers.L2(1.0),
+                    activity_regularizer=keras.regularizers.L2(0.5),
+                ),
+            ]
+        )
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=[[0], [1]]
+            ),
+            loss="mse",
+        )
+    state = tf_xshard.GroupState(model)
+    for group, value in enumerate([1.0, 3.0]):
+        kernel = np.full((4, 1), value, "float32")
+        state.set_weights(group, {"model": [kernel, [0.0]]})
+    zeros = np.zeros([8, 4], "float32"), np.zeros([8, 1], "float32")
+    assert state.evaluate(zeros).column("loss") == [4.0, 36.0, 20.0]
+    ones = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
+    # Outputs of 4, 12 and 8; activities 0.5 * 16 and 0.5 * 144.
+    losses = state.evaluate(ones).column("loss")
+    np.testing.assert_allclose(
+        losses, [16 + 4 + 8, 144 + 36 + 72, 64 + 20 + 40], rtol=1e-6
+    )
+
+
+class NoTrainingArgument(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3, "softmax")
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_metrics_of_all_kinds():
+    """Vectors, and one that is called as the column of groups is."""
+
+    def group(y_true, y_pred):
+        return keras.ops.mean(y_pred, axis=-1)
+
+    with replicas.mirrored(2).scope():
+        model = NoTrainingArgument()
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=[[0], [1]]
+            ),
+            loss="categorical_crossentropy",
+            metrics=[keras.metrics.F1Score(), group],
+        )
+        x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+        model(x)
+    y = np.eye(3, dtype="float32")[np.arange(8) % 3]
+    state = tf_xshard.GroupState(model)
+    table = state.evaluate(x, y)
+    assert table.column("group") == [0, 1, "ensemble"]
+    assert table[0]["f1_score"].shape == (3,)
+    np.testing.assert_allclose(table[0]["group (metric)"], 1 / 3, rtol=1e-5)
+    assert "f1_score" in str(table)
+    weight = np.linspace(0.1, 2.0, 8)
+    [one, *_], [other, *_] = (
+        state.evaluate((x, y), sample_weight=weight),
+        state.evaluate((x, y, weight)),
+    )
+    assert one["loss"] == other["loss"] != table[0]["loss"]
+    with pytest.raises(ValueError, match="and another"):
+        state.evaluate((x, y, weight), sample_weight=weight)
+
+
+def test_strings_are_refused():
+    with pytest.raises(TypeError, match="holds strings"):
+        tf_xshard.GroupState([tf.Variable(["a", "b"])])
+
+
+def test_what_model_save_can_do_export_can(tmp_path):
+    """Lambda layers, losses of one's own, vocabularies, frozen layers."""
+
+    def own_loss(y_true, y_pred):
+        return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+    with replicas.mirrored(2).scope():
+        lookup = keras.layers.IntegerLookup(output_mode="one_hot", max_tokens=6)
+        lookup.adapt(np.array([10, 20, 30, 40, 50]))
+        model = keras.Sequential(
+            [
+                keras.layers.Input((1,), dtype="int64"),
+                lookup,
+                keras.layers.Lambda(lambda t: t + t),
+                keras.layers.Dense(3),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.Adam(0.1), group_assignment=[[0], [1]]
+            ),
+            loss=own_loss,
+        )
+        model.optimizer.build(model.trainable_variables)
+    state = tf_xshard.GroupState(model)
+    weights = state.get_weights(1)["model"]
+    state.set_weights(1, {"model": [value + 1 for value in weights]})
+    model.layers[2].trainable = False
+    compiled = model.optimizer
+    path = tmp_path / "model.keras"
+    state.export(1, path)
+    assert model.optimizer is compiled
+    assert model.get_compile_config()["optimizer"]["class_name"] == (
+        "CrossShardOptimizer"
+    )
+    loaded = keras.models.load_model(
+        path, safe_mode=False, custom_objects={"own_loss": own_loss}
+    )
+    x = np.array([[10], [30], [99]])
+    np.testing.assert_allclose(
+        loaded.predict(x, verbose=0), state.predict(x, 1), atol=1e-6
+    )
 
 
 def test_what_holds_variables():

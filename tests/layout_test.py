@@ -34,7 +34,7 @@ LAYERS = (
     # Besides the flow: what groups hold.
     ("group_values", "saved_state", "table"),
     ("state_variables", "chief_callbacks", "keras_trainer"),
-    ("group_variables", "group_models", "multi_worker_fit"),
+    ("group_variables", "group_models", "keras_multi_worker"),
     ("group_divergence", "group_saving"),
     ("group_state",),
     ("group_callbacks",),
@@ -76,7 +76,7 @@ LAYERS = (
     ("demo.training",),
     ("demo.promises",),
     ("demo.cross_shard", "demo.tower", "demo.agn"),
-    ("demo", "doctor"),
+    ("demo", "doctor", "launcher"),
     ("__main__",),
 )
 # The optimizers' door to each, and those of the TF1 surface and the tool.
@@ -87,7 +87,7 @@ DOORS = {
         "testing.internals",
     ),
     "tensorflow.compiler": ("testing.internals",),
-    "keras.src": ("inner_update", "multi_worker_fit"),
+    "keras.src": ("inner_update", "keras_multi_worker"),
     "jax._src": ("testing.internals",),
     "jaxlib": ("testing.internals",),
 }

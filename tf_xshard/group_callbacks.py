@@ -53,7 +53,8 @@ class GroupCheckpoint(keras.callbacks.Callback):
         `GroupState.restore` reads. With several processes all must see it.
       every: `"epoch"` (default), or a number of batches.
       keep: How many saves to keep, the last ones. None for all. Default: 1.
-      regroup: See `GroupState.restore`. Default: None.
+      regroup: See `GroupState.restore`; used where the saved groups are others.
+        Default: None.
 
     Raises:
       ValueError: If an argument has a wrong value; when `fit` begins, if the
@@ -133,7 +134,20 @@ class GroupCheckpoint(keras.callbacks.Callback):
         )
         if last is None:
             return
-        position = self._state.restore(last, regroup=self._regroup)
+        position = group_saving.position(last)
+        steps = self.model.steps_per_execution
+        if position.step % steps:
+            raise ValueError(
+                f"{last!r} was saved after {position.step} steps of an epoch,"
+                f" and fit takes {steps} at once (steps_per_execution). Go on"
+                " with a number that divides it."
+            )
+        # Only the first time: what was regrouped has been saved with the new
+        # groups since.
+        regroup = None
+        if group_saving.saved_groups(last) != self._state.group_assignment:
+            regroup = self._regroup
+        self._state.restore(last, regroup=regroup)
         logging.info("Restored %s: %s", last, position)
         keras_trainer.start_at_epoch(self.model, position.epoch)
         self._num_to_skip = position.step
@@ -151,6 +165,8 @@ class GroupCheckpoint(keras.callbacks.Callback):
         """
         del logs
         self._epoch = epoch
+        # `fit` has read it; one that ends in an error must not leave it behind.
+        keras_trainer.start_at_epoch(self.model, None)
         if not self._num_to_skip:
             return
         # Keras has just reset them.
@@ -242,6 +258,7 @@ class GroupValidation(keras.callbacks.Callback):
       steps: See `keras.Model.evaluate`.
 
     Raises:
+      TypeError: If `data` is a generator.
       ValueError: If `every` is not a positive int.
 
     Example:
@@ -270,6 +287,7 @@ class GroupValidation(keras.callbacks.Callback):
     ):
         super().__init__()
         _check_count("every", every)
+        group_state.refuse_generator(data)
         self._data = data
         self._every = every
         self._options = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
@@ -10,13 +13,15 @@ import tensorflow as tf
 
 from tf_xshard import agn_optimizer
 from tf_xshard import inner_update
+from tf_xshard import keras_trainer
 from tf_xshard import state_variables
 
 
 class Ensemble(keras.Model):
     """A model whose outputs are the mean of several models' outputs.
 
-    It computes with the loss and metrics of the model that it is made of.
+    It computes with the loss and metrics of the model that it is made of, and
+    with the mean of the members' regularization losses.
 
     Args:
       model: A compiled or uncompiled `keras.Model`.
@@ -27,6 +32,8 @@ class Ensemble(keras.Model):
         super().__init__(name=f"{model.name}_ensemble")
         with inner_update.untracked():
             self._of = model
+            self._variables_of = _ordered(model)
+            self._metrics_of = list(model.metrics)
             self._members = [
                 [
                     keras.Variable(
@@ -34,12 +41,26 @@ class Ensemble(keras.Model):
                         dtype=like.dtype,
                         trainable=False,
                     )
-                    for like in _ordered(model)
+                    for like in self._variables_of
                 ]
                 for _ in range(num_members)
             ]
-        self._num_trainable = len(model.trainable_variables)
+        parameters = inspect.signature(model.call).parameters.values()
+        self._options = (
+            {"training": False}
+            if any(
+                p.name == "training" or p.kind == p.VAR_KEYWORD
+                for p in parameters
+            )
+            else {}
+        )
         self.compile()
+
+    def is_of(self, model: keras.Model) -> bool:
+        """Whether the model has these variables and metrics still."""
+        return _are(self._variables_of, _ordered(model)) and _are(
+            self._metrics_of, model.metrics
+        )
 
     def show(self, weights: Sequence[Sequence[np.ndarray]]) -> None:
         """Gives every member its weights.
@@ -52,31 +73,35 @@ class Ensemble(keras.Model):
                 id(weight): value
                 for weight, value in zip(self._of.weights, values, strict=True)
             }
-            for like, variable in zip(_ordered(self._of), member, strict=True):
+            for like, variable in zip(self._variables_of, member, strict=True):
                 # Random states are no weights; a prediction draws nothing.
                 if id(like) in of_weight:
                     variable.assign(of_weight[id(like)])
 
-    def call(self, *args, **kwargs):
+    def _outputs_and_losses(self, x):
+        """The mean of the outputs, and of what regularizers add."""
+        outputs, losses = [], []
+        for member in self._members:
+            mapping = zip(self._variables_of, member, strict=True)
+            with keras.StatelessScope(
+                [(like, one.value) for like, one in mapping],
+                collect_losses=True,
+            ):
+                outputs.append(self._of(x, **self._options))
+                losses.append([tf.reduce_sum(one) for one in self._of.losses])
+        mean = keras.tree.map_structure(_mean, *outputs)
+        return mean, [_mean(*parts) for parts in zip(*losses, strict=True)]
+
+    def call(self, x):
         """The mean of what the members return.
 
         Args:
-          *args: What the model takes.
-          **kwargs: The same.
+          x: The model's input.
 
         Returns:
           The model's outputs, averaged.
         """
-        outputs = [
-            self._of.stateless_call(
-                [v.value for v in values[: self._num_trainable]],
-                [v.value for v in values[self._num_trainable :]],
-                *args,
-                **{**kwargs, "training": False},
-            )[0]
-            for values in self._members
-        ]
-        return keras.tree.map_structure(_mean, *outputs)
+        return self._outputs_and_losses(x)[0]
 
     @property
     def metrics(self):
@@ -93,14 +118,15 @@ class Ensemble(keras.Model):
           The metrics so far.
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs = self(x)
-        loss = self._of.compute_loss(
-            x=x,
-            y=y,
-            y_pred=outputs,
-            sample_weight=sample_weight,
-            training=False,
-        )
+        outputs, losses = self._outputs_and_losses(x)
+        with keras_trainer.losses_instead(self._of, losses):
+            loss = self._of.compute_loss(
+                x=x,
+                y=y,
+                y_pred=outputs,
+                sample_weight=sample_weight,
+                training=False,
+            )
         for metric in self._of.metrics:
             if metric.name == "loss":
                 # Keras divides every loss by the number of replicas.
@@ -115,47 +141,63 @@ def _ordered(model: keras.Model) -> list:
     return [*model.trainable_variables, *model.non_trainable_variables]
 
 
+def _are(some: Sequence, others: Sequence) -> bool:
+    return len(some) == len(others) and all(
+        one is other for one, other in zip(some, others, strict=True)
+    )
+
+
 def _mean(*outputs):
-    # One by one, in the outputs' own type: integers have no mean.
     total = outputs[0]
     for output in outputs[1:]:
         total = total + output
     return total / len(outputs)
 
 
-def plain_copy(
-    model: keras.Model, weights: Sequence[np.ndarray], slots: dict
-) -> keras.Model:
-    """A model with other weights that knows neither strategy nor tf_xshard.
+@contextlib.contextmanager
+def with_plain_optimizer(model: keras.Model, value_of) -> Iterator[keras.Model]:
+    """A model that is saved as if it knew no tf_xshard, while this is entered.
 
     Args:
       model: The model, compiled or not.
-      weights: The values of `model.weights`.
-      slots: The values of its optimizer's variables, by their `id`.
+      value_of: Returns the value of a variable of its optimizer.
 
-    Returns:
-      A new model, compiled with the innermost optimizer if the first one was.
+    Yields:
+      The model, compiled with a copy of the innermost optimizer.
     """
-    config = keras.saving.serialize_keras_object(model)
     optimizer = getattr(model, "optimizer", None)
-    compiled = config.get("compile_config")
-    if compiled and optimizer is not None:
-        optimizer = _unwrapped(optimizer)
-        compiled["optimizer"] = keras.saving.serialize_keras_object(optimizer)
-    copy = keras.saving.deserialize_keras_object(config)
-    if not copy.built:
-        copy.build_from_config(model.get_build_config())
-    copy.set_weights(weights)
-    if compiled and optimizer is not None:
-        if not copy.optimizer.built:
-            copy.optimizer.build(copy.trainable_variables)
-        for mine, its in zip(
-            state_variables.of_optimizer(optimizer),
-            state_variables.of_optimizer(copy.optimizer),
-            strict=True,
-        ):
-            its.assign(slots[id(mine)])
-    return copy
+    config = model.get_compile_config() if optimizer is not None else None
+    if not config or not inner_update.is_wrapper(optimizer):
+        yield model
+        return
+    innermost = _unwrapped(optimizer)
+    config["optimizer"] = keras.saving.serialize_keras_object(innermost)
+    # Some optimizers' from_config takes things out of what it gets.
+    plain = keras.saving.deserialize_keras_object(
+        copy.deepcopy(config["optimizer"])
+    )
+    if innermost.built:
+        plain.build(model.trainable_variables)
+        for mine, its in _paired(innermost, plain):
+            its.assign(value_of(mine))
+    with keras_trainer.compiled_with(model, plain, config):
+        yield model
+
+
+def _paired(optimizer, other) -> Iterator[tuple]:
+    """The variables of two optimizers of one class, side by side."""
+    own = state_variables.of_optimizer(optimizer)
+    its = state_variables.of_optimizer(other)
+    if len(own) == len(its):
+        yield from zip(own, its, strict=True)
+        return
+    # Layers were frozen since the first was built; the second's file has to fit
+    # the model as it is now.
+    by_name = {variable.path.split("/")[-1]: variable for variable in own}
+    for variable in its:
+        name = variable.path.split("/")[-1]
+        if name in by_name:
+            yield by_name[name], variable
 
 
 def _unwrapped(optimizer) -> keras.optimizers.Optimizer:

@@ -52,6 +52,7 @@ def save(
         "group_assignment": state.group_assignment.to_list(),
         "epoch": epoch,
         "step": step,
+        "optimizers": state.optimizer_classes(),
         "files": {
             name: checksum
             for of_process in replicas.gather_json(files)
@@ -112,6 +113,12 @@ def position(directory: str) -> Position:
     return Position(manifest["epoch"], manifest["step"])
 
 
+def saved_groups(directory: str) -> group_assignment_lib.GroupAssignment:
+    """The groups of a save."""
+    manifest = saved_state.read_manifest(directory)
+    return group_assignment_lib.GroupAssignment(manifest["group_assignment"])
+
+
 def restore(
     state: group_variables.GroupVariables,
     directory: str,
@@ -136,6 +143,12 @@ def _read(state, listed, directory, regroup) -> tuple[Position, list]:
         manifest["group_assignment"]
     )
     sources = _sources(state, directory, saved_groups, regroup)
+    own, its = state.optimizer_classes(), manifest["optimizers"]
+    if own != its:
+        raise ValueError(
+            f"{directory!r} was saved from other optimizers: it has {its}, and"
+            f" here are {own}."
+        )
     pairs = _matched(listed, manifest["variables"], directory)
     if sources is not None:
         pairs = [pair for pair in pairs if pair[0].kind != "metric"]
@@ -216,6 +229,21 @@ def _matched(
         for index, one in enumerate(saved)
         if one["kind"] != "metric"
     ]
+    # Names that users give are in another order, though all there: Keras'
+    # numbers are no more than numbers only where that is not so.
+    mine, theirs = (
+        [_last(n) for n in names]
+        for names in (
+            [one.name for one in own if one.kind in _NAMED],
+            [other["name"] for _, other in its if other["kind"] in _NAMED],
+        )
+    )
+    if mine != theirs and sorted(mine) == sorted(theirs):
+        first = next(a for a, b in zip(mine, theirs, strict=True) if a != b)
+        raise ValueError(
+            f"{directory!r} was saved from a model whose variables are in"
+            f" another order; the first that differs here is {first!r}."
+        )
     for one, (_, other) in zip(own, its, strict=False):
         mine = (one.part, one.shape, one.dtype, _own_name(one.name, one.kind))
         theirs = (
@@ -249,28 +277,38 @@ def _matched(
 
 
 def _matched_metrics(listed, saved):
-    # Keras makes them when training begins, and resets them then.
-    its = {}
-    for index, other in enumerate(saved):
-        if other["kind"] == "metric":
-            key = other["part"], other["name"], tuple(other["shape"])
-            its[key] = index, other
-    return [
-        (one, *its[key])
-        for one in listed
-        if one.kind == "metric"
-        and (key := (one.part, one.name, one.shape)) in its
+    # Keras makes them when training begins, and resets them then. Several have
+    # one name, so all are the same, or none counts.
+    own = [one for one in listed if one.kind == "metric"]
+    its = [
+        (index, other)
+        for index, other in enumerate(saved)
+        if other["kind"] == "metric"
     ]
+    if [(one.part, one.name, one.shape) for one in own] != [
+        (other["part"], other["name"], tuple(other["shape"]))
+        for _, other in its
+    ]:
+        return []
+    return [(one, *other) for one, other in zip(own, its, strict=True)]
+
+
+_NAMED = ("weight", "statistic", "random")
+
+
+def _last(path: str) -> str:
+    """A variable's name and its layer's, without what is around these.
+
+    A model's name is a part of the path or not, depending on how it was made.
+    """
+    return "/".join(path.split("/")[-2:])
 
 
 def _own_name(path: str, kind: str) -> str:
     """What is always the same in a variable's path.
 
-    Keras numbers equal names, and a model's name is a part of the path or not,
-    depending on how it was made: `sequential_1/dense_2/kernel`. Of an
-    optimizer's variable, whose name has that in front, it is the last word.
+    Keras numbers equal names: `sequential_1/dense_2/kernel`. Of an optimizer's
+    variable, whose name has that in front, it is the last word.
     """
-    own = "/".join(re.sub(r"_\d+", "", path).split("/")[-2:])
-    if kind in ("weight", "statistic", "random"):
-        return own
-    return re.split("[/_]", own)[-1]
+    own = re.sub(r"_\d+", "", _last(path))
+    return own if kind in _NAMED else re.split("[/_]", own)[-1]

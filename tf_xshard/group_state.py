@@ -14,8 +14,21 @@ from tf_xshard import group_divergence
 from tf_xshard import group_models
 from tf_xshard import group_saving
 from tf_xshard import group_variables
-from tf_xshard import multi_worker_fit
+from tf_xshard import keras_multi_worker
 from tf_xshard import table
+
+
+def refuse_generator(data) -> None:
+    """Checks that data can be read several times.
+
+    Raises:
+      TypeError: If it is a generator.
+    """
+    if inspect.isgenerator(data):
+        raise TypeError(
+            "The data are read once for each group, and a generator can be read"
+            " only once. Give arrays or a tf.data.Dataset."
+        )
 
 
 class GroupState(group_variables.GroupVariables):
@@ -95,7 +108,7 @@ class GroupState(group_variables.GroupVariables):
         several = self.replicas.num_processes > 1
         try:
             with (
-                multi_worker_fit.multi_worker_fit()
+                keras_multi_worker.multi_worker_fit()
                 if several
                 else contextlib.nullcontext()
             ):
@@ -105,27 +118,31 @@ class GroupState(group_variables.GroupVariables):
                 self.replicas.assign(variable, values)
 
     def _model_weights(self, group: int) -> list[np.ndarray]:
-        listed = [one for one in self.listed() if one.part == "model"]
-        by_id = {id(one.variable): one for one in listed}
+        by_id = {id(one.variable): one for one in self.listed()}
         ordered = [by_id[id(variable)] for variable in self._model.weights]
         return self._group_values(self._shown(ordered), group)
 
     def _show(self, weights) -> None:
         """Puts weights into the model, on all replicas."""
+        if len(weights) != len(self._model.weights):
+            raise ValueError(
+                f"The model {self._model.name!r} has layers that have not been"
+                " built. Call it on a batch first."
+            )
         for variable, value in zip(self._model.weights, weights, strict=True):
             self.assign_groups(
                 variable, dict.fromkeys(range(self.num_groups), value)
             )
 
     def _ensemble(self, weights) -> group_models.Ensemble:
+        # Made once, so that its functions are traced once.
+        made = self._made_ensemble
         with self.replicas.strategy.scope():
-            # Made once: its functions are traced only once then.
-            if self._made_ensemble is None:
-                self._made_ensemble = group_models.Ensemble(
-                    self._model, self.num_groups
-                )
-            self._made_ensemble.show(weights)
-        return self._made_ensemble
+            if made is None or not made.is_of(self._model):
+                made = group_models.Ensemble(self._model, self.num_groups)
+            made.show(weights)
+        self._made_ensemble = made
+        return made
 
     def evaluate(
         self,
@@ -145,15 +162,17 @@ class GroupState(group_variables.GroupVariables):
 
         Args:
           data: A `tf.data.Dataset`, arrays, or a tuple `(x, y)` or `(x, y,
-            sample_weight)`; not a generator, which can be read only once.
+            sample_weight)`; not a generator, which can be read only once. With
+            `steps` it has to come in the same order each time.
           y: The targets, if `data` is arrays of inputs.
           batch_size: See `keras.Model.evaluate`.
           sample_weight: See `keras.Model.evaluate`.
           steps: See `keras.Model.evaluate`.
           verbose: See `keras.Model.evaluate`. Default: 0.
           ensemble: Whether there is a row for the ensemble, whose outputs are
-            the mean of the groups'. It takes the memory of all groups' weights
-            on each replica. Default: True, with several groups.
+            the mean of the groups' `model(x)`. It takes the memory of all
+            groups' weights on each replica. Default: True. There is none for
+            one group, nor where the model has a `test_step` of its own.
 
         Returns:
           A row for each group, with `group` and the metrics, and one with
@@ -173,13 +192,14 @@ class GroupState(group_variables.GroupVariables):
         group  loss
         0      1
         """
-        if inspect.isgenerator(data):
-            raise TypeError(
-                "evaluate() reads the data once for each group, and a generator"
-                " can be read only once. Give arrays or a tf.data.Dataset."
-            )
+        refuse_generator(data)
         if isinstance(data, tuple) and y is None:
-            data, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            data, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+            if weight is not None and sample_weight is not None:
+                raise ValueError(
+                    "evaluate() got a sample_weight in the data, and another."
+                )
+            sample_weight = weight if weight is not None else sample_weight
         options = {
             "y": y,
             "batch_size": batch_size,
@@ -197,7 +217,8 @@ class GroupState(group_variables.GroupVariables):
                 rows.append(
                     table.row_of(group, self._model.evaluate(data, **options))
                 )
-            if ensemble and self.num_groups > 1:
+            own_step = type(self._model).test_step is not keras.Model.test_step
+            if ensemble and self.num_groups > 1 and not own_step:
                 logs = self._ensemble(members).evaluate(data, **options)
                 rows.append(table.row_of("ensemble", logs))
         return rows
@@ -285,7 +306,7 @@ class GroupState(group_variables.GroupVariables):
         Raises:
           ValueError: If there is no such group, no model, or another ending.
           NotImplementedError: If the model can't be made from a config, see
-            `keras.Model.save`.
+            `keras.Model.save`, which writes the file.
 
         Example:
 
@@ -301,21 +322,18 @@ class GroupState(group_variables.GroupVariables):
         path = os.fspath(path)
         if not path.endswith(".keras"):
             raise ValueError(f"export() writes .keras files, got {path!r}.")
+
+        def value_of(variable):
+            [value] = self._group_values([variable], group)
+            return value
+
         with self._preserved():
-            weights = self._model_weights(group)
-            slots = [v for v in self.listed() if v.part == "optimizer"]
-            slots = [v.variable for v in slots]
-            values = self._group_values(slots, group)
-            copy = group_models.plain_copy(
-                self._model,
-                weights,
-                {
-                    id(variable): value
-                    for variable, value in zip(slots, values, strict=True)
-                },
-            )
-        if self.is_chief:
-            copy.save(path)
+            self._show(self._model_weights(group))
+            with group_models.with_plain_optimizer(
+                self._model, value_of
+            ) as model:
+                if self.is_chief:
+                    model.save(path)
 
     def save(
         self, directory: str | os.PathLike, *, epoch: int = 0, step: int = 0

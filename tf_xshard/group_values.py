@@ -13,6 +13,27 @@ def is_floating(dtype: np.dtype) -> bool:
     return np.dtype(dtype).kind in "fcV"
 
 
+def as_type(value, like: np.dtype, name: str) -> np.ndarray:
+    """What a user gives, as an array of a variable's type.
+
+    Raises:
+      ValueError: If that would lose more than digits.
+    """
+    value = np.asarray(value)
+    like = np.dtype(like)
+    allowed = "b" if like.kind == "b" else "biu"
+    if is_floating(like):
+        allowed = "biufV" + ("c" if like.kind == "c" else "")
+    if value.dtype.kind not in allowed or (
+        # Structured types are of that kind, too.
+        value.dtype.kind == "V" and value.dtype.names
+    ):
+        raise ValueError(
+            f"{name!r} has type {like.name}, got values of {value.dtype.name}."
+        )
+    return value.astype(like)
+
+
 def combined(
     values: Sequence[np.ndarray], weights: Sequence[float] | None = None
 ) -> np.ndarray:

@@ -33,22 +33,29 @@ class GroupVariables:
     ):
         replica_context.refuse_replica_context("GroupState")
         self._model = model if isinstance(model, keras.Model) else None
-        self._parts = state_variables.named_parts(model)
+        self._holder = model
         strategy = self._strategy()
         replica_context.kind_of(strategy)
-        num_replicas = strategy.num_replicas_in_sync
-        if group_assignment is None:
-            group_assignment = group_assignment_lib.joined(
-                [
-                    cross_shard_optimizer.groups_for(groups, num_replicas)
-                    for groups in state_variables.group_assignments(self._parts)
-                ]
+        self._num_replicas = strategy.num_replicas_in_sync
+        self._given_groups = group_assignment
+        if group_assignment is not None:
+            self._given_groups = cross_shard_optimizer.groups_for(
+                group_assignment_lib.GroupAssignment(group_assignment),
+                self._num_replicas,
             )
-        self._groups = cross_shard_optimizer.groups_for(
-            group_assignment_lib.GroupAssignment(group_assignment), num_replicas
-        )
+        self._find_groups()
         self.replicas = replica_values.ReplicaValues(
             strategy, self._communication()
+        )
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        # Each time anew: a model may have been compiled again.
+        return state_variables.named_parts(self._holder)
+
+    def _find_groups(self) -> None:
+        self._groups = self._given_groups or state_variables.groups_of(
+            self._parts, self._num_replicas
         )
 
     @property
@@ -98,30 +105,46 @@ class GroupVariables:
                 return one.communication
         return communication_lib.Communication()
 
-    def listed(self, kinds=None) -> list[state_variables.StateVariable]:
+    def listed(
+        self, kinds=None, each_once: bool = True
+    ) -> list[state_variables.StateVariable]:
         """All variables, or those of some kinds."""
         replica_context.refuse_replica_context("GroupState")
         if not tf.executing_eagerly():
             raise RuntimeError(
                 "GroupState is used inside a tf.function. Call it outside."
             )
-        self._build()
-        found = state_variables.listed(self._parts)
+        parts = self._parts
+        self._build(parts)
+        self._find_groups()
+        found = state_variables.listed(parts, each_once)
+        if not found:
+            raise ValueError(f"GroupState found no variables in {list(parts)}.")
         return [one for one in found if kinds is None or one.kind in kinds]
 
-    def _build(self) -> None:
+    def optimizer_classes(self) -> dict[str, list[str]]:
+        """The classes of each optimizer and of those inside it, by parts."""
+        return {
+            name: [
+                type(one).__name__
+                for one in state_variables.optimizers_in({name: part})
+            ]
+            for name, part in self._parts.items()
+            if state_variables.optimizers_in({name: part})
+        }
+
+    def _build(self, parts) -> None:
         """Makes what is not there yet, as far as that is known."""
-        for name, part in self._parts.items():
-            if not getattr(part, "built", True) and isinstance(
-                part, keras.Layer
-            ):
+        for name, part in parts.items():
+            is_built = getattr(part, "built", True)
+            if isinstance(part, keras.Layer) and not is_built:
                 raise ValueError(
                     f"GroupState: {name!r} has not been built, so it has no"
                     " variables. Give it an Input, or call it on a batch first."
                 )
-            if not isinstance(part, keras.optimizers.Optimizer) or part.built:
+            if not isinstance(part, keras.optimizers.Optimizer) or is_built:
                 continue
-            if self._model is None:
+            if self._model is None or name != "optimizer":
                 raise ValueError(
                     f"GroupState: the optimizer {name!r} has not been built."
                     " Call build(variables) on it, in the strategy's scope."
@@ -195,7 +218,7 @@ class GroupVariables:
         {'variables': [array([1., 2.], dtype=float32)]}
         """
         group = self._checked(group)
-        listed = self.listed(state_variables.LEARNED)
+        listed = self.listed(state_variables.LEARNED, each_once=False)
         result = {name: [] for name in self._parts}
         values = self._group_values(self._shown(listed), group)
         for one, value in zip(listed, values, strict=True):
@@ -223,7 +246,7 @@ class GroupVariables:
         3.0
         """
         group = self._checked(group)
-        listed = self.listed(state_variables.LEARNED)
+        listed = self.listed(state_variables.LEARNED, each_once=False)
         unknown = set(weights) - set(self._parts)
         if unknown:
             raise ValueError(
@@ -241,7 +264,7 @@ class GroupVariables:
             for one, variable, value in zip(
                 own, self._shown(own), values, strict=True
             ):
-                value = np.asarray(value)
+                value = group_values.as_type(value, one.numpy_type, one.name)
                 if value.shape != one.shape:
                     raise ValueError(
                         f"{one.name!r} has shape {one.shape}, got a value of"
@@ -283,7 +306,11 @@ class GroupVariables:
             raise TypeError(
                 f"assign() needs a variable, got {type(variable).__name__}."
             )
-        values = [np.asarray(value) for value in values]
+        dtype = replica_values.copies(variable)[0].dtype.as_numpy_dtype
+        values = [
+            group_values.as_type(value, dtype, variable.name)
+            for value in values
+        ]
         shape = tuple(variable.shape)
         if len(values) != self.num_groups or any(
             value.shape != shape for value in values

@@ -1,12 +1,16 @@
-"""What Keras' `fit` keeps to itself and callbacks have to touch.
+"""What a Keras model keeps to itself and callbacks and saving have to touch.
 
-The second door to names that Keras does not export; the optimizers' is
-`inner_update`. `tests/private_names_test.py` runs what uses them.
+Another door to what Keras does not export; the optimizers' is `inner_update`.
+`tests/private_names_test.py` looks at what this rests on.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import keras
+import tensorflow as tf
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
@@ -25,24 +29,53 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
 
     Args:
       model: The model that is trained, at the beginning of an epoch.
-      num_steps: How many batches.
+      num_steps: How many batches, a multiple of `steps_per_execution`.
     """
-    train_function = model.train_function
+    train_function, history = model.train_function, model.history
     remaining = num_steps
 
     def skip(iterator):
         nonlocal remaining
+        # `fit` has a history of its own: this one was left in mid-epoch.
+        if remaining <= 0 or model.history is not history:
+            model.train_function = train_function
+            return train_function(iterator)
         remaining -= model.steps_per_execution
-        try:
-            for _ in range(model.steps_per_execution):
-                next(iterator)
-        except BaseException:
-            remaining = 0
-            raise
-        finally:
-            if remaining <= 0:
-                model.train_function = train_function
+        for _ in range(model.steps_per_execution):
+            next(iterator)
         return model.get_metrics_result()
 
     if num_steps > 0:
         model.train_function = skip
+
+
+@contextlib.contextmanager
+def losses_instead(
+    model: keras.Model, losses: Sequence[tf.Tensor]
+) -> Iterator[None]:
+    """Makes `model.losses`, which `compute_loss` adds, something else."""
+    before = model._losses_override
+    model._losses_override = list(losses)
+    try:
+        yield
+    finally:
+        model._losses_override = before
+
+
+@contextlib.contextmanager
+def compiled_with(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, config: dict
+) -> Iterator[None]:
+    """Makes a model's optimizer and its compile config others.
+
+    Without `compile`, which would make its metrics and functions anew.
+    """
+    before = model.optimizer
+    # Not through Keras, which would make the optimizer a part of the model.
+    object.__setattr__(model, "optimizer", optimizer)
+    object.__setattr__(model, "get_compile_config", lambda: config)
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "optimizer", before)
+        object.__delattr__(model, "get_compile_config")

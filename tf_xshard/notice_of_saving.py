@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -33,6 +34,18 @@ class NoticeOfSaving(tf.train.experimental.PythonState):
                 self._name,
                 lost,
             )
+
+    def tell_in_legacy_save(self) -> None:
+        """The same, if a legacy .h5 file is what asks for a config.
+
+        Keras' writer of those asks an optimizer for nothing that others do not.
+        """
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "save_model_to_hdf5":
+                self.tell()
+                return
+            frame = frame.f_back
 
     def serialize(self) -> str:
         """Called when a checkpoint is written; there is nothing to keep."""

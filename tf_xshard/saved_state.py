@@ -59,6 +59,7 @@ def write_values(
       The checksums of the files by their names; empty if there are no values.
     """
     tf.io.gfile.makedirs(directory)
+    _refuse_foreign(directory)
     if not values:
         return {}
     prefix = f"state-{token}-{process_id:05d}"
@@ -76,6 +77,19 @@ def write_values(
     for name in names:
         _to_disk(os.path.join(directory, name))
     return {name: _checksum(os.path.join(directory, name)) for name in names}
+
+
+def _refuse_foreign(directory: str) -> None:
+    """Checks that a manifest that is to be replaced is one of these."""
+    if not has_save(directory):
+        return
+    with tf.io.gfile.GFile(os.path.join(directory, MANIFEST), "rb") as file:
+        content = file.read()
+    if not (b'"sha256"' in content and _FORMAT.encode() in content):
+        raise ValueError(
+            f"{directory!r} holds a {MANIFEST} that is no group state's. Save"
+            " to another directory."
+        )
 
 
 def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:

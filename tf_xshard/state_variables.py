@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard import agn_optimizer
+from tf_xshard import cross_shard_optimizer
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import inner_update
 from tf_xshard import replica_values
@@ -46,6 +48,12 @@ class StateVariable:
         return tuple(int(n) for n in self.variable.shape)
 
     @property
+    def numpy_type(self) -> np.dtype:
+        """Its type in NumPy."""
+        dtype = replica_values.copies(self.variable)[0].dtype
+        return np.dtype(dtype.as_numpy_dtype)
+
+    @property
     def dtype(self) -> str:
         """The name of its type."""
         return replica_values.copies(self.variable)[0].dtype.name
@@ -58,10 +66,16 @@ def named_parts(holder) -> dict[str, Any]:
       TypeError: If something in it holds no variables.
     """
     if isinstance(holder, keras.Model):
-        parts = {"model": holder}
-        if getattr(holder, "optimizer", None) is not None:
-            parts["optimizer"] = holder.optimizer
-        return parts
+        # Several optimizers are attributes: those of a GAN, for example.
+        optimizers = {
+            name: value
+            for name, value in vars(holder).items()
+            if isinstance(value, keras.optimizers.Optimizer)
+        }
+        # Keras makes one that nothing uses where `compile` gets none.
+        if len(optimizers) > 1 and not optimizers["optimizer"].built:
+            del optimizers["optimizer"]
+        return {"model": holder, **optimizers}
     if isinstance(holder, Mapping):
         parts = {str(name): part for name, part in holder.items()}
     elif isinstance(holder, (list, tuple)):
@@ -105,24 +119,44 @@ def agn_optimizers(
     ]
 
 
-def group_assignments(
-    parts: Mapping[str, Any],
-) -> list[group_assignment_lib.GroupAssignment | None]:
-    """Those of all optimizers that reduce; None for one group of all."""
-    found = [
-        one.group_assignment
-        for one in optimizers_in(parts)
-        if hasattr(one, "group_assignment")
-    ]
+def groups_of(
+    parts: Mapping[str, Any], num_replicas: int
+) -> group_assignment_lib.GroupAssignment:
+    """The groups that the parts' optimizers make in the end.
+
+    Raises:
+      ValueError: If two optimizers make different ones.
+    """
+    found = {}
+    for name, part in parts.items():
+        assignments = [
+            cross_shard_optimizer.groups_for(one.group_assignment, num_replicas)
+            for one in optimizers_in({name: part})
+            if hasattr(one, "group_assignment")
+        ]
+        if assignments:
+            found[name] = group_assignment_lib.joined(assignments)
     # A plain Keras optimizer reduces over all replicas.
-    return found or [None]
+    first, *others = found.values() or [
+        cross_shard_optimizer.groups_for(None, num_replicas)
+    ]
+    if any(set(other) != set(first) for other in others):
+        raise ValueError(
+            "GroupState: optimizers have different groups,"
+            f" { {n: g.to_list() for n, g in found.items()} }. Give"
+            " group_assignment, or make one GroupState for each."
+        )
+    return first
 
 
-def listed(parts: Mapping[str, Any]) -> list[StateVariable]:
-    """Every variable of the parts, each once, in an order that is always one.
+def listed(
+    parts: Mapping[str, Any], each_once: bool = True
+) -> list[StateVariable]:
+    """Every variable of the parts, in an order that is always one.
 
     Args:
       parts: See `named_parts`.
+      each_once: Whether one of several parts is listed with the first only.
 
     Returns:
       A list of `StateVariable`.
@@ -132,9 +166,9 @@ def listed(parts: Mapping[str, Any]) -> list[StateVariable]:
     for name, part in parts.items():
         for one in _variables(name, part):
             key = id(_tensorflow_variable(one.variable))
-            if key in seen:
+            if (key if each_once else (name, key)) in seen:
                 continue
-            seen.add(key)
+            seen.add(key if each_once else (name, key))
             if key in kinds:
                 one = dataclasses.replace(one, kind=kinds[key])
             result.append(one)
@@ -176,45 +210,48 @@ def of_optimizer(optimizer) -> list:
 
 
 def _variables(part: str, holder) -> Iterator[StateVariable]:
-    def all_of(variables, kind):
-        for variable in variables:
-            path = getattr(variable, "path", None) or variable.name
-            yield StateVariable(part, path, variable, kind)
+    def one_of(variable, kind):
+        if replica_values.copies(variable)[0].dtype == tf.string:
+            raise TypeError(
+                f"GroupState: {variable.name!r} of {part!r} holds strings,"
+                " which it can't compare or save."
+            )
+        path = getattr(variable, "path", None) or variable.name
+        return StateVariable(part, path, variable, kind)
 
     if isinstance(holder, keras.optimizers.Optimizer):
         centers = {id(v) for v in _centers(holder)}
-        for one in all_of(of_optimizer(holder), "slot"):
+        for variable in of_optimizer(holder):
+            kind = "local" if _is_on_read(variable) else "slot"
+            one = one_of(variable, kind)
             # A center has its weight's path, by which optimizers know it.
-            name = one.name
-            name = f"center/{name}" if id(one.variable) in centers else name
-            kind = "local" if _is_on_read(one.variable) else "slot"
-            yield dataclasses.replace(one, name=name, kind=kind)
+            if id(variable) in centers:
+                one = dataclasses.replace(one, name=f"center/{one.name}")
+            yield one
     elif isinstance(holder, keras.Metric):
-        yield from all_of(holder.variables, "metric")
+        yield from (one_of(variable, "metric") for variable in holder.variables)
     elif isinstance(holder, keras.Layer):
+        for variable in holder.weights:
+            is_statistic = not variable.trainable or (
+                inner_update.is_overwritten(variable)
+            )
+            yield one_of(variable, "statistic" if is_statistic else "weight")
         weights = {id(v) for v in holder.weights}
-        for one in all_of(holder.weights, "weight"):
-            is_statistic = not one.variable.trainable or (
-                inner_update.is_overwritten(one.variable)
-            )
-            yield dataclasses.replace(
-                one, kind="statistic" if is_statistic else "weight"
-            )
-        yield from all_of(
-            (v for v in holder.variables if id(v) not in weights), "random"
-        )
-        yield from all_of(holder.metrics_variables, "metric")
+        for variable in holder.variables:
+            if id(variable) not in weights:
+                yield one_of(variable, "random")
+        for variable in holder.metrics_variables:
+            yield one_of(variable, "metric")
+        yield from _attributes(part, holder)
     elif isinstance(holder, keras.random.SeedGenerator):
-        yield from all_of([holder.state], "random")
+        yield one_of(holder.state, "random")
     elif isinstance(holder, tf.random.Generator):
-        yield from all_of([holder.state], "random")
+        yield one_of(holder.state, "random")
     elif isinstance(holder, (tf.Variable, keras.Variable)):
         kind = "weight" if holder.trainable else "statistic"
-        kind = "local" if _is_on_read(holder) else kind
-        yield from all_of([holder], kind)
+        yield one_of(holder, "local" if _is_on_read(holder) else kind)
     elif isinstance(holder, tf.Module):
-        for variable in holder.variables:
-            yield from _variables(part, variable)
+        yield from _attributes(part, holder)
     elif isinstance(holder, (list, tuple)):
         for one in holder:
             yield from _variables(part, one)
@@ -225,6 +262,41 @@ def _variables(part: str, holder) -> Iterator[StateVariable]:
             " optimizers, metrics and variables, tf.Variable, tf.Module,"
             " generators of random numbers, and lists of them."
         )
+
+
+# What an object may hold that Keras does not list among its variables.
+_HOLDERS = (tf.Variable, tf.random.Generator, keras.random.SeedGenerator)
+
+
+def _attributes(part: str, holder) -> Iterator[StateVariable]:
+    """TensorFlow's variables and generators in attributes, at any depth.
+
+    Of a tf.Module everything, of Keras' layers what Keras does not list.
+    """
+    waiting, seen = [holder], set()
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, _HOLDERS):
+            yield from _variables(part, one)
+        elif isinstance(one, keras.Layer) and not isinstance(
+            holder, keras.Layer
+        ):
+            yield from _variables(part, one)
+        elif isinstance(one, keras.Variable) and not isinstance(
+            holder, keras.Layer
+        ):
+            yield from _variables(part, one)
+        elif isinstance(one, (keras.optimizers.Optimizer, keras.Metric)):
+            continue
+        elif isinstance(one, (keras.Layer, tf.Module)):
+            waiting += vars(one).values()
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
 
 
 def _is_on_read(variable) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 
 class Table(list):
@@ -47,12 +50,20 @@ class Table(list):
         return [row[name] for row in self]
 
 
-def row_of(group, values: Mapping[str, float]) -> dict:
-    """A row that begins with its group."""
-    return {"group": group, **{k: float(v) for k, v in values.items()}}
+def row_of(group, values: Mapping[str, Any]) -> dict:
+    """A row that begins with its group; numbers are floats, others arrays."""
+    row = {"group": group}
+    for name, value in values.items():
+        value = np.asarray(value)
+        # Not to hide the group's number behind a metric of that name.
+        name = "group (metric)" if name == "group" else name
+        row[name] = float(value) if value.ndim == 0 else value
+    return row
 
 
 def _shown(value) -> str:
     if value is None:
         return "-"
+    if isinstance(value, np.ndarray):
+        return " ".join(f"{one:.4g}" for one in value.ravel())
     return f"{value:.4g}" if isinstance(value, float) else str(value)

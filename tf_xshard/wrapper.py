@@ -363,6 +363,7 @@ class OptimizerWrapper(delegation.Delegation):
 
     def get_config(self) -> dict:
         """The arguments, for serialization."""
+        self._notice_of_saving.tell_in_legacy_save()
         return {
             "inner_optimizer": keras.saving.serialize_keras_object(
                 self.inner_optimizer
