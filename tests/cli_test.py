@@ -95,8 +95,14 @@ _NO_GROUPS = (
     "wrapper, num_replicas, mutant, failure",
     [
         ("cross_shard", 4, _NO_GROUPS, "group 0, on its shards"),
-        ("tower", 2, _NO_REDUCTION, "TowerOptimizer"),
-        ("agn", 2, _NO_REDUCTION, "AGN, period 1"),
+        pytest.param(
+            *("tower", 2, _NO_REDUCTION, "TowerOptimizer"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *("agn", 2, _NO_REDUCTION, "AGN, period 1"),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["cross_shard", "tower", "agn"],
 )

@@ -1,5 +1,7 @@
 """`fit` on N replicas equals one device with the same global batch."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -65,6 +67,7 @@ class TanhDescent(O.Optimizer):
         self.assign_sub(variable, learning_rate * keras.ops.tanh(gradient))
 
 
+@functools.cache
 def _reference(optimizer_fn):
     """One device, and how much the order of rows in a batch matters there."""
     _, reference = training.train(optimizer_fn)
@@ -88,7 +91,7 @@ def _wrapped(optimizer_fn):
     return lambda: tf_xshard.CrossShardOptimizer(optimizer_fn())
 
 
-@replicas.on_every_strategy
+@replicas.on_numberings_in_full
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fit_on_2_4_8_replicas(name, kind, report):
     optimizer_fn = SETTINGS[name]
@@ -110,14 +113,7 @@ def test_fit_on_2_4_8_replicas(name, kind, report):
     report(line)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "mirrored",
-        "tpu",
-        pytest.param("tpu_permuted", marks=pytest.mark.full),
-    ],
-)
+@replicas.on_numberings_in_full
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_optimizer(name, kind, report):
     if name == "muon" and keras.__version__.startswith("3.12."):
@@ -266,7 +262,11 @@ def test_two_levels_are_the_global_reduction(kind):
 @pytest.mark.parametrize(
     "kind, num_replicas",
     [("mirrored", n) for n in (2, 4, 8)]
-    + [(kind, n) for kind in replicas.TPUS for n in (4, 8)],
+    + [
+        pytest.param(kind, n, marks=() if n == 4 else replicas.in_full)
+        for kind in replicas.TPUS
+        for n in (4, 8)
+    ],
 )
 def test_the_assertion_fails_for_mutants(
     mutant, kind, num_replicas, monkeypatch

@@ -17,6 +17,7 @@ import tensorflow as tf
 import tf_xshard
 from benchmarks import measuring
 from tests import agn_oracle
+from tests import multi_worker_fit_cases
 from tests import multi_worker_group_state
 from tests import replicas
 
@@ -289,30 +290,44 @@ def cases(strategy):
         "towers": towers(strategy),
         "agn": agn(strategy),
         "wire": wire(strategy),
+        "fit": multi_worker_fit_cases.run(strategy),
         "group_state": multi_worker_group_state.run(strategy, sys.argv[2]),
     }
 
 
 def killed(strategy, rank=3):
-    """The worker `rank` dies in mid-training."""
+    """The worker `rank` dies in the middle of `fit`."""
+    from tests import training as training_lib
+
+    class _Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if (
+                batch == KILLED_AT_STEP
+                and strategy.cluster_resolver.task_id == rank
+            ):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+
+    communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
     with strategy.scope():
-        weight = keras.Variable(0.0)
-        optimizer = _optimizer(
-            GROUPS["crossed"], timeout_seconds=TIMEOUT_SECONDS
+        model = training_lib.model()
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(0.01),
+                group_assignment=GROUPS["crossed"],
+                communication=communication,
+            ),
+            loss="mse",
         )
-
-    @tf.function
-    def step():
-        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
-
-    for index in range(100_000):
-        if (
-            index == KILLED_AT_STEP
-            and strategy.cluster_resolver.task_id == rank
-        ):
-            os.kill(os.getpid(), signal.SIGKILL)
-        step()
-        time.sleep(0.01)
+    dataset = tf.data.Dataset.from_tensor_slices(training_lib.data())
+    with tf_xshard.multi_worker_fit(communication):
+        model.fit(
+            dataset.repeat().batch(64),
+            steps_per_epoch=100_000,
+            shuffle=False,
+            verbose=0,
+            callbacks=[_Kill()],
+        )
 
 
 def killed_chief(strategy):

@@ -13,14 +13,21 @@ import pytest
 
 from tests import agn_oracle
 from tests import group_training
+from tests import multi_worker_fit_cases as fit_cases
 from tests import multi_worker_program as program
+from tests import replicas
 from tests import training
+import tf_xshard
 from tf_xshard import local_cluster
+
+# One process runs all clusters, one after the other: several at a time starve
+# each other of the two cores, and of heartbeats.
+pytestmark = pytest.mark.xdist_group("clusters")
 
 NUM_WORKERS = program.NUM_WORKERS
 # What TensorFlow says of a worker that is gone: its heartbeat stopped, or its
 # connection was closed, or, of the leader, that it can't be reached.
-_CAUSE = (
+CAUSE = (
     r"(?s)(stopped sending heartbeats\):\s+/job:worker/replica:0/task:{0}"
     r"|Connection reset by peer|Socket closed|failed to connect"
     r"|leader|Failed to send RPC to coordination service)"
@@ -200,6 +207,86 @@ def test_training_equals_one_device_on_the_groups_shards(results):
 
 
 @pytest.fixture(scope="module")
+def fits(results):
+    return [result["fit"] for result in results]
+
+
+def test_plain_keras_fit_fails(fits):
+    for fit in fits:
+        assert fit["plain"] is not None, "Keras mended this: remove it"
+        assert "PerReplica" in fit["plain"]
+        assert "unsupported type" in fit["plain"]
+
+
+def _deviation(got, reference):
+    return training.deviation([[np.array(v)] for v in got], reference)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return training.train(fit_cases.adam)[1]
+
+
+def test_fit_equals_one_device(fits, one_device, report):
+    """20 steps of Adam with clipping, the global batch; and mutants do not."""
+    largest = max(_deviation(fit["all"], one_device) for fit in fits)
+    report(f"fit on 4 processes: {largest:.1e} from one device")
+    assert largest <= 1e-6
+    with_sgd = training.train(fit_cases.sgd)[1]
+    for mutant in ("mutant_factor_2", "mutant_no_reduction"):
+        assert _deviation(fits[1][mutant], with_sgd) > 1e-3
+
+
+@pytest.mark.parametrize("groups", ["alone", "pairs", "crossed"])
+def test_fit_of_groups_equals_one_device_on_their_shards(fits, groups):
+    x, y = training.data()
+    for members in fit_cases.GROUPS[groups]:
+        rows = training.shard_rows(len(x), 64, NUM_WORKERS, members)
+        reference = training.train(
+            fit_cases.adam, xy=(x[rows], y[rows]), batch_size=16 * len(members)
+        )[1]
+        for rank in range(NUM_WORKERS):
+            deviation = _deviation(fits[rank][groups], reference)
+            assert (deviation <= 1e-6) == (rank in members), (rank, deviation)
+
+
+def test_fit_of_towers_equals_one_device(fits, one_device):
+    for fit in fits:
+        assert _deviation(fit["towers"], one_device) <= 1e-6
+
+
+def test_fit_of_agn_equals_one_process(fits):
+    """Under MirroredStrategy, whose numbers agn_optimizer_test holds."""
+    reference = training.train(
+        fit_cases.local_sgd, replicas.mirrored(NUM_WORKERS)
+    )[1]
+    for fit in fits:
+        assert _deviation(fit["agn"], reference) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["classifier", "in_twos"])
+def test_metrics_are_over_all_workers(fits, name):
+    """Class weights, ragged batches and validation: MirroredStrategy's."""
+    options = {"steps_per_execution": 2} if name == "in_twos" else {}
+    expected = fit_cases.fit_classifier(
+        replicas.mirrored(NUM_WORKERS),
+        lambda: tf_xshard.CrossShardOptimizer(fit_cases.adam()),
+        **options,
+    )
+    for fit in fits:
+        assert fit[name] == fits[0][name]
+        for part in ("history", "evaluate"):
+            assert list(fit[name][part]) == list(expected[part])
+            for metric, value in expected[part].items():
+                np.testing.assert_allclose(
+                    fit[name][part][metric], value, rtol=1e-5, err_msg=metric
+                )
+        np.testing.assert_allclose(
+            fit[name]["predict"], expected["predict"], atol=1e-6
+        )
+
+
+@pytest.fixture(scope="module")
 def states(results):
     return [result["group_state"] for result in results]
 
@@ -285,7 +372,7 @@ def test_divergence_over_processes(states):
                 assert row["statistic"] > 0
         assert state["divergence"][0]["between_groups"] > 0.01
         [found] = state["unequal"]
-        assert found["variable"].endswith("dense/kernel")
+        assert found["variable"].endswith("/kernel")
         assert (found["group"], found["replicas"]) == (1, [3])
         np.testing.assert_allclose(found["largest_difference"], 0.5, rtol=1e-5)
         assert not state["repaired"]
@@ -325,7 +412,7 @@ def _check_killed(case, killed_rank, report):
         if rank != killed_rank:
             assert codes[rank] != 0
             error = workers.read(rank, 1)
-            assert re.search(_CAUSE.format(killed_rank), error), error[-3000:]
+            assert re.search(CAUSE.format(killed_rank), error), error[-3000:]
     workers.close()
 
 

@@ -49,6 +49,15 @@ def tpu_permuted(num_replicas: int) -> tf.distribute.TPUStrategy:
 STRATEGIES = {"mirrored": mirrored, "tpu": tpu, "tpu_permuted": tpu_permuted}
 TPUS = ("tpu", "tpu_permuted")
 on_every_strategy = pytest.mark.parametrize("kind", STRATEGIES)
+# A sum over all replicas does not depend on how XLA numbers them; what is saved
+# does not depend on the TPU's way of computing.
+in_full = pytest.mark.full
+on_numberings_in_full = pytest.mark.parametrize(
+    "kind", ["mirrored", "tpu", pytest.param("tpu_permuted", marks=in_full)]
+)
+on_tpu_in_full = pytest.mark.parametrize(
+    "kind", ["mirrored", pytest.param("tpu", marks=in_full)]
+)
 
 
 def is_tpu(strategy) -> bool:

@@ -33,7 +33,7 @@ def _towers(optimizer_fn, num_towers, reduction="mean", **kwargs):
     )
 
 
-@replicas.on_every_strategy
+@replicas.on_numberings_in_full
 @pytest.mark.parametrize("num_towers", [2, 4])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fit_equals_one_device(name, num_towers, kind, report):
@@ -329,7 +329,7 @@ def test_an_open_round_stays_for_the_next_fit():
 
 
 @pytest.mark.parametrize("way", ["keras", "checkpoint", "weights"])
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+@replicas.on_tpu_in_full
 def test_an_open_round_survives_saving(kind, way, tmp_path):
     strategy = replicas.STRATEGIES[kind](2)
     x, y = training.data()
