@@ -454,6 +454,20 @@ def test_the_sentinel_never_fires_on_what_is_meant_to_differ(kind, optimizer):
     assert len(states) == 8
 
 
+def test_one_device_and_a_model_that_is_built_by_the_first_step(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    _fit(
+        model,
+        [
+            tf_xshard.DivergenceSentinel(1),
+            tf_xshard.GroupCheckpoint(tmp_path),
+            tf_xshard.GroupValidation(group_training.data(8)),
+        ],
+    )
+    assert tf_xshard.GroupCheckpoint.position(tmp_path) == (2, 0)
+
+
 def test_nan_and_minus_zero_are_no_difference():
     strategy = replicas.mirrored(2)
     with strategy.scope():

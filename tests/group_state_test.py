@@ -588,6 +588,19 @@ def test_optimizers_and_variables_in_attributes():
         tf_xshard.GroupState(_two_optimizers(MEMBERS, None))
 
 
+def test_a_model_that_is_not_compiled_but_has_optimizers():
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    for name in ("one", "other"):
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(model.trainable_variables)
+        setattr(model, name, optimizer)
+    assert list(tf_xshard.GroupState(model).get_weights(0)) == [
+        "model",
+        "one",
+        "other",
+    ]
+
+
 def test_parts_that_share_variables():
     with replicas.mirrored(4).scope():
         inside = group_training.network()

@@ -5,6 +5,7 @@ import os
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 
 import tf_xshard
@@ -55,6 +56,14 @@ def test_nothing_changes_for_other_strategies():
     with tf_xshard.multi_worker_fit():
         got = fit()
     assert training.deviation(got, [[v[0]] for v in expected]) == 0.0
+
+
+def test_a_strategy_that_is_not_supported_is_left_to_keras():
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0"])
+    values = {"loss": tf.constant(3.0)}
+    with tf_xshard.multi_worker_fit():
+        reduced = trainer.reduce_per_replica(values, strategy, "auto")
+    assert float(reduced["loss"]) == 3.0
 
 
 def test_a_keras_that_is_right_is_left_alone(monkeypatch):

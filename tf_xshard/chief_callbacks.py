@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import keras
-import tensorflow as tf
+
+from tf_xshard import replica_context
 
 _CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
@@ -54,7 +55,7 @@ def with_callbacks_of_worker(fit: Callable) -> Callable:
 
 def _rank(strategy) -> int:
     """The number of this process among the strategy's; the chief's is 0."""
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    if not replica_context.spans_processes(strategy):
         return 0
     [first, *_] = strategy.experimental_local_results(
         strategy.experimental_distribute_values_from_function(

@@ -394,6 +394,8 @@ class DivergenceSentinel(keras.callbacks.Callback):
 
     def _check(self, when: str) -> None:
         self._num_since_check = 0
+        if self._state.group_assignment.group_size == 1:
+            return
         found = group_divergence.unequal(
             self._state, repair=self._action == "repair"
         )

@@ -161,7 +161,11 @@ def multi_worker_fit(
 def _maybe_symbolic_build(original):
     def maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self._distribute_strategy
-        if strategy is None or iterator is None or not _is_multi(strategy):
+        if (
+            strategy is None
+            or iterator is None
+            or not replica_context.spans_processes(strategy)
+        ):
             return original(self, iterator, data_batch)
         for _, _, batches in iterator:
             # Only shapes and types count, and one replica's are as good as all.
@@ -178,20 +182,14 @@ def _maybe_symbolic_build(original):
 
 def _reduce_per_replica(communication, original):
     def reduce_per_replica(values, strategy, reduction):
-        if _is_multi(strategy) and reduction in ("auto", "mean"):
+        if replica_context.spans_processes(strategy) and reduction in (
+            "auto",
+            "mean",
+        ):
             return _mean(values, strategy, communication)
         return original(values, strategy, reduction)
 
     return reduce_per_replica
-
-
-def _is_multi(strategy) -> bool:
-    """Whether replicas are in several processes."""
-    return (
-        replica_context.kind_of(strategy) == "multi_worker"
-        and len(strategy.extended.worker_devices)
-        < strategy.num_replicas_in_sync
-    )
 
 
 def _mean(values, strategy, communication):

@@ -179,9 +179,13 @@ class _Worker:
                 text = line.decode(errors="replace").rstrip("\r\n")
                 if target is sys.stderr:
                     self.last_lines.append(text)
-                # One call a line, so that workers' lines do not mix.
-                target.write(f"[{self.rank}] {text}\n")
-                target.flush()
+                try:
+                    # One call a line, so that workers' lines do not mix.
+                    target.write(f"[{self.rank}] {text}\n")
+                    target.flush()
+                except (OSError, ValueError):
+                    # Nobody reads any more; the worker must not wait for that.
+                    continue
 
     def send(self, number: int) -> None:
         """Sends a signal to the process and its children."""

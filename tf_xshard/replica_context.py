@@ -94,6 +94,18 @@ def kind_of(strategy: tf.distribute.Strategy) -> str:
     )
 
 
+def spans_processes(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas of a strategy are in several processes, each with some.
+
+    So it is with MultiWorkerMirroredStrategy; of others nothing is assumed.
+    """
+    return (
+        isinstance(strategy, _MULTI_WORKER)
+        and len(strategy.extended.worker_devices)
+        < strategy.num_replicas_in_sync
+    )
+
+
 def is_default(strategy: tf.distribute.Strategy) -> bool:
     """Whether this is the strategy of code outside any scope."""
     # The default strategy's class is not exported, the object itself is: it is

@@ -73,7 +73,8 @@ def named_parts(holder) -> dict[str, Any]:
             if isinstance(value, keras.optimizers.Optimizer)
         }
         # Keras makes one that nothing uses where `compile` gets none.
-        if len(optimizers) > 1 and not optimizers["optimizer"].built:
+        default = optimizers.get("optimizer")
+        if len(optimizers) > 1 and default and not default.built:
             del optimizers["optimizer"]
         return {"model": holder, **optimizers}
     if isinstance(holder, Mapping):
