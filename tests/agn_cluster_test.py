@@ -14,10 +14,6 @@ import tensorflow as tf
 from tests import agn_cluster_program as program
 from tf_xshard import local_cluster
 
-# One process runs all clusters, one after the other: several at a time starve
-# each other of the two cores, and of heartbeats.
-pytestmark = pytest.mark.xdist_group("clusters")
-
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SECONDS = 240
 

@@ -15,10 +15,6 @@ import pytest
 from tests import launched_job
 from tests import multi_worker_test
 
-# One process runs all clusters, one after the other: several at a time starve
-# each other of the two cores, and of heartbeats.
-pytestmark = pytest.mark.xdist_group("clusters")
-
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NUM_WORKERS = launched_job.NUM_WORKERS
 _ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -20,10 +20,6 @@ from tests import training
 import tf_xshard
 from tf_xshard import local_cluster
 
-# One process runs all clusters, one after the other: several at a time starve
-# each other of the two cores, and of heartbeats.
-pytestmark = pytest.mark.xdist_group("clusters")
-
 NUM_WORKERS = program.NUM_WORKERS
 # What TensorFlow says of a worker that is gone: its heartbeat stopped, or its
 # connection was closed, or, of the leader, that it can't be reached.
