@@ -63,6 +63,7 @@ def _public():
     [
         testing.simulated_tpu_strategy,
         testing.compile_for_tpu,
+        tf_xshard.multi_worker_fit,
         v1.shard,
         v1.shard_initializer,
         v1.replicate_model_fn,

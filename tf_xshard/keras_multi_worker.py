@@ -5,6 +5,7 @@ The third door to names that Keras does not export.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -15,9 +16,9 @@ import tensorflow as tf
 from absl import logging
 from keras.src.backend.tensorflow import trainer as _trainer
 
+from tf_xshard import chief_callbacks
 from tf_xshard import communication as communication_lib
 from tf_xshard import cross_shard_optimizer
-from tf_xshard import chief_callbacks
 from tf_xshard import reduction
 from tf_xshard import replica_context
 from tf_xshard import transports
@@ -93,8 +94,8 @@ def multi_worker_fit(
     a directory for each of them, with `_worker_1` and so on at the end.
 
     Args:
-      communication: How metrics travel at each step; its timeout holds for
-        them. None (default) for `Communication()`.
+      communication: How metrics travel at each step, in their own type; its
+        timeout holds for them. None (default) for `Communication()`.
 
     Returns:
       A `MultiWorkerFit`, which is a context manager and has `undo()`.
@@ -113,7 +114,10 @@ def multi_worker_fit(
     if _active:
         # Whoever came first undoes it.
         return MultiWorkerFit(lambda: None)
-    communication = communication or communication_lib.Communication()
+    # Metrics travel in their own type, which has to count exactly.
+    communication = dataclasses.replace(
+        communication or communication_lib.Communication(), dtype=None
+    )
     places = {
         "_maybe_symbolic_build": (
             _trainer.TensorFlowTrainer,
