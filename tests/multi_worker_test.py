@@ -26,7 +26,8 @@ NUM_WORKERS = program.NUM_WORKERS
 CAUSE = (
     r"(?s)(stopped sending heartbeats\):\s+/job:worker/replica:0/task:{0}"
     r"|Connection reset by peer|Socket closed|failed to connect"
-    r"|leader|Failed to send RPC to coordination service)"
+    r"|leader|Failed to send RPC to coordination service"
+    r"|RPC: /tensorflow.CoordinationService/Heartbeat)"
 )
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
