@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_xshard
@@ -59,6 +60,18 @@ OPTIMIZERS = {
         group_assignment=groups,
     ),
 }
+
+
+# The same state as "agn", filled by other sums.
+on_optimizers_in_full = pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(
+            name, marks=replicas.in_full if name == "agn_updates" else ()
+        )
+        for name in OPTIMIZERS
+    ],
+)
 
 
 def compiled(strategy, optimizer="adam", groups=GROUPS, seed=1):
@@ -135,3 +148,16 @@ def assert_same(found, expected):
         for one, other in zip(mine, theirs, strict=True):
             assert one.dtype == other.dtype and one.shape == other.shape
             assert one.tobytes() == other.tobytes(), (one, other)
+
+
+def fit(model, callbacks, epochs=2, **options):
+    """The history of training, in one order."""
+    x, y = data()
+    return model.fit(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(16),
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+        **options,
+    ).history

@@ -38,6 +38,7 @@ LAYERS = (
     ("group_divergence", "group_saving"),
     ("group_state",),
     ("group_callbacks",),
+    ("group_checkpoint",),
     (
         "compat.v1.internals",
         "compat.v1.estimator_spec",

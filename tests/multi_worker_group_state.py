@@ -4,6 +4,7 @@ import os
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tf_xshard
 from tests import group_training
@@ -58,7 +59,24 @@ def run(strategy, directory):
     ]
     result["unchanged"] = _own(learned) == result["own"]
     result["divergence"] = list(state.divergence())
+    tf.config.run_functions_eagerly(True)
+    result["eagerly"] = _jsonable(state.get_weights(1)) == result["weights"][1]
+    tf.config.run_functions_eagerly(False)
     state.export(1, os.path.join(directory, "group_1.keras"))
+    # Where only the chief, which writes, can fail.
+    try:
+        state.export(1, os.path.join(directory, "none", "group_1.keras"))
+    except Exception as error:
+        result["not_exported"] = f"{type(error).__name__}: {error}"
+    # Directories that the processes do not share, after a good save.
+    own_directory = os.path.join(directory, f"own_{rank}")
+    try:
+        state.save(own_directory)
+    except (ValueError, RuntimeError) as error:
+        result["not_saved"] = f"{type(error).__name__}: {error}"
+    result["not_committed"] = not os.path.exists(
+        os.path.join(own_directory, "manifest.json")
+    )
     path = os.path.join(directory, "save")
     state.save(path, epoch=3, step=1)
     own = [v.numpy().tobytes() for v in learned]

@@ -30,8 +30,8 @@ from tf_xshard.gradient_clipping import clip_by_norm  # noqa: E402
 from tf_xshard.gradient_clipping import clip_by_value  # noqa: E402
 from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
 from tf_xshard.group_callbacks import DivergenceSentinel  # noqa: E402
-from tf_xshard.group_callbacks import GroupCheckpoint  # noqa: E402
 from tf_xshard.group_callbacks import GroupValidation  # noqa: E402
+from tf_xshard.group_checkpoint import GroupCheckpoint  # noqa: E402
 from tf_xshard.group_state import GroupState  # noqa: E402
 from tf_xshard.keras_multi_worker import multi_worker_fit  # noqa: E402
 from tf_xshard.tower_optimizer import TowerOptimizer  # noqa: E402

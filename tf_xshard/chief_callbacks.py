@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import keras
-
-from tf_xshard import replica_context
 
 _CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
@@ -20,54 +16,22 @@ _CHIEF_ONLY = (
 )
 
 
-def with_callbacks_of_worker(fit: Callable) -> Callable:
-    """`fit`, in which workers do not write over each other's files.
+@contextlib.contextmanager
+def of_worker(
+    callbacks: Sequence[keras.callbacks.Callback], rank: int
+) -> Iterator[Sequence[keras.callbacks.Callback]]:
+    """Those of the callbacks that a worker calls, so that none is in the way.
 
     Args:
-      fit: `keras.Model.fit`.
+      callbacks: What the user gave.
+      rank: The worker's number. The chief's is 0.
 
-    Returns:
-      A function like it.
+    Yields:
+      The worker's. Until this is left, some write to other places.
     """
-    signature = inspect.signature(fit)
-
-    @functools.wraps(fit)
-    def fit_of_worker(self, *args, **kwargs):
-        strategy = self.distribute_strategy
-        rank = _rank(strategy)
-        if not rank:
-            return fit(self, *args, **kwargs)
-        arguments = signature.bind(self, *args, **kwargs)
-        arguments.apply_defaults()
-        if arguments.arguments.get("verbose") == "auto":
-            arguments.arguments["verbose"] = 0
-        callbacks = arguments.arguments.get("callbacks")
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            return fit(*arguments.args, **arguments.kwargs)
-        if isinstance(callbacks, keras.callbacks.Callback):
-            callbacks = [callbacks]
-        with _of_worker(callbacks or (), rank) as own:
-            arguments.arguments["callbacks"] = own
-            return fit(*arguments.args, **arguments.kwargs)
-
-    return fit_of_worker
-
-
-def _rank(strategy) -> int:
-    """The number of this process among the strategy's; the chief's is 0."""
-    if not replica_context.spans_processes(strategy):
-        return 0
-    [first, *_] = strategy.experimental_local_results(
-        strategy.experimental_distribute_values_from_function(
-            lambda context: int(context.replica_id_in_sync_group)
-        )
-    )
-    return int(first) // len(strategy.extended.worker_devices)
-
-
-@contextlib.contextmanager
-def _of_worker(callbacks, rank: int) -> Iterator[list]:
-    """What a worker that is not the chief does of the callbacks."""
+    if rank == 0:
+        yield callbacks
+        return
     own, changed = [], []
     with tempfile.TemporaryDirectory() as directory:
         for one in callbacks:

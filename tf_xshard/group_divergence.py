@@ -22,7 +22,9 @@ def measured(state: group_variables.GroupVariables) -> table.Table:
             group_values.largest_difference([values[r] for r in members])
             for members in state.group_assignment
         )
-        between = group_values.largest_difference(state.by_group(values))
+        between = group_values.largest_difference(
+            group_values.by_group(values, state.group_assignment)
+        )
         is_equal = one.kind in state_variables.EQUAL_IN_A_GROUP
         rows.append(
             {

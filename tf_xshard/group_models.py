@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import inspect
@@ -186,18 +187,18 @@ def with_plain_optimizer(model: keras.Model, value_of) -> Iterator[keras.Model]:
 
 def _paired(optimizer, other) -> Iterator[tuple]:
     """The variables of two optimizers of one class, side by side."""
-    own = state_variables.of_optimizer(optimizer)
-    its = state_variables.of_optimizer(other)
-    if len(own) == len(its):
-        yield from zip(own, its, strict=True)
-        return
-    # Layers were frozen since the first was built; the second's file has to fit
-    # the model as it is now.
-    by_name = {variable.path.split("/")[-1]: variable for variable in own}
-    for variable in its:
-        name = variable.path.split("/")[-1]
-        if name in by_name:
-            yield by_name[name], variable
+    # By names, since layers may have been frozen since the first was built; the
+    # second's file has to fit the model as it is now.
+    by_name = collections.defaultdict(list)
+    for variable in state_variables.of_optimizer(optimizer):
+        by_name[_last(variable)].append(variable)
+    for variable in state_variables.of_optimizer(other):
+        if by_name[_last(variable)]:
+            yield by_name[_last(variable)].pop(0), variable
+
+
+def _last(variable) -> str:
+    return variable.path.split("/")[-1]
 
 
 def _unwrapped(optimizer) -> keras.optimizers.Optimizer:

@@ -38,8 +38,7 @@ def save(
     owners = [[row.index(digest) for digest in row] for row in digests]
     [token, *_] = replicas.gather_json(saved_state.new_token())
     what = f"Saving to {directory!r}"
-    files = _attempt(
-        state,
+    files = replicas.on_all(
         what,
         lambda: saved_state.write_values(
             directory,
@@ -63,6 +62,7 @@ def save(
                 "part": one.part,
                 "name": one.name,
                 "kind": one.kind,
+                "of_optimizer": one.of_optimizer,
                 "dtype": one.dtype,
                 "shape": one.shape,
                 "owners": row,
@@ -70,24 +70,12 @@ def save(
             for one, row in zip(listed, owners, strict=True)
         ],
     }
-    _attempt(
-        state,
+    replicas.on_all(
         what,
         lambda: (
             state.is_chief and saved_state.commit(directory, token, manifest)
         ),
     )
-
-
-def _attempt(state, what, function):
-    """Calls a function on all processes; raises on all if one fails."""
-    error = result = None
-    try:
-        result = function()
-    except Exception as caught:
-        error = caught
-    state.replicas.agree(error, what)
-    return result
 
 
 def _own_values(state, listed, owners) -> dict:
@@ -126,8 +114,7 @@ def restore(
 ) -> Position:
     """See `GroupState.restore`."""
     listed = state.listed()
-    found, assignments = _attempt(
-        state,
+    found, assignments = state.replicas.on_all(
         f"Restoring from {directory!r}",
         lambda: _read(state, listed, directory, regroup),
     )
@@ -139,15 +126,14 @@ def restore(
 def _read(state, listed, directory, regroup) -> tuple[Position, list]:
     """Everything that is to be assigned, all of it checked."""
     manifest = saved_state.read_manifest(directory)
-    saved_groups = group_assignment_lib.GroupAssignment(
-        manifest["group_assignment"]
-    )
-    sources = _sources(state, directory, saved_groups, regroup)
+    groups = group_assignment_lib.GroupAssignment(manifest["group_assignment"])
+    sources = _sources(state, directory, groups, regroup)
     own, its = state.optimizer_classes(), manifest["optimizers"]
     if own != its:
         raise ValueError(
             f"{directory!r} was saved from other optimizers: it has {its}, and"
-            f" here are {own}."
+            f" here are {own} (of models inside and in attributes those that"
+            " are built)."
         )
     pairs = _matched(listed, manifest["variables"], directory)
     if sources is not None:
@@ -156,7 +142,7 @@ def _read(state, listed, directory, regroup) -> tuple[Position, list]:
     names = {
         _key(index, saved["owners"][r])
         for _, index, saved in pairs
-        for r in (ids if sources is None else range(saved_groups.num_replicas))
+        for r in (ids if sources is None else range(groups.num_replicas))
     }
     values = saved_state.read_values(directory, manifest, sorted(names))
     assignments = []
@@ -168,10 +154,9 @@ def _read(state, listed, directory, regroup) -> tuple[Position, list]:
         if sources is None:
             found = [of_replica(r) for r in ids]
         else:
-            of_group = [
-                group_values.combined([of_replica(r) for r in members])
-                for members in saved_groups
-            ]
+            of_group = group_values.by_group(
+                [of_replica(r) for r in range(groups.num_replicas)], groups
+            )
             found = [
                 group_values.combined(
                     [of_group[g] for g in sources[state.group_of(r)]]
@@ -186,7 +171,7 @@ def _sources(state, directory, saved_groups, regroup):
     """The saved groups that each group takes; None for exactly what was."""
     groups = state.group_assignment
     if regroup is None:
-        if set(map(frozenset, groups)) == set(map(frozenset, saved_groups)):
+        if group_assignment_lib.same_groups(groups, saved_groups):
             return None
         raise ValueError(
             f"{directory!r} was saved with the groups"
@@ -234,8 +219,8 @@ def _matched(
     mine, theirs = (
         [_last(n) for n in names]
         for names in (
-            [one.name for one in own if one.kind in _NAMED],
-            [other["name"] for _, other in its if other["kind"] in _NAMED],
+            [one.name for one in own if not one.of_optimizer],
+            [other["name"] for _, other in its if not other["of_optimizer"]],
         )
     )
     if mine != theirs and sorted(mine) == sorted(theirs):
@@ -245,12 +230,15 @@ def _matched(
             f" another order; the first that differs here is {first!r}."
         )
     for one, (_, other) in zip(own, its, strict=False):
-        mine = (one.part, one.shape, one.dtype, _own_name(one.name, one.kind))
+        mine = (
+            *(one.part, one.shape, one.dtype),
+            _own_name(one.name, one.of_optimizer),
+        )
         theirs = (
             other["part"],
             tuple(other["shape"]),
             other["dtype"],
-            _own_name(other["name"], other["kind"]),
+            _own_name(other["name"], other["of_optimizer"]),
         )
         if mine != theirs:
             raise ValueError(
@@ -293,9 +281,6 @@ def _matched_metrics(listed, saved):
     return [(one, *other) for one, other in zip(own, its, strict=True)]
 
 
-_NAMED = ("weight", "statistic", "random")
-
-
 def _last(path: str) -> str:
     """A variable's name and its layer's, without what is around these.
 
@@ -304,11 +289,11 @@ def _last(path: str) -> str:
     return "/".join(path.split("/")[-2:])
 
 
-def _own_name(path: str, kind: str) -> str:
+def _own_name(path: str, of_optimizer: bool) -> str:
     """What is always the same in a variable's path.
 
     Keras numbers equal names: `sequential_1/dense_2/kernel`. Of an optimizer's
     variable, whose name has that in front, it is the last word.
     """
     own = re.sub(r"_\d+", "", _last(path))
-    return own if kind in _NAMED else re.split("[/_]", own)[-1]
+    return re.split("[/_]", own)[-1] if of_optimizer else own

@@ -108,7 +108,7 @@ class GroupState(group_variables.GroupVariables):
         several = self.replicas.num_processes > 1
         try:
             with (
-                keras_multi_worker.multi_worker_fit()
+                keras_multi_worker.multi_worker_fit(self.replicas.communication)
                 if several
                 else contextlib.nullcontext()
             ):
@@ -180,7 +180,8 @@ class GroupState(group_variables.GroupVariables):
 
         Raises:
           TypeError: If `data` is a generator.
-          ValueError: If there is no compiled model.
+          ValueError: If there is no compiled model, or `data` has a
+            `sample_weight` and another is given.
 
         Example:
 
@@ -307,6 +308,8 @@ class GroupState(group_variables.GroupVariables):
           ValueError: If there is no such group, no model, or another ending.
           NotImplementedError: If the model can't be made from a config, see
             `keras.Model.save`, which writes the file.
+          OSError: If the file can't be written; with several processes a
+            RuntimeError on those that did not write it.
 
         Example:
 
@@ -332,8 +335,10 @@ class GroupState(group_variables.GroupVariables):
             with group_models.with_plain_optimizer(
                 self._model, value_of
             ) as model:
-                if self.is_chief:
-                    model.save(path)
+                self.replicas.on_all(
+                    f"Exporting to {path!r}",
+                    lambda: self.is_chief and model.save(path),
+                )
 
     def save(
         self, directory: str | os.PathLike, *, epoch: int = 0, step: int = 0
@@ -351,8 +356,9 @@ class GroupState(group_variables.GroupVariables):
           step: How many steps of the next one are. Default: 0.
 
         Raises:
-          OSError or tf.errors.OpError: If it can't be written, on all
-            processes; the save before stays.
+          OSError, tf.errors.OpError or ValueError: If it can't be written, or
+            the processes don't see one directory; the save before stays, and
+            with several processes there is a RuntimeError on the others.
 
         Example:
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -65,6 +65,13 @@ def combined(
         if weight:
             total += weight * value.astype(wide)
     return total.astype(first.dtype)
+
+
+def by_group(
+    values: Sequence[np.ndarray], groups: Iterable[Sequence[int]]
+) -> list[np.ndarray]:
+    """One value per group, of one per replica."""
+    return [combined([values[r] for r in members]) for members in groups]
 
 
 def largest_difference(values: Sequence[np.ndarray]) -> float:

@@ -373,14 +373,8 @@ class GroupVariables:
         for variable, values in zip(
             variables, self.replicas.of_replicas(variables, every), strict=True
         ):
-            value = group_values.combined(self.by_group(values), weights)
+            of_groups = group_values.by_group(values, self._groups)
+            value = group_values.combined(of_groups, weights)
             self.assign_groups(
                 variable, dict.fromkeys(range(self.num_groups), value)
             )
-
-    def by_group(self, values, groups=None) -> list[np.ndarray]:
-        """One value per group, of one per replica."""
-        return [
-            group_values.combined([values[r] for r in members])
-            for members in groups or self._groups.to_list()
-        ]

@@ -7,7 +7,8 @@ replica context, from the gradients that it is given. Then everything it does
 works inside `tf.cond` too, where Keras' own way through merge_call fails
 (gradient accumulation, EMA overwriting: keras#20582).
 
-The only module that touches names that Keras does not export.
+With `keras_multi_worker` the only module that imports what Keras does not
+export; `keras_trainer` touches attributes of models.
 """
 
 from __future__ import annotations

@@ -10,18 +10,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import replica_context
+from tf_xshard import replica_variables
 from tf_xshard import transports
 
-# Values of this many bytes travel between processes at once.
+# Values travel between processes in parts of about this many bytes (a larger
+# variable as one), so that not all of a model's are in memory at once.
 _CHUNK_BYTES = 32 << 20
 
 
@@ -30,7 +32,7 @@ def copies(variable) -> tuple[tf.Variable, ...]:
 
     One copy where it was made outside of a strategy's scope.
     """
-    value = variable.value if isinstance(variable, keras.Variable) else variable
+    value = replica_variables.tensorflow_variable(variable)
     if isinstance(value, tf.distribute.DistributedValues):
         return tuple(value.values)
     return (value,)
@@ -38,7 +40,7 @@ def copies(variable) -> tuple[tf.Variable, ...]:
 
 def strategy_of(variable) -> tf.distribute.Strategy | None:
     """The strategy in whose scope a variable was made, None if in none's."""
-    value = variable.value if isinstance(variable, keras.Variable) else variable
+    value = replica_variables.tensorflow_variable(variable)
     return getattr(value, "distribute_strategy", None)
 
 
@@ -75,16 +77,11 @@ class ReplicaValues:
     ):
         self.strategy = strategy
         self.num_replicas = strategy.num_replicas_in_sync
-        self._communication = communication
-        # Ids, in the order of `copies`.
-        ids = strategy.experimental_local_results(
-            strategy.experimental_distribute_values_from_function(
-                lambda context: int(context.replica_id_in_sync_group)
-            )
-        )
-        self.local_ids = tuple(int(one) for one in ids)
+        self.communication = communication
+        # In the order of `copies`.
+        self.local_ids = replica_context.local_replica_ids(strategy)
         self.num_processes = self.num_replicas // len(self.local_ids)
-        self.process_id = self.local_ids[0] // len(self.local_ids)
+        self.process_id = replica_context.process_id(strategy)
 
     def process_of(self, replica_id: int) -> int:
         """The process that drives a replica."""
@@ -98,7 +95,7 @@ class ReplicaValues:
     def assign(self, variable, values: Sequence[np.ndarray]) -> None:
         """Writes this process's values, one for each of `local_ids`."""
         # One copy: all replicas' value is the same.
-        for copy, value in zip(copies(variable), values):
+        for copy, value in zip(copies(variable), values, strict=False):
             copy.assign(tf.constant(value, copy.dtype))
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -127,7 +124,8 @@ class ReplicaValues:
                 else numbers[:0]
             )
         )
-        gathered = self._gather_function(own)
+        # As a graph, also where tf.config.run_functions_eagerly(True) holds.
+        gathered = self._gather_function.get_concrete_function(own)(own)
         return np.asarray(self.strategy.experimental_local_results(gathered)[0])
 
     @functools.cached_property
@@ -139,7 +137,7 @@ class ReplicaValues:
         def on_replica(value):
             here = replica_context.current()
             gather = transports.choose(here, every).group_gather
-            [gathered] = gather([value], here, every, self._communication)
+            [gathered] = gather([value], here, every, self.communication)
             return gathered
 
         return tf.function(lambda own: self.strategy.run(on_replica, (own,)))
@@ -151,22 +149,31 @@ class ReplicaValues:
             for payload in self.gather(json.dumps(value).encode())
         ]
 
-    def agree(self, error: Exception | None, what: str) -> None:
-        """Raises on all processes if something failed on one. Collective.
+    def on_all(self, what: str, function: Callable[[], Any]) -> Any:
+        """Calls a function, and raises on all if it fails on one. Collective.
 
         Args:
-          error: What this process met, or None.
-          what: What was tried, for the error.
+          what: What it tries, for the error.
+          function: What is to be done on every process. Not a collective.
+
+        Returns:
+          What it returns here.
 
         Raises:
-          The error itself, or RuntimeError for that of another process.
+          Its own error, or RuntimeError for that of another process.
         """
+        error = result = None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
         texts = self.gather_json(error and f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         for process, text in enumerate(texts):
             if text is not None:
                 raise RuntimeError(f"{what} failed on worker {process}: {text}")
+        return result
 
     def of_replicas(
         self, variables: Sequence, replica_ids: Sequence[int]

@@ -109,9 +109,9 @@ def copy(source, target, strategy) -> None:
     """Gives a variable the value that another one has on each replica."""
     if tf.distribute.in_cross_replica_context():
         strategy.extended.update(
-            _tensorflow_variable(target),
+            tensorflow_variable(target),
             lambda one, value: one.assign(value),
-            args=(_tensorflow_variable(source),),
+            args=(tensorflow_variable(source),),
         )
     else:
         assign(target, read(source))
@@ -126,7 +126,7 @@ def swap(one, other, strategy) -> None:
         second.assign(value)
 
     strategy.extended.update(
-        _tensorflow_variable(one), exchange, args=(_tensorflow_variable(other),)
+        tensorflow_variable(one), exchange, args=(tensorflow_variable(other),)
     )
 
 
@@ -161,10 +161,11 @@ def _path(variable) -> str:
     return path.replace(":", "_")
 
 
-def _tensorflow_variable(variable):
+def tensorflow_variable(variable):
+    """What TensorFlow has of a Keras or TensorFlow variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def _handle(variable) -> tf.Tensor:
     # In replica context a distributed variable's handle is this replica's.
-    return _tensorflow_variable(variable).handle
+    return tensorflow_variable(variable).handle

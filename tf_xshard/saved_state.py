@@ -24,7 +24,7 @@ import tensorflow as tf
 
 MANIFEST = "manifest.json"
 _FORMAT = "tf_xshard group state"
-_VERSION = 1
+_VERSION = 2
 _FILES = re.compile(
     r"(state-[0-9a-f]{16}-\d{5}\.|manifest\.json\.[0-9a-f]{16}\.).*"
 )
@@ -58,17 +58,22 @@ def write_values(
     Returns:
       The checksums of the files by their names; empty if there are no values.
     """
-    tf.io.gfile.makedirs(directory)
+    if not tf.io.gfile.exists(directory):
+        tf.io.gfile.makedirs(directory)
+        if "://" not in directory:
+            _to_disk(os.path.dirname(os.path.abspath(directory)))
     _refuse_foreign(directory)
     if not values:
         return {}
     prefix = f"state-{token}-{process_id:05d}"
-    tf.raw_ops.SaveV2(
-        prefix=os.path.join(directory, prefix),
-        tensor_names=list(values),
-        shape_and_slices=[""] * len(values),
-        tensors=[tf.constant(value) for value in values.values()],
-    )
+    # A GPU has no room for all of them once more.
+    with tf.device("CPU"):
+        tf.raw_ops.SaveV2(
+            prefix=os.path.join(directory, prefix),
+            tensor_names=list(values),
+            shape_and_slices=[""] * len(values),
+            tensors=[tf.constant(value) for value in values.values()],
+        )
     names = [
         name
         for name in tf.io.gfile.listdir(directory)
@@ -99,7 +104,17 @@ def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
       directory: Where the values have been written.
       token: The save's name.
       manifest: What `read_manifest` is to return, with `files`.
+
+    Raises:
+      ValueError: If files of other processes are not in the directory.
     """
+    for name in manifest["files"]:
+        path = os.path.join(directory, name)
+        if not tf.io.gfile.exists(path):
+            raise ValueError(
+                f"{path}, which another process wrote, is not here. Save to a"
+                " directory that all processes share."
+            )
     text = json.dumps(
         {"format": _FORMAT, "version": _VERSION, **manifest}, sort_keys=True
     )

@@ -15,6 +15,7 @@ from tf_xshard import cross_shard_optimizer
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import inner_update
 from tf_xshard import replica_values
+from tf_xshard import replica_variables
 
 # What replicas of one group hold alike, unless something is wrong.
 EQUAL_IN_A_GROUP = ("weight", "slot", "center")
@@ -35,12 +36,15 @@ class StateVariable:
         `"local"`: a replica's own (what AGN trains, open rounds of towers,
         counters); `"statistic"`: not trained, which Keras lets differ by
         replica; `"random"`: a generator's state; `"metric"`.
+      of_optimizer: Whether it is an optimizer's, so that its name has that of
+        another variable in it.
     """
 
     part: str
     name: str
     variable: Any
     kind: str
+    of_optimizer: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,17 +70,7 @@ def named_parts(holder) -> dict[str, Any]:
       TypeError: If something in it holds no variables.
     """
     if isinstance(holder, keras.Model):
-        # Several optimizers are attributes: those of a GAN, for example.
-        optimizers = {
-            name: value
-            for name, value in vars(holder).items()
-            if isinstance(value, keras.optimizers.Optimizer)
-        }
-        # Keras makes one that nothing uses where `compile` gets none.
-        default = optimizers.get("optimizer")
-        if len(optimizers) > 1 and default and not default.built:
-            del optimizers["optimizer"]
-        return {"model": holder, **optimizers}
+        return {"model": holder, **_optimizers_of(holder)}
     if isinstance(holder, Mapping):
         parts = {str(name): part for name, part in holder.items()}
     elif isinstance(holder, (list, tuple)):
@@ -91,15 +85,75 @@ def named_parts(holder) -> dict[str, Any]:
     return parts
 
 
+def _optimizers_of(model: keras.Model) -> dict[str, Any]:
+    """A model's optimizers, by the attributes that lead to them.
+
+    Several are attributes, in lists or of models inside: those of a GAN.
+    """
+    found = {
+        path: one
+        for path, one in _held(model)
+        if isinstance(one, keras.optimizers.Optimizer)
+    }
+    # Keras makes one that nothing uses where `compile` gets none. Models inside
+    # are often compiled and then trained by another.
+    of_models_inside = {path for path in found if path.endswith(".optimizer")}
+    unused = of_models_inside | (
+        {"optimizer"} if len(found) - len(of_models_inside) > 1 else set()
+    )
+    return {
+        path: one
+        for path, one in found.items()
+        if one.built or path not in unused
+    }
+
+
+def _held(holder) -> Iterator[tuple[str, Any]]:
+    """What an object holds in attributes, lists and dicts, at any depth.
+
+    Optimizers, metrics and what holds a variable are not looked into.
+
+    Yields:
+      Pairs of a path, such as `"critics[1].optimizer"`, and an object; the
+      shortest path to each comes first, and is the only one.
+    """
+    waiting, seen = [("", holder)], set()
+    for path, one in waiting:
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if path:
+            yield path, one
+        if isinstance(one, _WHOLE):
+            continue
+        if isinstance(one, (keras.Layer, tf.Module)):
+            waiting += [
+                (f"{path}.{name}" if path else name, value)
+                for name, value in sorted(
+                    # Names that users give before Keras' own lists.
+                    vars(one).items(),
+                    key=lambda item: item[0].startswith("_"),
+                )
+            ]
+        elif isinstance(one, (list, tuple)):
+            waiting += [(f"{path}[{i}]", value) for i, value in enumerate(one)]
+        elif isinstance(one, Mapping):
+            waiting += [
+                (f"{path}[{name!r}]", value) for name, value in one.items()
+            ]
+
+
 def optimizers_in(parts: Mapping[str, Any]) -> list[keras.optimizers.Optimizer]:
     """All optimizers of the parts, inner ones included."""
-    found, holders = [], list(parts.values())
-    for holder in holders:
-        if isinstance(holder, keras.optimizers.Optimizer):
-            found += _all_optimizers(holder)
-        elif isinstance(holder, (list, tuple)):
-            holders += holder
-    return found
+    return [
+        one
+        for part in parts.values()
+        # A model's are parts of their own.
+        if not isinstance(part, keras.Layer)
+        for optimizer in [part, *(one for _, one in _held(part))]
+        if isinstance(optimizer, keras.optimizers.Optimizer)
+        for one in _all_optimizers(optimizer)
+    ]
 
 
 def _all_optimizers(optimizer) -> Iterator[keras.optimizers.Optimizer]:
@@ -141,7 +195,9 @@ def groups_of(
     first, *others = found.values() or [
         cross_shard_optimizer.groups_for(None, num_replicas)
     ]
-    if any(set(other) != set(first) for other in others):
+    if not all(
+        group_assignment_lib.same_groups(first, other) for other in others
+    ):
         raise ValueError(
             "GroupState: optimizers have different groups,"
             f" { {n: g.to_list() for n, g in found.items()} }. Give"
@@ -166,7 +222,7 @@ def listed(
     seen, result = set(), []
     for name, part in parts.items():
         for one in _variables(name, part):
-            key = id(_tensorflow_variable(one.variable))
+            key = id(replica_variables.tensorflow_variable(one.variable))
             if (key if each_once else (name, key)) in seen:
                 continue
             seen.add(key if each_once else (name, key))
@@ -188,7 +244,9 @@ def _kinds_from_agn(parts) -> dict[int, str]:
             ("center", center),
         ):
             for variable in variables:
-                result[id(_tensorflow_variable(variable))] = kind
+                result[id(replica_variables.tensorflow_variable(variable))] = (
+                    kind
+                )
     return result
 
 
@@ -224,7 +282,7 @@ def _variables(part: str, holder) -> Iterator[StateVariable]:
         centers = {id(v) for v in _centers(holder)}
         for variable in of_optimizer(holder):
             kind = "local" if _is_on_read(variable) else "slot"
-            one = one_of(variable, kind)
+            one = dataclasses.replace(one_of(variable, kind), of_optimizer=True)
             # A center has its weight's path, by which optimizers know it.
             if id(variable) in centers:
                 one = dataclasses.replace(one, name=f"center/{one.name}")
@@ -267,6 +325,13 @@ def _variables(part: str, holder) -> Iterator[StateVariable]:
 
 # What an object may hold that Keras does not list among its variables.
 _HOLDERS = (tf.Variable, tf.random.Generator, keras.random.SeedGenerator)
+# What is listed, or is not, as one.
+_WHOLE = (
+    *_HOLDERS,
+    keras.Variable,
+    keras.optimizers.Optimizer,
+    keras.Metric,
+)
 
 
 def _attributes(part: str, holder) -> Iterator[StateVariable]:
@@ -274,36 +339,16 @@ def _attributes(part: str, holder) -> Iterator[StateVariable]:
 
     Of a tf.Module everything, of Keras' layers what Keras does not list.
     """
-    waiting, seen = [holder], set()
-    while waiting:
-        one = waiting.pop(0)
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, _HOLDERS):
+    wanted = _HOLDERS
+    if not isinstance(holder, keras.Layer):
+        wanted = (*_WHOLE, keras.Layer)
+    for _, one in _held(holder):
+        if isinstance(one, wanted):
             yield from _variables(part, one)
-        elif isinstance(one, keras.Layer) and not isinstance(
-            holder, keras.Layer
-        ):
-            yield from _variables(part, one)
-        elif isinstance(one, keras.Variable) and not isinstance(
-            holder, keras.Layer
-        ):
-            yield from _variables(part, one)
-        elif isinstance(one, (keras.optimizers.Optimizer, keras.Metric)):
-            continue
-        elif isinstance(one, (keras.Layer, tf.Module)):
-            waiting += vars(one).values()
-        elif isinstance(one, (list, tuple)):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += one.values()
 
 
 def _is_on_read(variable) -> bool:
-    synchronization = _tensorflow_variable(variable).synchronization
+    synchronization = replica_variables.tensorflow_variable(
+        variable
+    ).synchronization
     return synchronization == tf.VariableSynchronization.ON_READ
-
-
-def _tensorflow_variable(variable):
-    return variable.value if isinstance(variable, keras.Variable) else variable
