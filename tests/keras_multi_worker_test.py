@@ -11,8 +11,8 @@ from keras.src.backend.tensorflow import trainer
 import tf_xshard
 from tests import replicas
 from tests import training
-from tf_xshard import chief_callbacks
 from tf_xshard import keras_multi_worker
+from tf_xshard.transports import watchdog
 
 
 def _places():
@@ -28,11 +28,18 @@ def test_it_is_undone():
     with tf_xshard.multi_worker_fit():
         assert not set(before) & set(_places())
         inner = _places()
-        # The outer one holds until it ends.
-        with tf_xshard.multi_worker_fit():
-            assert _places() == inner
+        # The outer one holds until it ends; the inner one's timeout counts.
+        with tf_xshard.multi_worker_fit(
+            tf_xshard.Communication("float16", timeout_seconds=7)
+        ):
+            with tf_xshard.multi_worker_fit():
+                assert _places() == inner
+                assert keras_multi_worker._active[-1] == (
+                    tf_xshard.Communication(timeout_seconds=7)
+                )
         assert _places() == inner
-    assert _places() == before
+        assert keras_multi_worker._active == [tf_xshard.Communication()]
+    assert _places() == before and "fit" not in vars(keras.Model)
     active = tf_xshard.multi_worker_fit()
     assert _places() != before
     active.undo()
@@ -66,7 +73,7 @@ def test_a_strategy_that_is_not_supported_is_left_to_keras():
     assert float(reduced["loss"]) == 3.0
 
 
-def test_a_keras_that_is_right_is_left_alone(monkeypatch):
+def test_a_keras_that_is_right_is_left_alone(monkeypatch, caplog):
     def reduce_per_replica(values, strategy, reduction):
         return values
 
@@ -80,6 +87,8 @@ def test_a_keras_that_is_right_is_left_alone(monkeypatch):
     with tf_xshard.multi_worker_fit():
         assert trainer.reduce_per_replica is reduce_per_replica
         assert _places()[0] is maybe_symbolic_build
+    for name in ("reduce_per_replica", "_maybe_symbolic_build"):
+        assert f"has changed {name}, and the call" in caplog.text
 
 
 def test_a_keras_that_is_not_known_is_said_so(monkeypatch):
@@ -93,6 +102,16 @@ def test_a_keras_that_is_not_known_is_said_so(monkeypatch):
     with pytest.raises(RuntimeError, match="can't tell whether fit works"):
         tf_xshard.multi_worker_fit()
     assert _places() == before
+
+
+def test_a_keras_without_sources_is_said_so(monkeypatch):
+    scope = {}
+    exec("def reduce_per_replica(values, strategy, reduction): pass", scope)
+    monkeypatch.setattr(
+        trainer, "reduce_per_replica", scope["reduce_per_replica"]
+    )
+    with pytest.raises(RuntimeError, match="could not get source code"):
+        tf_xshard.multi_worker_fit()
 
 
 def test_the_sources_are_known():
@@ -111,7 +130,7 @@ def test_the_sources_are_known():
 
 def test_what_another_worker_does_of_the_callbacks(tmp_path, monkeypatch):
     """Chief's files are the chief's; all take part in saving."""
-    monkeypatch.setattr(chief_callbacks, "_rank", lambda strategy: 2)
+    monkeypatch.setattr(keras_multi_worker, "_rank", lambda strategy: 2)
     seen = []
 
     class _Own(keras.callbacks.Callback):
@@ -142,6 +161,42 @@ def test_what_another_worker_does_of_the_callbacks(tmp_path, monkeypatch):
     assert checkpoint.filepath == str(tmp_path / "model-{epoch}.keras")
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_when_a_batch_is_under_way(monkeypatch):
+    """While Keras has it, and no longer; the longer timeout holds."""
+    monkeypatch.setattr(keras_multi_worker, "_rank", lambda strategy: 0)
+    seen = []
+
+    def look(batch, logs=None):
+        seen.append([work.timeout_seconds for work in watchdog._under_way])
+
+    callback = keras.callbacks.LambdaCallback(
+        on_epoch_begin=look,
+        on_train_batch_begin=look,
+        on_train_batch_end=look,
+        on_epoch_end=look,
+    )
+    model = training.model()
+    model.compile(
+        tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(),
+            communication=tf_xshard.Communication(timeout_seconds=400),
+        ),
+        "mse",
+    )
+    # Keras learns only at the end how long these data are.
+    dataset = tf.data.Dataset.from_tensor_slices(training.data(8))
+    dataset = dataset.filter(lambda x, y: True)
+    with tf_xshard.multi_worker_fit():
+        model.fit(
+            dataset.batch(8), verbose=0, shuffle=False, callbacks=callback
+        )
+        assert seen == [[], [400], [], [400], []]
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            model.fit(np.zeros([4, 3]), np.zeros([4, 1]), verbose=0)
+    assert not watchdog._under_way
+
+
 def test_the_chief_prints_and_others_do_not(capfd, monkeypatch):
     model = training.model()
     model.compile("sgd", "mse")
@@ -152,8 +207,9 @@ def test_the_chief_prints_and_others_do_not(capfd, monkeypatch):
         (1, {"verbose": 2}, True),
     ):
         monkeypatch.setattr(
-            chief_callbacks, "_rank", lambda strategy, rank=rank: rank
+            keras_multi_worker, "_rank", lambda strategy, rank=rank: rank
         )
-        with tf_xshard.multi_worker_fit():
-            model.fit(x, y, **verbose)
-        assert ("loss" in capfd.readouterr().out) == prints
+        for loop in ("fit", "evaluate"):
+            with tf_xshard.multi_worker_fit():
+                getattr(model, loop)(x, y, **verbose)
+            assert ("loss" in capfd.readouterr().out) == prints

@@ -35,12 +35,17 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def hang():
+    """Alive, as its heartbeats say, and doing nothing."""
+    time.sleep(3600)
+
+
 def cut():
     """Off the network, alive."""
     subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
-FAULTS = {"kill": kill, "stop": stop, "cut": cut}
+FAULTS = {"kill": kill, "stop": stop, "hang": hang, "load": hang, "cut": cut}
 
 
 class _Fault(keras.callbacks.Callback):
@@ -53,9 +58,32 @@ class _Fault(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if self.epoch * STEPS_PER_EPOCH + batch == self.step:
-            # The test takes the time from here.
-            print("fault", self.fault, time.time(), flush=True)
-            FAULTS[self.fault]()
+            _be_at_fault(self.fault)
+
+
+def _be_at_fault(fault):
+    # The test takes the time from here.
+    print("fault", fault, time.time(), flush=True)
+    FAULTS[fault]()
+
+
+def _hanging_loader(dataset, step):
+    """The same data, of which a batch never comes."""
+    num_read = 0
+
+    def load(x, y):
+        nonlocal num_read
+        num_read += 1
+        if num_read > step:
+            _be_at_fault("load")
+        return x, y
+
+    def of_batch(x, y):
+        shapes = x.shape, y.shape
+        x, y = tf.py_function(load, [x, y], [x.dtype, y.dtype])
+        return tf.ensure_shape(x, shapes[0]), tf.ensure_shape(y, shapes[1])
+
+    return dataset.map(of_batch)
 
 
 def main(directory, *faults):
@@ -76,17 +104,19 @@ def main(directory, *faults):
             metrics=["accuracy"],
         )
     callbacks = [tf_xshard.GroupCheckpoint(directory, every=3)]
-    own = strategy.cluster_resolver.task_id
-    if restart < len(faults):
-        fault, rank, step = faults[restart].split(":")
-        if own == int(rank):
-            callbacks.append(_Fault(fault, int(step)))
     x, y = group_training.data(16 * STEPS_PER_EPOCH)
     dataset = (
         tf.data.Dataset.from_tensor_slices((x, y))
         .shuffle(1000, seed=5, reshuffle_each_iteration=False)
         .batch(16)
     )
+    own = strategy.cluster_resolver.task_id
+    if restart < len(faults):
+        fault, rank, step = faults[restart].split(":")
+        if own == int(rank) and fault == "load":
+            dataset = _hanging_loader(dataset, int(step))
+        elif own == int(rank):
+            callbacks.append(_Fault(fault, int(step)))
     with tf_xshard.multi_worker_fit(communication):
         history = model.fit(
             dataset,

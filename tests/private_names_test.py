@@ -1,6 +1,7 @@
 """Fails with the name when a new TensorFlow or Keras moves a private one."""
 
 import inspect
+import threading
 
 import keras
 import pytest
@@ -66,6 +67,7 @@ def test_keras_begins_with_the_epoch_that_it_is_told():
     source = inspect.getsource(keras.Model.fit)
     assert "self._initial_epoch or initial_epoch" in source
     assert "logs = self.train_function(iterator)" in source
+    assert keras.Sequential()._losses_override == []
 
 
 def test_graphs_of_control_flow():
@@ -101,3 +103,37 @@ def test_in_xla():
     tf.function(function, jit_compile=True).get_concrete_function()
     tf.function(function).get_concrete_function()
     assert seen == [True, False]
+
+
+def test_what_threads_do():
+    """What the watchdog takes for running, tracing, and neither."""
+    seen = []
+
+    def look():
+        looker = threading.Thread(
+            target=lambda: seen.append(
+                (
+                    replica_context.a_function_runs(),
+                    replica_context.nothing_computes(),
+                )
+            )
+        )
+        looker.start()
+        looker.join()
+
+    def wait(x):
+        # Another thread than the one that called the function.
+        look()
+        return x
+
+    @tf.function
+    def function(x):
+        look()
+        return tf.py_function(wait, [x], tf.float32)
+
+    look()
+    function(tf.constant(1.0))
+    before, tracing, running = seen
+    assert before == (False, True)
+    assert tracing[0] is False
+    assert running == (True, False)

@@ -14,6 +14,18 @@ from tests import replicas
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+
+def _run(program):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=90,
+        cwd=_ROOT,
+    )
+
+
 # Replica 1 never takes part. The failure aborts the process's collectives,
 # hence a process of its own.
 _PROGRAM = """
@@ -48,17 +60,56 @@ except tf.errors.DeadlineExceededError as error:
 
 
 def test_a_missing_replica_is_an_error_after_the_timeout():
-    run = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=90,
-        cwd=_ROOT,
-    )
+    run = _run(_PROGRAM)
     assert run.stdout.strip().endswith("ended"), run.stderr[-3000:]
     # Also where nobody catches the error.
     assert "waited longer than 2.0 seconds for the other" in run.stderr
+
+
+# What TensorFlow itself waits for has no timeout. Tracing does not count.
+_STUCK_PROGRAM = """
+import time
+import tensorflow as tf
+from tf_xshard import communication, group_assignment, logical_devices
+from tf_xshard import replica_context
+from tf_xshard.transports import collective, watchdog
+
+strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
+groups = group_assignment.GroupAssignment([[0, 1]])
+
+def wait(seconds):
+    time.sleep(float(seconds))
+    return seconds
+
+@tf.function
+def step(seconds):
+    time.sleep(3.0)
+    data = tf.ensure_shape(tf.py_function(wait, [seconds], tf.float32), [])
+    strategy.run(lambda: collective.TRANSPORT.group_sum(
+        [data], replica_context.current(), groups,
+        communication.Communication()))
+
+batch = watchdog.Work(2.0)
+batch.begin()
+step(tf.constant(0.0))
+batch.end()
+step(tf.constant(4.0))
+for _ in range(4):
+    batch.begin()
+    step(tf.constant(1.0))
+    batch.end()
+batch.begin()
+try:
+    step(tf.constant(4.0))
+except tf.errors.DeadlineExceededError as error:
+    assert "A batch waited longer than 2.0 seconds" in str(error), error
+    print("ended")
+"""
+
+
+def test_a_batch_that_stands_still_is_an_error_after_the_timeout():
+    run = _run(_STUCK_PROGRAM)
+    assert run.stdout.strip() == "ended", run.stderr[-3000:]
 
 
 def _num_threads():
@@ -96,13 +147,15 @@ def test_a_timeout_costs_no_threads():
 
 
 # The two sleeps run one after the other: the first replica's collective waits 2
-# seconds for the second's, 4 after the step began. Then nothing runs for 4.
+# seconds for the second's, 4 after the step began. Then nothing runs for 4, and
+# nothing either after a step that has failed while a collective waited.
 _SLOW_PROGRAM = """
 import time
 import keras
 import tensorflow as tf
 import tf_xshard
 from tf_xshard import logical_devices
+from tf_xshard.transports import watchdog
 
 strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
 with strategy.scope():
@@ -112,8 +165,14 @@ with strategy.scope():
         communication=tf_xshard.Communication(timeout_seconds=3.5))
     optimizer.build([weight])
 
+calls = []
+
 def slow(seconds):
-    time.sleep(float(seconds))
+    calls.append(seconds)
+    if seconds < 0 and len(calls) % 2 == 0:
+        time.sleep(1.0)
+        raise ValueError("of one replica")
+    time.sleep(abs(float(seconds)))
     return 1.0
 
 @tf.function
@@ -128,19 +187,19 @@ start = time.monotonic()
 step(tf.constant(2.0))
 assert time.monotonic() - start > 3.9
 time.sleep(4.0)
+try:
+    step(tf.constant(-0.1))
+except tf.errors.OpError as error:
+    assert "of one replica" in str(error), error
+[first, *_] = watchdog._lanes.values()
+assert watchdog._counts(first) == (3, 2)
+time.sleep(4.0)
 step(tf.constant(0.0))
 print([float(v) for v in strategy.experimental_local_results(weight.value)])
 """
 
 
 def test_waiting_for_nothing_is_no_timeout():
-    """Between two steps, and while inputs are computed, no time counts."""
-    run = subprocess.run(
-        [sys.executable, "-c", _SLOW_PROGRAM],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=90,
-        cwd=_ROOT,
-    )
+    """Neither between steps, nor for inputs, nor after a step that failed."""
+    run = _run(_SLOW_PROGRAM)
     assert run.stdout.strip() == "[-3.0, -3.0]", run.stderr[-3000:]

@@ -25,7 +25,8 @@ class Communication:
         those of `group_size` replicas are wrong by up to `group_size` * 2^-8
         (bfloat16) or 2^-11 (float16) of the sum of magnitudes. Where that could
         be more than 1/16, in groups of more than 16 (bfloat16) or 128 (float16)
-        replicas, sums travel as float32. float16 ends at 65504.
+        replicas, sums travel as float32; gradients whose own type has 16 bits
+        are summed in that. float16 ends at 65504.
       bytes_per_bucket: Gradients are packed into buckets of about this many
         bytes, an int >= 1, default 16 MiB. One gradient is never split. Several
         buckets are in flight at once, the last layers' first, so that

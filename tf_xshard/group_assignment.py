@@ -250,6 +250,11 @@ class GroupAssignment:
         return f"GroupAssignment({self.to_list()})"
 
 
+def same_groups(one: GroupAssignment, other: GroupAssignment) -> bool:
+    """Whether the same replicas are together, in whatever order."""
+    return set(map(frozenset, one)) == set(map(frozenset, other))
+
+
 def _hosts(strategy) -> list[str]:
     """The host of every replica, in the order of replica ids."""
     devices = list(strategy.extended.worker_devices)

@@ -1,6 +1,6 @@
 """Keras' `fit`, `evaluate` and `predict` over several processes.
 
-The third door to names that Keras does not export.
+A door to names that Keras does not export, as `inner_update` is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tf_xshard import reduction
 from tf_xshard import replica_context
 from tf_xshard import transports
 from tf_xshard import versions
+from tf_xshard.transports import watchdog
 
 # Keras' private names, each with the reason. Seen in 3.12 to 3.15.
 KERAS_PRIVATE_NAMES = (
@@ -46,6 +47,7 @@ _WRONG_CALLS = {
     "_maybe_symbolic_build": "distribute_strategy.reduce(",
     "reduce_per_replica": 'strategy.reduce("MEAN", v, axis=0)',
 }
+# The communication of every call that has not been undone.
 _active = []
 
 
@@ -85,24 +87,33 @@ def multi_worker_fit(
     `evaluate` of Keras 3.12 to 3.15 fail in two places, which this replaces
     until `undo` is called, or the `with` block ends. Then metrics are over all
     workers, and a last batch may be one that they can't share evenly. Nothing
-    changes for other strategies, nor where Keras has mended its own code.
+    changes for other strategies. A place that Keras has mended stays as it is,
+    and the log says so.
 
-    In `fit`, workers other than the chief print nothing, unless `verbose` is
-    given, leave out `CSVLogger`, `TensorBoard` and `RemoteMonitor`, and write
-    what `ModelCheckpoint` saves into a temporary directory (all have to take
-    part, since reading a variable can be a collective). `BackupAndRestore` has
-    a directory for each of them, with `_worker_1` and so on at the end.
+    Workers other than the chief print nothing, unless `verbose` is given, leave
+    out `CSVLogger`, `TensorBoard` and `RemoteMonitor`, and write what
+    `ModelCheckpoint` saves into a temporary directory (all have to take part,
+    since reading a variable can be a collective). `BackupAndRestore` has a
+    directory for each of them, with `_worker_1` and so on at the end; a crash
+    between two workers' writes leaves them different epochs, which
+    `GroupCheckpoint` never does.
+
+    A batch that waits for data, or for another worker that hangs, longer than
+    the timeout (this one or the optimizer's, the longer) ends with an error, as
+    a collective does.
 
     Args:
-      communication: How metrics travel at each step, in their own type; its
-        timeout holds for them. None (default) for `Communication()`.
+      communication: How metrics travel at each step, in float32 at least; its
+        timeout holds for them and for a batch. None (default) for the
+        enclosing call's, else `Communication()`.
 
     Returns:
       A `MultiWorkerFit`, which is a context manager and has `undo()`.
 
     Raises:
       RuntimeError: If this Keras has changed these places in a way that is not
-        known, so that nothing can be said about them.
+        known, so that nothing can be said about them; if their source can't be
+        read.
 
     Example:
 
@@ -111,28 +122,39 @@ def multi_worker_fit(
 
     Source: keras#20585.
     """
-    if _active:
-        # Whoever came first undoes it.
-        return MultiWorkerFit(lambda: None)
+    if communication is None and _active:
+        communication = _active[-1]
     # Metrics travel in their own type, which has to count exactly.
     communication = dataclasses.replace(
         communication or communication_lib.Communication(), dtype=None
     )
+    undo = _replace_all() if not _active else lambda: None
+    _active.append(communication)
+
+    def leave():
+        _active.remove(communication)
+        undo()
+
+    return MultiWorkerFit(leave)
+
+
+def _replace_all() -> Callable[[], None]:
+    """Replaces what is wrong, and returns what undoes it."""
     places = {
         "_maybe_symbolic_build": (
             _trainer.TensorFlowTrainer,
             _maybe_symbolic_build,
         ),
-        "reduce_per_replica": (
-            _trainer,
-            functools.partial(_reduce_per_replica, communication),
-        ),
+        "reduce_per_replica": (_trainer, _reduce_per_replica),
     }
     originals = {
         name: getattr(owner, name) for name, (owner, _) in places.items()
     }
-    states = {name: _state_of(name, one) for name, one in originals.items()}
-    if "unknown" in states.values():
+    try:
+        states = {name: _state_of(name, one) for name, one in originals.items()}
+    except OSError as error:
+        states = {"source": f"unknown ({error})"}
+    if any(state.startswith("unknown") for state in states.values()):
         raise RuntimeError(
             "tf_xshard.multi_worker_fit() can't tell whether fit works over"
             f" several processes in Keras {keras.__version__}: {states}. It is"
@@ -140,26 +162,92 @@ def multi_worker_fit(
             " the call out to see."
         )
     wrong = [name for name, state in states.items() if state == "wrong"]
-    if not wrong:
-        logging.info(
-            "Keras %s has mended what multi_worker_fit() replaces.",
+    for name in set(states) - set(wrong):
+        logging.warning(
+            "Keras %s has changed %s, and the call that was wrong is gone from"
+            " it: multi_worker_fit() leaves it as it is.",
             keras.__version__,
+            name,
         )
     for name in wrong:
         owner, make = places[name]
         setattr(owner, name, make(originals[name]))
-    fit = keras.Model.fit
-    keras.Model.fit = chief_callbacks.with_callbacks_of_worker(fit)
+    loops = {
+        name: getattr(_trainer.TensorFlowTrainer, name)
+        for name in ("fit", "evaluate", "predict")
+    }
+    for name, loop in loops.items():
+        setattr(_trainer.TensorFlowTrainer, name, _loop_of_worker(loop))
 
     def undo():
         for name in wrong:
             setattr(places[name][0], name, originals[name])
-        keras.Model.fit = fit
-        _active.clear()
+        for name, loop in loops.items():
+            setattr(_trainer.TensorFlowTrainer, name, loop)
 
-    result = MultiWorkerFit(undo)
-    _active.append(result)
-    return result
+    return undo
+
+
+def _loop_of_worker(loop: Callable) -> Callable:
+    """`fit`, `evaluate` or `predict`, for one of several processes."""
+    signature = inspect.signature(loop)
+
+    @functools.wraps(loop)
+    def loop_of_worker(self, *args, **kwargs):
+        rank = _rank(self.distribute_strategy)
+        if rank is None:
+            return loop(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        if rank and bound.arguments["verbose"] == "auto":
+            bound.arguments["verbose"] = 0
+        callbacks = bound.arguments["callbacks"]
+        # `fit` gives `evaluate` its own.
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return loop(*bound.args, **bound.kwargs)
+        if isinstance(callbacks, keras.callbacks.Callback):
+            callbacks = [callbacks]
+        watched = _Watched(self)
+        with chief_callbacks.of_worker(callbacks or (), rank) as own:
+            # First, so that what others do at an end is not in the batch.
+            bound.arguments["callbacks"] = [watched, *own]
+            try:
+                return loop(*bound.args, **bound.kwargs)
+            finally:
+                watched.work.end()
+
+    return loop_of_worker
+
+
+def _rank(strategy) -> int | None:
+    """This process's number among several, the chief's is 0."""
+    if not replica_context.spans_processes(strategy):
+        return None
+    return replica_context.process_id(strategy)
+
+
+class _Watched(keras.callbacks.Callback):
+    """A batch may not wait for ever, for data or for another worker."""
+
+    def __init__(self, model: keras.Model):
+        super().__init__()
+        own = getattr(
+            getattr(model, "optimizer", None), "communication", _active[-1]
+        )
+        self.work = watchdog.Work(
+            max(own.timeout_seconds, _active[-1].timeout_seconds)
+        )
+
+    def _begin(self, *_, **__):
+        self.work.begin()
+
+    def _end(self, *_, **__):
+        self.work.end()
+
+    on_train_batch_begin = on_test_batch_begin = on_predict_batch_begin = _begin
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = _end
+    # Data that end after a batch has begun.
+    on_epoch_end = on_test_end = on_predict_end = _end
 
 
 def _maybe_symbolic_build(original):
@@ -184,13 +272,13 @@ def _maybe_symbolic_build(original):
     return maybe_symbolic_build
 
 
-def _reduce_per_replica(communication, original):
+def _reduce_per_replica(original):
     def reduce_per_replica(values, strategy, reduction):
         if replica_context.spans_processes(strategy) and reduction in (
             "auto",
             "mean",
         ):
-            return _mean(values, strategy, communication)
+            return _mean(values, strategy, _active[-1])
         return original(values, strategy, reduction)
 
     return reduce_per_replica

@@ -31,18 +31,26 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
       model: The model that is trained, at the beginning of an epoch.
       num_steps: How many batches, a multiple of `steps_per_execution`.
     """
-    train_function, history = model.train_function, model.history
+    train_function = model.train_function
+    # None for a list of callbacks that keeps no history.
+    history = getattr(model, "history", None)
     remaining = num_steps
 
     def skip(iterator):
         nonlocal remaining
         # `fit` has a history of its own: this one was left in mid-epoch.
-        if remaining <= 0 or model.history is not history:
+        if remaining <= 0 or getattr(model, "history", None) is not history:
             model.train_function = train_function
             return train_function(iterator)
         remaining -= model.steps_per_execution
-        for _ in range(model.steps_per_execution):
-            next(iterator)
+        for index in range(model.steps_per_execution):
+            try:
+                next(iterator)
+            except StopIteration:
+                # The epoch's last execution may have had fewer.
+                if index == 0:
+                    raise
+                break
         return model.get_metrics_result()
 
     if num_steps > 0:

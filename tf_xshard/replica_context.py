@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import sys
 import threading
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_run as _mirrored_run
 from tensorflow.python.eager import context as _eager_context
+from tensorflow.python.eager import execute as _eager_execute
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
@@ -34,6 +37,9 @@ TF_PRIVATE_NAMES = (
     (_eager_context.Context, "delete_config_key_value"),
     # Ends collectives that wait for peers which don't come.
     (_eager_context.Context, "abort_collective_ops"),
+    # Where a thread is while TensorFlow runs a function for it: what tells a
+    # batch that waits from one that is traced.
+    (_eager_execute, "quick_execute"),
     # The thread that traces a replica, with `graph`, the graph of the replica
     # function. What lies between that and the current graph decides whether
     # replicas can meet: `is_control_flow_graph` of a FuncGraph, and this class.
@@ -104,6 +110,22 @@ def spans_processes(strategy: tf.distribute.Strategy) -> bool:
         and len(strategy.extended.worker_devices)
         < strategy.num_replicas_in_sync
     )
+
+
+def local_replica_ids(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
+    """The ids of the replicas that this process drives, in their order."""
+    ids = strategy.experimental_local_results(
+        strategy.experimental_distribute_values_from_function(
+            lambda context: int(context.replica_id_in_sync_group)
+        )
+    )
+    return tuple(int(one) for one in ids)
+
+
+def process_id(strategy: tf.distribute.Strategy) -> int:
+    """The number of this process among a strategy's; the chief's is 0."""
+    ids = local_replica_ids(strategy)
+    return ids[0] // len(ids)
 
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:
@@ -319,4 +341,35 @@ def abort_collectives(message: str) -> None:
     """Makes every collective of this process fail, now and from now on."""
     _eager_context.context().abort_collective_ops(
         tf.errors.DEADLINE_EXCEEDED, message
+    )
+
+
+# Where a thread's innermost Python frame is while TensorFlow computes for it.
+_COMPUTES = tuple(
+    os.path.join(os.path.dirname(tf.__file__), "python", name, "")
+    for name in ("client", "data", "eager", "framework", "ops")
+)
+
+
+def _is_another_thread_in(files: tuple[str, ...]) -> bool:
+    return any(
+        frame.f_code.co_filename.startswith(files)
+        for thread, frame in sys._current_frames().items()
+        if thread != threading.get_ident()
+    )
+
+
+def a_function_runs() -> bool:
+    """Whether TensorFlow runs a function, and not only traces, for a thread."""
+    return _is_another_thread_in((_eager_execute.__file__,))
+
+
+def nothing_computes() -> bool:
+    """Whether no thread waits for TensorFlow, so no collective is under way.
+
+    The calling thread does not count.
+    """
+    return (
+        tf.config.experimental.get_synchronous_execution()
+        and not _is_another_thread_in(_COMPUTES)
     )

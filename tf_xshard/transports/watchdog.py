@@ -24,6 +24,7 @@ _MAX_SECONDS_BETWEEN_LOOKS = 5.0
 
 _lock = threading.Lock()
 _lanes = {}
+_under_way = []
 _thread = None
 
 
@@ -35,8 +36,57 @@ class _Lane:
     ended: tf.Tensor
     device: str
     timeout_seconds: float
+    num_cancelled: int = 0
     num_ended: int = 0
     waiting_since: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Work:
+    """Work of several processes, in which some collective has to end at times.
+
+    What TensorFlow itself waits for has no timeout: whether others have data,
+    for example. Only time in which TensorFlow computes counts, not that in
+    which it traces.
+
+    Attributes:
+      timeout_seconds: Longer than this with no collective that ends, and all
+        collectives of this process are aborted.
+    """
+
+    timeout_seconds: float
+    _state: tuple = ()
+    _since: float = 0.0
+
+    def begin(self) -> None:
+        """Begins it; once again, and its time starts anew."""
+        with _lock:
+            self._state = ()
+            if self not in _under_way:
+                _under_way.append(self)
+            _start_thread()
+
+    def end(self) -> None:
+        """Ends it; a second time does nothing."""
+        with _lock:
+            if self in _under_way:
+                _under_way.remove(self)
+
+    def is_overdue(self, num_ended: int) -> bool:
+        """Whether it stands still.
+
+        Args:
+          num_ended: How many collectives of this process have ended.
+
+        Returns:
+          A bool.
+        """
+        now = time.monotonic()
+        if self._state != (num_ended,) or (
+            not replica_context.a_function_runs()
+        ):
+            self._state, self._since = (num_ended,), now
+        return now - self._since > self.timeout_seconds
 
 
 def host_variable(device: str, name: str, dtype) -> tf.Tensor:
@@ -52,7 +102,6 @@ def host_variable(device: str, name: str, dtype) -> tf.Tensor:
 
 
 def _lane(device: str, lane: int, timeout_seconds: float) -> _Lane:
-    global _thread
     key = device, lane, timeout_seconds
     with _lock:
         if key not in _lanes:
@@ -65,12 +114,17 @@ def _lane(device: str, lane: int, timeout_seconds: float) -> _Lane:
                 device,
                 timeout_seconds,
             )
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(
-                target=_watch, name="tf_xshard_watchdog", daemon=True
-            )
-            _thread.start()
+        _start_thread()
         return _lanes[key]
+
+
+def _start_thread() -> None:
+    global _thread
+    if _thread is None or not _thread.is_alive():
+        _thread = threading.Thread(
+            target=_watch, name="tf_xshard_watchdog", daemon=True
+        )
+        _thread.start()
 
 
 def run(
@@ -110,9 +164,13 @@ def run(
 def _watch() -> None:
     while True:
         with _lock:
-            lanes = list(_lanes.values())
+            lanes, under_way = list(_lanes.values()), list(_under_way)
         try:
             overdue = [lane for lane in lanes if _is_overdue(lane)]
+            num_ended = sum(lane.num_ended for lane in lanes)
+            stands_still = [
+                work for work in under_way if work.is_overdue(num_ended)
+            ]
         except Exception as error:  # Without this thread nothing has a timeout.
             _abort(f"The watchdog of collectives failed: {error}")
             return
@@ -124,28 +182,51 @@ def _watch() -> None:
                 " runs other steps."
             )
             return
-        shortest = min(lane.timeout_seconds for lane in lanes)
+        if stands_still:
+            _abort(
+                "A batch waited longer than"
+                f" {stands_still[0].timeout_seconds} seconds for data, or for"
+                " the other workers to have some"
+                " (Communication.timeout_seconds). One of them hangs."
+            )
+            return
+        shortest = min(
+            (one.timeout_seconds for one in [*lanes, *under_way]),
+            default=_LOOKS_PER_TIMEOUT * _MAX_SECONDS_BETWEEN_LOOKS,
+        )
         time.sleep(
             min(shortest / _LOOKS_PER_TIMEOUT, _MAX_SECONDS_BETWEEN_LOOKS)
         )
 
 
 def _is_overdue(lane: _Lane) -> bool:
+    begun, ended = _counts(lane)
+    now = time.monotonic()
+    if begun - lane.num_cancelled <= ended:
+        lane.waiting_since = None
+    elif lane.waiting_since is None or ended != lane.num_ended:
+        lane.waiting_since = now
+    lane.num_ended = ended
+    if (
+        lane.waiting_since is None
+        or now - lane.waiting_since <= lane.timeout_seconds
+    ):
+        return False
+    # A step that fails on one replica cancels what the others began.
+    if replica_context.nothing_computes() and _counts(lane) == (begun, ended):
+        lane.num_cancelled = begun - ended
+        lane.waiting_since = None
+        return False
+    return True
+
+
+def _counts(lane: _Lane) -> tuple[int, int]:
     # Read in this order, one that ends meanwhile is no longer under way.
     begun, ended = (
         int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
         for handle in (lane.begun, lane.ended)
     )
-    now = time.monotonic()
-    if begun <= ended:
-        lane.waiting_since = None
-    elif lane.waiting_since is None or ended != lane.num_ended:
-        lane.waiting_since = now
-    lane.num_ended = ended
-    return (
-        lane.waiting_since is not None
-        and now - lane.waiting_since > lane.timeout_seconds
-    )
+    return begun, ended
 
 
 def _abort(message: str) -> None:
