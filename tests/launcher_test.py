@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -28,6 +30,8 @@ if case == "fail" and rank == 1:
     raise ValueError("the cause")
 if case == "fail_once" and rank == 1 and not restart:
     sys.exit(3)
+if case == "fail_first" and not restart:
+    sys.exit(3)
 if case == "killed" and rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 if case == "stubborn":
@@ -44,8 +48,23 @@ if case == "told":
         sys.exit(0)
     signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
+    signal.signal(signal.SIGUSR1, lambda *_: print("asked"))
     print("ready")
-if case not in ("end", "fail_once", "child"):
+if case == "saves":
+    def save(number, frame):
+        if rank == 0:
+            sys.exit(1)
+        time.sleep(4)
+        print("saved")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    print("ready")
+if case == "deaf":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("ready")
+if case == "hangup":
+    os.kill(os.getppid(), signal.SIGHUP)
+if case not in ("end", "fail_once", "fail_first", "child", "hangup"):
     time.sleep(60)
 """
 
@@ -58,8 +77,7 @@ def script(tmp_path):
 
 
 def _launch(arguments, monkeypatch, capfd):
-    monkeypatch.setattr(launcher, "GRACE_SECONDS", 1.0)
-    monkeypatch.setattr(launcher, "_RESTART_SECONDS", 0.1)
+    monkeypatch.setattr(launcher, "GRACE_AFTER_FAILURE_SECONDS", 1.0)
     code = cli.main(["launch", *arguments])
     out, err = capfd.readouterr()
     return code, out, err
@@ -163,6 +181,60 @@ def test_each_host_starts_its_rank(script, monkeypatch, capfd):
     assert (rank, cluster) == (2, ["a:1", "b:2", "[::1]:3"])
 
 
+def test_a_host_waits_until_the_others_have_ended(script, monkeypatch, capfd):
+    """Its new worker must not meet their old ones."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        timer = threading.Timer(4.0, other.close)
+        timer.start()
+        start = time.monotonic()
+        code, out, err = _launch(
+            [
+                *("--hosts", f"a:1,127.0.0.1:{other.getsockname()[1]}"),
+                *("--rank", "0", "--max-restarts", "1", script, "fail_first"),
+            ],
+            monkeypatch,
+            capfd,
+        )
+        timer.join()
+    assert code == 0 and "still run" not in err
+    assert [restart for _, restart, *_ in _started(out)] == [0, 1]
+    assert time.monotonic() - start >= 4.0
+
+
+def test_a_host_does_not_wait_for_ever(script, monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "_RESTART_MAX_SECONDS", 0.5)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        code, _, err = _launch(
+            [
+                *("--hosts", f"a:1,{address}", "--rank", "0"),
+                *("--max-restarts", "1", script, "fail_first"),
+            ],
+            monkeypatch,
+            capfd,
+        )
+    assert code == 0 and f"{address} still run: starting all the same" in err
+
+
+def test_one_that_can_not_be_started_ends_the_others(monkeypatch, script):
+    started, popen = [], subprocess.Popen
+
+    def second_fails(*args, **kwargs):
+        if started:
+            raise OSError("no more processes")
+        started.append(popen(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", second_fails)
+    with pytest.raises(OSError, match="no more processes"):
+        cli.main(["launch", "--workers", "2", script, "sleep"])
+    assert started[0].wait(30) == -signal.SIGKILL
+
+
 def test_a_module(monkeypatch, capfd):
     code, out, _ = _launch(
         ["--workers", "1", "-m", "json.tool", "--help"], monkeypatch, capfd
@@ -170,30 +242,78 @@ def test_a_module(monkeypatch, capfd):
     assert code == 0 and "[0] usage" in out
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
-)
-def test_signals_are_passed_on(script, number):
+def _launched(script, case):
+    """A launch of two workers that are ready."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "tf_xshard", "launch"),
-            *("--workers", "2", script, "told"),
+            *("--workers", "2", script, case),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=_ROOT,
     )
+    _read(process, "ready")
+    return process
+
+
+def _read(process, text):
+    """Reads until both workers have printed it."""
+    seen = 0
+    while seen < 2:
+        seen += text in process.stdout.readline()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
+)
+def test_signals_are_passed_on(script, number):
+    process = _launched(script, "told")
     with process.stdout:
-        ready = 0
-        while ready < 2:
-            ready += "ready" in process.stdout.readline()
+        # One that asks for something does not end the job.
+        process.send_signal(signal.SIGUSR1)
+        _read(process, "asked")
         process.send_signal(number)
         rest = process.stdout.read()
     assert process.wait(30) == 128 + number
     for rank in (0, 1):
         assert f"[{rank}] told {int(number)}" in rest
+
+
+def test_workers_may_save_after_a_signal(script):
+    """Also where another one fails of it, at once."""
+    process = _launched(script, "saves")
+    with process.stdout:
+        process.send_signal(signal.SIGTERM)
+        assert "[1] saved" in process.stdout.read()
+    assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_ends_all_at_once(script):
+    process = _launched(script, "deaf")
+    with process.stdout:
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 128 + signal.SIGINT
+        assert time.monotonic() - start < launcher.GRACE_SECONDS / 2
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_nohup(script, handler, monkeypatch, capfd):
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        code, _, _ = _launch(
+            ["--workers", "1", script, "hangup"], monkeypatch, capfd
+        )
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == (0 if handler == signal.SIG_IGN else 128 + signal.SIGHUP)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """`python -m tf_xshard launch`: the processes of one training job.
 
 Each is a worker of a MultiWorkerMirroredStrategy, which finds the others by the
-environment variable TF_CONFIG. No shell and no ssh: on many hosts each one
-starts its own rank.
+environment variable TF_CONFIG; TF_XSHARD_RESTART counts how often all were
+started again. No shell and no ssh: on many hosts each one starts its own rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import collections
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,11 +21,18 @@ from collections.abc import Sequence
 
 from tf_xshard import local_cluster
 
-GRACE_SECONDS = 10.0
+# After a signal from outside, in which workers may save; and after one of them
+# has failed, in which the others can do nothing together any more.
+GRACE_SECONDS = 30.0
+GRACE_AFTER_FAILURE_SECONDS = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 _LINES_SHOWN = 60
-_RESTART_SECONDS = 5.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_RESTART_MAX_SECONDS = 600.0
+_CONNECT_SECONDS = 1.0
+_SECONDS_BETWEEN_CONNECTIONS = 0.5
+# The first of those that end it is what the exit code tells.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +74,8 @@ def run(options, parser) -> int:
 
     Returns:
       0, or the exit code of the first worker that failed: 128 + the number of
-      the signal, if one ended it.
+      the signal, if one ended it. After a signal to this process that ends a
+      program, 128 + its number, however the workers ended.
     """
     hosts = _checked_hosts(options, parser)
     program = ["-m"] * options.module + [options.script, *options.arguments]
@@ -77,10 +86,11 @@ def run(options, parser) -> int:
         for restart in range(options.max_restarts + 1):
             if restart:
                 _say(f"restart {restart} of {options.max_restarts}")
-                # Workers of other hosts have to notice, and to end, too.
-                time.sleep(_RESTART_SECONDS if hosts else 0)
+                _wait_for_ended(hosts or (), options.rank, received)
                 if received.first is not None:
                     break
+                # What came meanwhile was for workers that have ended.
+                received.new.clear()
             job = _Job(
                 program,
                 hosts or local_cluster.local_addresses(options.workers),
@@ -124,6 +134,33 @@ def _say(text: str) -> None:
     print(f"tf_xshard launch: {text}", file=sys.stderr, flush=True)
 
 
+def _wait_for_ended(hosts: Sequence[str], rank: int | None, received) -> None:
+    """Waits until the other hosts' workers have noticed, and ended, too.
+
+    New ones must not meet those. Each is seen closed once: its new one starts
+    when this is through there, and listens some seconds later.
+    """
+    listening = [host for r, host in enumerate(hosts) if r != rank]
+    deadline = time.monotonic() + _RESTART_MAX_SECONDS
+    while listening and received.first is None:
+        listening = [host for host in listening if _listens(host)]
+        if listening and time.monotonic() > deadline:
+            _say(f"{', '.join(listening)} still run: starting all the same")
+            return
+        time.sleep(_SECONDS_BETWEEN_CONNECTIONS)
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection(
+            (host.strip("[]"), int(port)), _CONNECT_SECONDS
+        ).close()
+    except OSError:
+        return False
+    return True
+
+
 class _Signals:
     """Takes signals for the workers while it is entered."""
 
@@ -135,7 +172,12 @@ class _Signals:
     def __enter__(self):
         # Handlers belong to the main thread; elsewhere signals are not ours.
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._take) for s in _SIGNALS}
+            self._before = {
+                number: signal.signal(number, self._take)
+                for number in _SIGNALS
+                # nohup ignores SIGHUP, and so do we then.
+                if signal.getsignal(number) != signal.SIG_IGN
+            }
 
     def __exit__(self, *exception):
         for number, handler in self._before.items():
@@ -143,7 +185,8 @@ class _Signals:
 
     def _take(self, number, frame):
         del frame
-        self.first = self.first or number
+        if number in _ENDING:
+            self.first = self.first or number
         self.new.append(number)
 
 
@@ -191,8 +234,18 @@ class _Worker:
         """Sends a signal to the process and its children."""
         try:
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
+            # It has ended; PermissionError where only zombies are left, or a
+            # child has become another user.
             pass
+
+    def has_ended(self) -> bool:
+        """Whether it has; its children, which outlive it, end then."""
+        if self.process.poll() is None:
+            return False
+        # At once, while no other group can have its number.
+        self.send(signal.SIGKILL)
+        return True
 
     def read_to_end(self) -> None:
         """Waits for what it has printed; a child may hold the pipe open."""
@@ -205,14 +258,19 @@ class _Job:
 
     def __init__(self, program, addresses, ranks, restart):
         self._workers = []
-        for rank in ranks:
-            environment = {
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                "TF_CONFIG": local_cluster.tf_config(addresses, rank),
-                "TF_XSHARD_RESTART": str(restart),
-            }
-            self._workers.append(_Worker(rank, program, environment))
+        try:
+            for rank in ranks:
+                environment = {
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    "TF_CONFIG": local_cluster.tf_config(addresses, rank),
+                    "TF_XSHARD_RESTART": str(restart),
+                }
+                self._workers.append(_Worker(rank, program, environment))
+        except OSError:
+            for worker in self._workers:
+                worker.send(signal.SIGKILL)
+            raise
 
     def wait(self, received: _Signals) -> int:
         """Waits until all have ended; ends the others when one fails."""
@@ -222,23 +280,27 @@ class _Job:
                 number = received.new.pop(0)
                 for worker in running:
                     worker.send(number)
-                deadline = deadline or time.monotonic() + GRACE_SECONDS
+                if number in _ENDING:
+                    # A second one ends all at once.
+                    grace = GRACE_SECONDS if deadline is None else 0.0
+                    deadline = time.monotonic() + grace
             for worker in list(running):
-                code = worker.process.poll()
-                if code is None:
+                if not worker.has_ended():
                     continue
                 running.remove(worker)
-                if code and failed is None:
+                if worker.process.returncode and failed is None:
                     failed = worker
-                    self._end(running)
-                    deadline = time.monotonic() + GRACE_SECONDS
+                    # After a signal from outside the others may be saving.
+                    if deadline is None:
+                        self._end(running)
+                        deadline = (
+                            time.monotonic() + GRACE_AFTER_FAILURE_SECONDS
+                        )
             if deadline is not None and time.monotonic() > deadline:
                 for worker in running:
                     worker.send(signal.SIGKILL)
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         for worker in self._workers:
-            # Children that have outlived it.
-            worker.send(signal.SIGKILL)
             worker.read_to_end()
         if failed is None:
             return 0

@@ -54,17 +54,24 @@ def start(
       The processes, in the order of ranks.
     """
     addresses = local_addresses(len(outputs))
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            stdout=stdout,
-            stderr=stderr,
-            env={
-                **os.environ,
-                **(environment or {}),
-                "TF_CONFIG": tf_config(addresses, rank),
-            },
-            **kwargs,
-        )
-        for rank, (stdout, stderr) in enumerate(outputs)
-    ]
+    processes = []
+    try:
+        for rank, (stdout, stderr) in enumerate(outputs):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *arguments],
+                    stdout=stdout,
+                    stderr=stderr,
+                    env={
+                        **os.environ,
+                        **(environment or {}),
+                        "TF_CONFIG": tf_config(addresses, rank),
+                    },
+                    **kwargs,
+                )
+            )
+    except OSError:
+        for process in processes:
+            process.kill()
+        raise
+    return processes
