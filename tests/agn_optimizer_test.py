@@ -173,7 +173,7 @@ def _locally_trained(make_outer, kind, rate):
         yield [local for local, _ in history]
 
 
-@replicas.on_every_strategy
+@replicas.on_numberings_in_full
 def test_local_sgd(kind):
     """SGD(1) on updates averages models; normalized, SGD(period) does."""
     models = [np.array([10.0, -2.0]) for _ in range(4)]
@@ -190,7 +190,7 @@ def test_local_sgd(kind):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@replicas.on_every_strategy
+@replicas.on_numberings_in_full
 def test_diloco(kind):
     """Nesterov's momentum on the mean update, as in arXiv 2311.08105.
 
@@ -220,7 +220,7 @@ def test_diloco(kind):
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
-@replicas.on_every_strategy
+@replicas.on_numberings_in_full
 def test_period_1_with_sgd_is_cross_shard(kind):
     strategy = replicas.STRATEGIES[kind](4)
     _, agn = training.train(
@@ -231,7 +231,7 @@ def test_period_1_with_sgd_is_cross_shard(kind):
     assert training.deviation(agn, one) <= 1e-6
 
 
-@replicas.on_every_strategy
+@replicas.on_numberings_in_full
 @pytest.mark.parametrize("accumulate", ["gradients", "updates"])
 def test_nothing_crosses_between_exchanges(accumulate, kind):
     """Collectives are in the branch of the exchange, which runs when due."""
@@ -454,8 +454,15 @@ class _Recorder(keras.callbacks.Callback):
         self._record("train")
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
-@pytest.mark.parametrize("swap_on_epoch", [False, True])
+@pytest.mark.parametrize(
+    "swap_on_epoch, kind",
+    [
+        (True, "mirrored"),
+        (False, "tpu"),
+        pytest.param(*(False, "mirrored"), marks=replicas.in_full),
+        pytest.param(*(True, "tpu"), marks=replicas.in_full),
+    ],
+)
 def test_the_callback_shows_the_center(swap_on_epoch, kind):
     strategy = replicas.STRATEGIES[kind](2)
     x, y = training.data()

@@ -33,7 +33,7 @@ def test_demo(tmp_path):
         "--replicas",
         "4",
         "--epochs",
-        "3",
+        "1",
         "--plot",
         picture,
         "--optimizer",
@@ -60,10 +60,11 @@ def test_demo(tmp_path):
             ["TowerOptimizer", "tower_train_step"],
             "no accumulation (on purpose)",
         ),
-        (
+        pytest.param(
             "agn",
             ["AGN, period 1", "local SGD, period 5"],
             "never averaged (on purpose)",
+            marks=pytest.mark.full,
         ),
     ],
     ids=["tower", "agn"],
@@ -94,15 +95,15 @@ _NO_GROUPS = (
 @pytest.mark.parametrize(
     "wrapper, num_replicas, mutant, failure",
     [
-        ("cross_shard", 4, _NO_GROUPS, "group 0, on its shards"),
+        pytest.param(
+            *("cross_shard", 4, _NO_GROUPS, "group 0, on its shards"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             *("tower", 2, _NO_REDUCTION, "TowerOptimizer"),
             marks=pytest.mark.full,
         ),
-        pytest.param(
-            *("agn", 2, _NO_REDUCTION, "AGN, period 1"),
-            marks=pytest.mark.full,
-        ),
+        ("agn", 2, _NO_REDUCTION, "AGN, period 1"),
     ],
     ids=["cross_shard", "tower", "agn"],
 )

@@ -57,7 +57,7 @@ for _name, _class in (
 # Plain Keras can't trace these under a strategy; tests/plain_keras_test.py.
 PLAIN_FAILS = ("accumulation",)
 # tests/groups_test.py permutes 8.
-COUNTS = {"mirrored": (2, 4, 8), "tpu": (4, 8), "tpu_permuted": (4,)}
+COUNTS = {"mirrored": (2, 4, 8), "tpu": (4,), "tpu_permuted": (4, 8)}
 
 
 class TanhDescent(O.Optimizer):
@@ -220,7 +220,7 @@ def test_last_batch(num_rows, per_shard, kind):
         assert training.deviation(got, one) <= 1e-6
 
 
-@replicas.on_every_strategy
+@replicas.on_numberings_in_full
 def test_frozen_layer(kind):
     def frozen():
         made = training.model()
@@ -237,7 +237,7 @@ def test_frozen_layer(kind):
     assert training.deviation(got, reference) <= 1e-6
 
 
-@replicas.on_every_strategy
+@replicas.on_numberings_in_full
 def test_two_levels_are_the_global_reduction(kind):
     """Rows, then columns, of a 2 x 4 grid of replicas."""
 

@@ -76,7 +76,17 @@ def test_an_overflow_on_one_replica(groups, kind, bad_replica, bad_value):
     assert replicas.values(strategy, optimizer.iterations) == [2] * 4
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(
+            groups,
+            id=name,
+            marks=pytest.mark.full if name == "one_group" else (),
+        )
+        for name, groups in GROUPS.items()
+    ],
+)
 def test_mixed_float16_fit_with_overflows(groups):
     """The first scales overflow float16; all replicas find the same one."""
     keras.mixed_precision.set_global_policy("mixed_float16")

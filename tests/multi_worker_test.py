@@ -1,5 +1,6 @@
 """Four real processes under MultiWorkerMirroredStrategy."""
 
+import contextlib
 import json
 import os
 import re
@@ -24,12 +25,22 @@ NUM_WORKERS = program.NUM_WORKERS
 # What TensorFlow says of a worker that is gone: its heartbeat stopped, or its
 # connection was closed, or, of the leader, that it can't be reached.
 CAUSE = (
-    r"(?s)(stopped sending heartbeats\):\s+/job:worker/replica:0/task:{0}"
+    r"(?s)(stopped sending heartbeats\):(\s+/job:worker/replica:0/task:\d)*?"
+    r"\s+/job:worker/replica:0/task:{0}"
     r"|Connection reset by peer|Socket closed|failed to connect"
     r"|leader|Failed to send RPC to coordination service"
     r"|RPC: /tensorflow.CoordinationService/Heartbeat)"
 )
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+on_groups_in_full = pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(name, marks=() if name == "crossed" else replicas.in_full)
+        for name in program.GROUPS
+    ],
+)
 
 
 class _Workers:
@@ -55,12 +66,14 @@ class _Workers:
                 process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
-        finally:
-            codes = [process.poll() for process in self.processes]
-            for process in self.processes:
-                process.kill()
-                process.wait()
+        codes = [process.poll() for process in self.processes]
+        self._kill()
         return codes
+
+    def _kill(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
     def read(self, rank, stream):
         file = self._output[rank][stream]
@@ -74,6 +87,7 @@ class _Workers:
         ]
 
     def close(self):
+        self._kill()
         for pair in self._output:
             for file in pair:
                 file.close()
@@ -86,15 +100,16 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(directory):
+def results(directory, request):
     """What the four workers hold after all cases, one launch for all."""
-    workers = _Workers("cases", str(directory))
-    codes = workers.wait(400)
-    for rank, code in enumerate(codes):
-        assert code == 0, (codes, rank, workers.read(rank, 1)[-3000:])
-    found = workers.results()
-    workers.close()
-    return found
+    full = ["--full"] if request.config.getoption("--full") else []
+    with contextlib.closing(
+        _Workers("cases", str(directory), *full)
+    ) as workers:
+        codes = workers.wait(400)
+        for rank, code in enumerate(codes):
+            assert code == 0, (codes, rank, workers.read(rank, 1)[-3000:])
+        return workers.results()
 
 
 @pytest.mark.parametrize("mode", ["function", "eager"])
@@ -111,7 +126,7 @@ def test_oracle(results, groups, mode):
         assert table == [[0, 0], [-rows, -rows], [0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("groups", program.GROUPS)
+@on_groups_in_full
 def test_compat_v1(results, groups):
     assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
     for rank, result in enumerate(results):
@@ -136,7 +151,7 @@ def test_a_worker_that_traces_again_by_itself(results):
         assert result["retrace"] == [-33 if rank < 2 else -3300]
 
 
-@pytest.mark.parametrize("groups", program.GROUPS)
+@on_groups_in_full
 def test_towers(results, groups):
     assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
     for rank, result in enumerate(results):
@@ -155,7 +170,7 @@ def test_towers(results, groups):
 
 
 @pytest.mark.parametrize("name", agn_oracle.OPTIMIZERS)
-@pytest.mark.parametrize("groups", program.GROUPS)
+@on_groups_in_full
 def test_agn(results, groups, name):
     oracle = agn_oracle.OPTIMIZERS[name][0]
     assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
@@ -230,11 +245,18 @@ def test_fit_equals_one_device(fits, one_device, report):
     report(f"fit on 4 processes: {largest:.1e} from one device")
     assert largest <= 1e-6
     with_sgd = training.train(fit_cases.sgd)[1]
+    assert max(_deviation(fit["sgd"], with_sgd) for fit in fits) <= 1e-6
     for mutant in ("mutant_factor_2", "mutant_no_reduction"):
         assert _deviation(fits[1][mutant], with_sgd) > 1e-3
 
 
-@pytest.mark.parametrize("groups", ["alone", "pairs", "crossed"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "crossed",
+        *(pytest.param(g, marks=replicas.in_full) for g in ("alone", "pairs")),
+    ],
+)
 def test_fit_of_groups_equals_one_device_on_their_shards(fits, groups):
     x, y = training.data()
     for members in fit_cases.GROUPS[groups]:
@@ -352,6 +374,11 @@ def test_group_state_saves_and_restores(states, directory):
         assert state["kept"]
         error = "FileNotFoundError" if rank == 2 else "failed on worker 2"
         assert error in state["refused"]
+        assert state["eagerly"]
+        # What fails on one process fails on all, and nothing is half done.
+        assert ("failed on worker 0" in state["not_exported"]) == (rank != 0)
+        assert "another process wrote, is not here" in state["not_saved"]
+        assert state["not_committed"]
     loaded = keras.models.load_model(directory / "group_1.keras")
     assert type(loaded.optimizer) is keras.optimizers.Adam
     for value, expected in zip(
@@ -385,8 +412,7 @@ def test_set_and_merge_over_processes(states):
         assert state["undone"]
 
 
-def _check_killed(case, killed_rank, report):
-    workers = _Workers(case)
+def _check_killed(workers, killed_rank, report):
     codes = {}
     died_at = None
     deadline = time.monotonic() + 150
@@ -410,23 +436,23 @@ def _check_killed(case, killed_rank, report):
             assert codes[rank] != 0
             error = workers.read(rank, 1)
             assert re.search(CAUSE.format(killed_rank), error), error[-3000:]
-    workers.close()
 
 
 def test_a_worker_is_killed(report):
-    _check_killed("killed", 3, report)
+    with contextlib.closing(_Workers("killed")) as workers:
+        _check_killed(workers, 3, report)
 
 
 @pytest.mark.full
 def test_the_chief_is_killed(report):
-    _check_killed("killed_chief", 0, report)
+    with contextlib.closing(_Workers("killed_chief")) as workers:
+        _check_killed(workers, 0, report)
 
 
 def test_a_worker_that_does_not_take_part_is_named():
-    workers = _Workers("absent")
-    codes = workers.wait(120)
-    assert codes == [0] * NUM_WORKERS, workers.read(0, 1)[-3000:]
-    for message in workers.results()[:3]:
-        assert "Worker 3 did not say within 3 seconds" in message
-        assert "the_weight" in message
-    workers.close()
+    with contextlib.closing(_Workers("absent")) as workers:
+        codes = workers.wait(120)
+        assert codes == [0] * NUM_WORKERS, workers.read(0, 1)[-3000:]
+        for message in workers.results()[:3]:
+            assert "Worker 3 did not say within 3 seconds" in message
+            assert "the_weight" in message

@@ -96,7 +96,19 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
     "kind",
     ["tpu", pytest.param("tpu_permuted", marks=pytest.mark.full)],
 )
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Loops and softmax: the longest to compile.
+        pytest.param(
+            name,
+            marks=pytest.mark.full
+            if name in ("recurrent", "attention")
+            else (),
+        )
+        for name in LAYERS
+    ],
+)
 def test_plain_keras_equals_mirrored_strategy(name, kind, report):
     """`fit` with a ragged last batch, metrics, `evaluate` and `predict`."""
 
@@ -124,7 +136,9 @@ def test_plain_keras_equals_mirrored_strategy(name, kind, report):
     assert np.abs(got[0].get_weights()[0] - first[0]).max() > 1e-3
 
 
-@pytest.mark.parametrize("steps_per_execution", [2, 3])
+@pytest.mark.parametrize(
+    "steps_per_execution", [2, pytest.param(3, marks=pytest.mark.full)]
+)
 def test_steps_per_execution(steps_per_execution):
     def optimizer():
         return O.Adam(0.01)
