@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -269,6 +270,9 @@ def main(argv):
         text=True,
     )
     ours = {}
+    # Ends a run that hangs, and with it the loop.
+    limit = threading.Timer(_TIMEOUT_SECONDS.value, processes[0].kill)
+    limit.start()
     try:
         for line in processes[0].stdout:
             if line.startswith("seconds "):
@@ -277,6 +281,7 @@ def main(argv):
                 print(line, end="", flush=True)
         codes = [process.wait(_TIMEOUT_SECONDS.value) for process in processes]
     finally:
+        limit.cancel()
         for process in processes:
             process.kill()
             process.wait()
