@@ -52,6 +52,7 @@ def test_demo(tmp_path):
     assert os.path.getsize(picture) > 10_000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wrapper, equal, wrong",
     [
@@ -60,11 +61,10 @@ def test_demo(tmp_path):
             ["TowerOptimizer", "tower_train_step"],
             "no accumulation (on purpose)",
         ),
-        pytest.param(
+        (
             "agn",
             ["AGN, period 1", "local SGD, period 5"],
             "never averaged (on purpose)",
-            marks=pytest.mark.full,
         ),
     ],
     ids=["tower", "agn"],

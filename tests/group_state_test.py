@@ -1,5 +1,6 @@
 """What each group holds: read, set, merged, compared, evaluated, exported."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -353,47 +354,77 @@ def _single(weights):
     return single
 
 
-def test_evaluate_predict_and_ensemble_equal_one_device(model):
+@pytest.mark.parametrize(
+    "model, form",
+    replicas.default(
+        itertools.product(
+            ["mirrored", "tpu"], ["arrays", "tuple", "dataset", "weights"]
+        ),
+        lambda kind, form: (
+            form
+            in (["dataset", "weights"] if kind == "mirrored" else ["arrays"])
+        ),
+    ),
+    indirect=["model"],
+)
+def test_evaluate_equals_one_device(model, form):
     """Also on a last batch that replicas can't share evenly."""
+    x, y = group_training.data(50)
+    state = tf_xshard.GroupState(model)
+    before = group_training.values(model)
+    weights = np.linspace(0.0, 2.0, 50).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+    table = state.evaluate(
+        *{
+            "arrays": (x, y),
+            "tuple": ((x, y),),
+            "dataset": (dataset.shuffle(5),),
+            "weights": ((x, y, weights),),
+        }[form],
+        **{} if form == "dataset" else {"batch_size": 20},
+    )
+    if form != "weights":
+        weights = np.ones(50)
+    assert table.column("group") == [0, 1, "ensemble"]
+    singles = [_single(state.get_weights(g)["model"]) for g in range(2)]
+    for row, single in zip(list(table)[:2], singles, strict=True):
+        expected = single.evaluate(
+            x,
+            y,
+            batch_size=20,
+            sample_weight=weights,
+            verbose=0,
+            return_dict=True,
+        )
+        for name, value in expected.items():
+            np.testing.assert_allclose(row[name], value, rtol=1e-5)
+    outputs = [s.predict(x, batch_size=20, verbose=0) for s in singles]
+    ensemble = np.mean(outputs, axis=0)
+    crossentropy = -np.where(
+        y > 0, np.log(ensemble), np.log(1 - ensemble)
+    ).ravel()
+    np.testing.assert_allclose(
+        table[2]["loss"], np.mean(crossentropy * weights), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        table[2]["accuracy"], np.mean((ensemble > 0.5) == y), rtol=1e-5
+    )
+    group_training.assert_same(group_training.values(model), before)
+
+
+def test_predict_equals_one_device(model):
+    """A group, and the ensemble."""
     x, y = group_training.data(50)
     state = tf_xshard.GroupState(model)
     before = group_training.values(model)
     # What plain Keras says mixes the groups.
     mixed = model.predict(x, batch_size=20, verbose=0)
-    singles = [_single(state.get_weights(g)["model"]) for g in range(2)]
-    outputs = [s.predict(x, batch_size=20, verbose=0) for s in singles]
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
-    weights = np.linspace(0.0, 2.0, 50).astype("float32")
-    for table, sample_weight in (
-        (state.evaluate(x, y, batch_size=20), None),
-        (state.evaluate((x, y), batch_size=20), None),
-        (state.evaluate(dataset.shuffle(5)), None),
-        (state.evaluate((x, y, weights), batch_size=20), weights),
-    ):
-        assert table.column("group") == [0, 1, "ensemble"]
-        for row, single in zip(list(table)[:2], singles, strict=True):
-            expected = single.evaluate(
-                x,
-                y,
-                batch_size=20,
-                sample_weight=sample_weight,
-                verbose=0,
-                return_dict=True,
-            )
-            for name, value in expected.items():
-                np.testing.assert_allclose(row[name], value, rtol=1e-5)
-        ensemble = np.mean(outputs, axis=0)
-        crossentropy = -np.where(
-            y > 0, np.log(ensemble), np.log(1 - ensemble)
-        ).ravel()
-        np.testing.assert_allclose(
-            table[2]["loss"],
-            np.mean(crossentropy * (1 if sample_weight is None else weights)),
-            rtol=1e-5,
+    outputs = [
+        _single(state.get_weights(g)["model"]).predict(
+            x, batch_size=20, verbose=0
         )
-        np.testing.assert_allclose(
-            table[2]["accuracy"], np.mean((ensemble > 0.5) == y), rtol=1e-5
-        )
+        for g in range(2)
+    ]
     for group, expected in enumerate(outputs):
         got = state.predict(x, group, batch_size=20)
         np.testing.assert_allclose(got, expected, atol=1e-6)

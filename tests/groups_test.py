@@ -1,6 +1,7 @@
 """Replicas of a group are equal; each group is one device on its shards."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -42,21 +43,19 @@ def _alone(members):
     )[1]
 
 
-@replicas.on_every_strategy
 @pytest.mark.parametrize(
-    "group_size, layout",
-    [
+    "kind, group_size, layout",
+    replicas.default(
+        itertools.product(
+            replicas.STRATEGIES,
+            (1, 2, 4, 8),
+            ("contiguous", "strided", "shuffled"),
+        ),
         # Groups of one, and one of all, are the same in every layout.
-        pytest.param(
-            size,
-            layout,
-            marks=replicas.in_full
-            if size in (1, 8) and layout != "shuffled"
-            else (),
-        )
-        for size in (1, 2, 4, 8)
-        for layout in ("contiguous", "strided", "shuffled")
-    ],
+        lambda kind, size, layout: (
+            layout == "shuffled" or (kind == "mirrored" and size in (2, 4))
+        ),
+    ),
 )
 def test_groups_train_apart(layout, group_size, kind, report):
     groups = _groups(layout, group_size)

@@ -1,5 +1,7 @@
 """LossScaleOptimizer inside: all replicas skip together."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -30,14 +32,22 @@ def _check_equal_within_groups(strategy, variable, groups):
     return got
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize(
-    "kind, bad_replica",
-    [("mirrored", r) for r in range(NUM_REPLICAS)]
-    + [(kind, r) for kind in replicas.TPUS for r in (0, 3)],
+    "groups, kind, bad_replica, bad_value",
+    replicas.default(
+        itertools.product(
+            GROUPS,
+            replicas.STRATEGIES,
+            range(NUM_REPLICAS),
+            [np.inf, np.nan],
+        ),
+        lambda groups, kind, bad_replica, bad_value: (
+            bad_replica == 3 or (groups == "two_groups" and kind == "mirrored")
+        ),
+    ),
 )
-@pytest.mark.parametrize("bad_value", [np.inf, np.nan])
 def test_an_overflow_on_one_replica(groups, kind, bad_replica, bad_value):
+    groups = GROUPS[groups]
     strategy = replicas.STRATEGIES[kind](NUM_REPLICAS)
     with strategy.scope():
         weight = keras.Variable(np.zeros(3), dtype="float32")

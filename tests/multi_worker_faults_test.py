@@ -59,6 +59,11 @@ class _Launched:
     def text(self):
         return "\n".join(line for _, line in self.lines)
 
+    def said(self, after=0):
+        """What workers printed from a line on, without their ranks."""
+        lines = (line for _, line in self.lines[after:])
+        return "\n".join(re.sub(r"^\[\d\] ", "", line) for line in lines)
+
     def finals(self):
         """What every worker of this launch holds at the end, by rank."""
         found = re.findall(r"^\[\d\] final (.*)$", self.text(), re.M)
@@ -122,8 +127,8 @@ def _check_times(launched, report):
         assert seconds < launched_job.TIMEOUT_SECONDS + 10
         # The launcher sees nothing then: the others say what is wrong.
         if cause := _CAUSES.get(kind):
-            after = "\n".join(line for _, line in launched.lines[index:])
-            assert re.search(cause, after), after[:3000]
+            said = launched.said(after=index)
+            assert re.search(cause, said), said[:3000]
 
 
 def _check(directory, uninterrupted, kinds, rng, report):
@@ -231,7 +236,7 @@ def test_a_worker_that_is_cut_off(tmp_path, uninterrupted, report):
         seconds.append(_ended(launched, at) - at)
         assert seconds[-1] < launched_job.TIMEOUT_SECONDS + 10, seconds
         if rank != 2:
-            said = re.sub(r"^\[\d\] ", "", logs[rank], flags=re.M)
+            said = launched.said()
             cause = f"{multi_worker_test.CAUSE}|waited longer than"
             assert re.search(cause.format(2), said), said[-3000:]
     assert finals == uninterrupted

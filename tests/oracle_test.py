@@ -1,6 +1,7 @@
 """The reduction against NumPy: scales, types, None, IndexedSlices."""
 
 import dataclasses
+import itertools
 
 import keras
 import ml_dtypes
@@ -184,7 +185,7 @@ def _sweep(seed, graph, kind="mirrored"):
 
 
 @may_lack_gradients
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_cases_in_a_function(seed):
     _sweep(seed, graph=True)
 
@@ -197,7 +198,7 @@ def test_random_cases_eagerly(seed):
 
 @may_lack_gradients
 @pytest.mark.parametrize("kind", replicas.TPUS)
-@pytest.mark.parametrize("seed", range(3000, 3015))
+@pytest.mark.parametrize("seed", range(3000, 3008))
 def test_random_cases_on_a_simulated_tpu(seed, kind):
     _sweep(seed, graph=True, kind=kind)
 
@@ -430,10 +431,21 @@ def test_a_factor_of_one_is_no_multiplication(num_replicas, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("dtype", NUMPY_TYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("normalization", ["global", "replica"])
-@pytest.mark.parametrize("groups", [None, [[0, 2], [3, 1]]], ids=str)
+@pytest.mark.parametrize(
+    "dtype, reduction, normalization, groups",
+    replicas.default(
+        itertools.product(
+            NUMPY_TYPES,
+            ["mean", "sum"],
+            ["global", "replica"],
+            [None, [[0, 2], [3, 1]]],
+        ),
+        lambda dtype, reduction, normalization, groups: (
+            groups or dtype == "float32"
+        ),
+    ),
+    ids=str,
+)
 def test_fit(dtype, reduction, normalization, groups):
     """One step of a linear model, from 0, exact in every type.
 

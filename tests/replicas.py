@@ -55,6 +55,16 @@ in_full = pytest.mark.full
 on_numberings_in_full = pytest.mark.parametrize(
     "kind", ["mirrored", "tpu", pytest.param("tpu_permuted", marks=in_full)]
 )
+
+
+def default(cases, is_default):
+    """Cases for parametrize, of which --full has all and the default some."""
+    return [
+        pytest.param(*case, marks=() if is_default(*case) else in_full)
+        for case in cases
+    ]
+
+
 on_tpu_in_full = pytest.mark.parametrize(
     "kind", ["mirrored", pytest.param("tpu", marks=in_full)]
 )

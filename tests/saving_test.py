@@ -1,6 +1,7 @@
 """Nothing of an optimizer's state is lost, whichever way it is saved."""
 
 import copy
+import itertools
 import os
 
 import keras
@@ -32,22 +33,6 @@ INNERS = {
 
 if not hasattr(O, "MultiOptimizer"):  # Keras 3.12 has none.
     del INNERS["multi"]
-
-# What is saved does not depend on how XLA numbers replicas.
-on_mirrored_and_tpu = pytest.mark.parametrize(
-    "name, kind",
-    [
-        pytest.param(
-            name,
-            kind,
-            marks=replicas.in_full
-            if kind == "tpu" and name not in ("adam", "nested")
-            else (),
-        )
-        for name in INNERS
-        for kind in ("mirrored", "tpu")
-    ],
-)
 
 
 def _wrapped(name):
@@ -90,8 +75,19 @@ def _fresh(name, strategy):
     return model
 
 
-@on_mirrored_and_tpu
-@pytest.mark.parametrize("file", ["model.keras", "model.h5"])
+@pytest.mark.parametrize(
+    "name, kind, file",
+    replicas.default(
+        itertools.product(
+            INNERS, ["mirrored", "tpu"], ["model.keras", "model.h5"]
+        ),
+        lambda name, kind, file: (
+            name in ("nested", "multi")
+            if file == "model.h5"
+            else kind == "mirrored" or name == "adam"
+        ),
+    ),
+)
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_whole_models(name, file, kind, tmp_path):
     strategy = replicas.STRATEGIES[kind](2)
@@ -117,8 +113,15 @@ def test_a_model_loads_outside_the_strategy(tmp_path):
     _more_steps(restored)
 
 
-@on_mirrored_and_tpu
-@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize(
+    "name, kind, deferred",
+    replicas.default(
+        itertools.product(INNERS, ["mirrored", "tpu"], [True, False]),
+        lambda name, kind, deferred: (
+            kind == "mirrored" if deferred else name == "nested"
+        ),
+    ),
+)
 def test_checkpoint(name, deferred, kind, tmp_path):
     strategy = replicas.STRATEGIES[kind](2)
     model, _ = training.train(_wrapped(name), strategy, num_steps=4)
@@ -187,7 +190,13 @@ def test_plain_keras_checkpoints_no_multi_optimizer(tmp_path):
     assert is_saved(tf_xshard.CrossShardOptimizer(multi()))
 
 
-@on_mirrored_and_tpu
+@pytest.mark.parametrize(
+    "name, kind",
+    replicas.default(
+        itertools.product(INNERS, ["mirrored", "tpu"]),
+        lambda name, kind: kind == "mirrored" or name == "adam",
+    ),
+)
 def test_weights_file(name, kind, tmp_path):
     strategy = replicas.STRATEGIES[kind](2)
     model, _ = training.train(_wrapped(name), strategy, num_steps=4)

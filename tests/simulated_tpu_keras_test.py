@@ -99,11 +99,11 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
 @pytest.mark.parametrize(
     "name",
     [
-        # Loops and softmax: the longest to compile.
+        # Loops and softmax: the longest to compile. And what others contain.
         pytest.param(
             name,
             marks=pytest.mark.full
-            if name in ("recurrent", "attention")
+            if name in ("recurrent", "attention", "dense")
             else (),
         )
         for name in LAYERS

@@ -1,5 +1,7 @@
 """TowerOptimizer: towers and replicas equal one device; rounds; state."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -33,12 +35,18 @@ def _towers(optimizer_fn, num_towers, reduction="mean", **kwargs):
     )
 
 
-@replicas.on_numberings_in_full
-@pytest.mark.parametrize("num_towers", [2, 4])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name, num_towers, kind",
+    replicas.default(
+        itertools.product(SETTINGS, [2, 4], replicas.STRATEGIES),
+        lambda name, num_towers, kind: (
+            (num_towers, kind) in ((2, "mirrored"), (4, "tpu"))
+        ),
+    ),
+)
 def test_fit_equals_one_device(name, num_towers, kind, report):
     optimizer_fn = SETTINGS[name]
-    _, reference = training.train(optimizer_fn)
+    reference = training.alone(optimizer_fn)
     model, got = training.train(
         _towers(optimizer_fn, num_towers),
         replicas.STRATEGIES[kind](NUM_REPLICAS),
@@ -55,7 +63,7 @@ def test_fit_equals_one_device(name, num_towers, kind, report):
 @pytest.mark.parametrize("strategy", [None, "one_device"])
 def test_with_no_replicas(strategy):
     strategy = strategy and tf.distribute.OneDeviceStrategy("CPU:2")
-    _, reference = training.train(SETTINGS["adam"])
+    reference = training.alone(SETTINGS["adam"])
     for kwargs in ({}, {"run_eagerly": True}, {"steps_per_execution": 5}):
         _, got = training.train(
             _towers(SETTINGS["adam"], 4),
@@ -78,7 +86,7 @@ def test_with_no_replicas(strategy):
 )
 def test_compile_options(kind, kwargs):
     """Rounds of two straddle executions of three steps."""
-    _, reference = training.train(SETTINGS["adam"], num_steps=9)
+    reference = training.alone(SETTINGS["adam"], num_steps=9)
     _, got = training.train(
         _towers(SETTINGS["adam"], 2),
         replicas.STRATEGIES[kind](NUM_REPLICAS),
@@ -114,7 +122,7 @@ def _mutants():
 
 @pytest.mark.parametrize("mutant", _mutants(), ids=lambda f: f.__name__)
 def test_mutants_fail(mutant):
-    _, reference = training.train(SETTINGS["sgd"])
+    reference = training.alone(SETTINGS["sgd"])
     _, got = training.train(
         mutant,
         replicas.mirrored(NUM_REPLICAS),
@@ -388,7 +396,7 @@ def test_apply_towers():
             self.optimizer.apply_towers(towers, self.trainable_variables)
             return {"loss": tf.add_n(losses) / 2}
 
-    _, reference = training.train(SETTINGS["clipping"])
+    reference = training.alone(SETTINGS["clipping"])
     _, got = training.train(
         _towers(SETTINGS["clipping"], 2),
         strategy,
@@ -443,7 +451,7 @@ def test_cross_shard_around_towers(kind):
     def around():
         return tf_xshard.CrossShardOptimizer(_towers(SETTINGS["adam"], 2)())
 
-    _, reference = training.train(SETTINGS["adam"])
+    reference = training.alone(SETTINGS["adam"])
     _, got = training.train(
         around,
         strategy,
@@ -454,7 +462,7 @@ def test_cross_shard_around_towers(kind):
 
 
 def test_one_tower_is_the_inner_optimizer():
-    _, reference = training.train(SETTINGS["adam"])
+    reference = training.alone(SETTINGS["adam"])
     _, got = training.train(_towers(SETTINGS["adam"], 1))
     assert training.deviation(got, reference) == 0.0
 

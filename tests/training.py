@@ -1,6 +1,7 @@
 """Training on one device and under a strategy, from the same start."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -61,6 +62,12 @@ def train(
         verbose=0,
     )
     return trained, weights(trained, strategy)
+
+
+@functools.cache
+def alone(optimizer_fn, num_steps=NUM_STEPS):
+    """The weights of one device, trained once for all tests."""
+    return train(optimizer_fn, num_steps=num_steps)[1]
 
 
 def weights(trained, strategy=None):
