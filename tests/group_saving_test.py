@@ -37,7 +37,7 @@ def _more(model, num_steps=3):
             kind,
             marks=(
                 replicas.in_full
-                if name == "agn_updates" or (kind == "tpu") != (name == "agn")
+                if (name, kind) not in (("adam", "mirrored"), ("agn", "tpu"))
                 else ()
             ),
         )

@@ -53,7 +53,9 @@ def _alone(members):
         ),
         # Groups of one, and one of all, are the same in every layout.
         lambda kind, size, layout: (
-            layout == "shuffled" or (kind == "mirrored" and size in (2, 4))
+            (kind == "mirrored" or size in (2, 4))
+            if layout == "shuffled"
+            else kind == "mirrored" and size in (2, 4)
         ),
     ),
 )

@@ -123,9 +123,10 @@ def run(strategy, is_full):
         result["mutant_no_reduction"] = _weights(strategy, _cross_shard_sgd)
         reduction.group_sum = group_sum
         result["classifier"] = fit_classifier(strategy, _cross_shard)
-        result["in_twos"] = fit_classifier(
-            strategy, _cross_shard, steps_per_execution=2
-        )
+        if is_full:
+            result["in_twos"] = fit_classifier(
+                strategy, _cross_shard, steps_per_execution=2
+            )
         active.undo()
     return result
 

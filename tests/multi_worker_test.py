@@ -283,7 +283,9 @@ def test_fit_of_agn_equals_one_process(fits):
         assert _deviation(fit["agn"], reference) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["classifier", "in_twos"])
+@pytest.mark.parametrize(
+    "name", ["classifier", pytest.param("in_twos", marks=replicas.in_full)]
+)
 def test_metrics_are_over_all_workers(fits, name):
     """Class weights, ragged batches and validation: MirroredStrategy's."""
     options = {"steps_per_execution": 2} if name == "in_twos" else {}

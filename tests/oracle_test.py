@@ -185,7 +185,7 @@ def _sweep(seed, graph, kind="mirrored"):
 
 
 @may_lack_gradients
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_cases_in_a_function(seed):
     _sweep(seed, graph=True)
 
@@ -441,7 +441,7 @@ def test_a_factor_of_one_is_no_multiplication(num_replicas, monkeypatch):
             [None, [[0, 2], [3, 1]]],
         ),
         lambda dtype, reduction, normalization, groups: (
-            groups or dtype == "float32"
+            dtype == "float32" or (groups and reduction == "mean")
         ),
     ),
     ids=str,

@@ -82,9 +82,9 @@ def _fresh(name, strategy):
             INNERS, ["mirrored", "tpu"], ["model.keras", "model.h5"]
         ),
         lambda name, kind, file: (
-            name in ("nested", "multi")
-            if file == "model.h5"
-            else kind == "mirrored" or name == "adam"
+            kind == "mirrored"
+            if file == "model.keras"
+            else (name, kind) == ("nested", "tpu")
         ),
     ),
 )
@@ -194,7 +194,11 @@ def test_plain_keras_checkpoints_no_multi_optimizer(tmp_path):
     "name, kind",
     replicas.default(
         itertools.product(INNERS, ["mirrored", "tpu"]),
-        lambda name, kind: kind == "mirrored" or name == "adam",
+        lambda name, kind: (
+            name in ("nested", "multi", "loss_scale")
+            if kind == "mirrored"
+            else name == "adam"
+        ),
     ),
 )
 def test_weights_file(name, kind, tmp_path):
@@ -341,8 +345,13 @@ _MAKERS = {
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-@pytest.mark.parametrize("way", ["keras", "h5", "weights.h5", "checkpoint"])
-@pytest.mark.parametrize("name", _MAKERS)
+@pytest.mark.parametrize(
+    "name, way",
+    replicas.default(
+        itertools.product(_MAKERS, ["keras", "h5", "weights.h5", "checkpoint"]),
+        lambda name, way: name == "groups" or way == "keras",
+    ),
+)
 def test_a_save_that_loses_something_says_so_once(
     name, way, tmp_path, monkeypatch
 ):

@@ -103,7 +103,7 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
         pytest.param(
             name,
             marks=pytest.mark.full
-            if name in ("recurrent", "attention", "dense")
+            if name in ("recurrent", "attention", "dense", "embedding")
             else (),
         )
         for name in LAYERS
@@ -136,9 +136,8 @@ def test_plain_keras_equals_mirrored_strategy(name, kind, report):
     assert np.abs(got[0].get_weights()[0] - first[0]).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "steps_per_execution", [2, pytest.param(3, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("steps_per_execution", [2, 3])
 def test_steps_per_execution(steps_per_execution):
     def optimizer():
         return O.Adam(0.01)

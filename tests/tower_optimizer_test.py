@@ -148,9 +148,16 @@ def _oracle_gradients(call, r):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("graph", [True, False], ids=["function", "eager"])
-@pytest.mark.parametrize("groups", [None, [[0, 1]], [[0], [1]]], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    "reduction, groups, graph",
+    replicas.default(
+        itertools.product(
+            ["mean", "sum"], [None, [[0, 1]], [[0], [1]]], [True, False]
+        ),
+        lambda reduction, groups, graph: not graph or reduction == "mean",
+    ),
+    ids=str,
+)
 def test_oracle(reduction, groups, graph):
     """Dense, None in one call, IndexedSlices, None in all; three rounds."""
     strategy = replicas.mirrored(2)
