@@ -198,7 +198,7 @@ def test_a_host_waits_until_the_others_have_ended(script, monkeypatch, capfd):
             capfd,
         )
         timer.join()
-    assert code == 0 and "still run" not in err
+    assert code == 0 and "still listen" not in err
     assert [restart for _, restart, *_ in _started(out)] == [0, 1]
     assert time.monotonic() - start >= 4.0
 
@@ -217,7 +217,7 @@ def test_a_host_does_not_wait_for_ever(script, monkeypatch, capfd):
             monkeypatch,
             capfd,
         )
-    assert code == 0 and f"{address} still run: starting all the same" in err
+    assert code == 0 and f"{address} still listen: starting all the same" in err
 
 
 def test_one_that_can_not_be_started_ends_the_others(monkeypatch, script):

@@ -27,7 +27,7 @@ GRACE_SECONDS = 30.0
 GRACE_AFTER_FAILURE_SECONDS = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 _LINES_SHOWN = 60
-_RESTART_MAX_SECONDS = 600.0
+_RESTART_MAX_SECONDS = 60.0
 _CONNECT_SECONDS = 1.0
 _SECONDS_BETWEEN_CONNECTIONS = 0.5
 # The first of those that end it is what the exit code tells.
@@ -138,14 +138,17 @@ def _wait_for_ended(hosts: Sequence[str], rank: int | None, received) -> None:
     """Waits until the other hosts' workers have noticed, and ended, too.
 
     New ones must not meet those. Each is seen closed once: its new one starts
-    when this is through there, and listens some seconds later.
+    when this is through there, and listens some seconds later. But a host that
+    was cut off looked closed to the others: when it is back they may listen
+    again already, and wait for it. Hence the limit; to meet an old worker costs
+    both one more restart.
     """
     listening = [host for r, host in enumerate(hosts) if r != rank]
     deadline = time.monotonic() + _RESTART_MAX_SECONDS
     while listening and received.first is None:
         listening = [host for host in listening if _listens(host)]
         if listening and time.monotonic() > deadline:
-            _say(f"{', '.join(listening)} still run: starting all the same")
+            _say(f"{', '.join(listening)} still listen: starting all the same")
             return
         time.sleep(_SECONDS_BETWEEN_CONNECTIONS)
 
