@@ -123,7 +123,7 @@ def test_fit_on_2_4_8_replicas(name, kind, num_replicas, report):
     ),
 )
 def test_plain_keras_clips_before_the_sum(name, report):
-    """What would be seen above."""
+    """It fails the comparison above exactly where something is clipped."""
     reference = training.alone(SETTINGS[name])
     _, plain = training.train(SETTINGS[name], replicas.mirrored(4))
     difference = training.deviation(plain, reference)
