@@ -1,6 +1,10 @@
 """A task of a TF1 cluster that trains the digits with v1's AGNOptimizer.
 
 python -m tests.agn_cluster_program JOB INDEX CLUSTER NUM_STEPS
+
+Workers wait for a line on stdin, or its end: the chief when it has initialized
+the variables, the others before they ask whether it has, since TensorFlow waits
+for 30 seconds before it asks again.
 """
 
 import json
@@ -65,10 +69,13 @@ def work(server, cluster, index, num_steps):
         copies = getter.all_copies()
         x, y = data()
         x, y = x[index::2], y[index::2]
+        is_chief = index == 0
+        if not is_chief:
+            sys.stdin.readline()
         with tf1.train.MonitoredTrainingSession(
             master=server.target,
-            is_chief=index == 0,
-            hooks=[optimizer.make_session_run_hook(index == 0, index)],
+            is_chief=is_chief,
+            hooks=[optimizer.make_session_run_hook(is_chief, index)],
             config=tf1.ConfigProto(device_filters=["/job:ps", worker_device]),
         ) as session:
             local, centers, accumulators = session.run(
@@ -84,6 +91,8 @@ def work(server, cluster, index, num_steps):
                 accumulated=float(sum(np.abs(v).sum() for v in accumulators)),
                 global_step=int(session.run(step)),
             )
+            if is_chief:
+                sys.stdin.readline()
             for i in range(num_steps):
                 start = i * BATCH_SIZE % (len(x) - BATCH_SIZE)
                 rows = slice(start, start + BATCH_SIZE)

@@ -40,6 +40,7 @@ class _Cluster:
             ],
             cwd=_ROOT,
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
@@ -47,6 +48,15 @@ class _Cluster:
         if job != "ps":
             self.processes.append(process)
         return process
+
+    def start_both(self, num_steps=None):
+        """Two workers that begin together; the chief's first line besides."""
+        chief, second = (self.start("worker", k, num_steps) for k in range(2))
+        first_line = self.read(chief)
+        for worker in (chief, second):
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+        return chief, second, first_line
 
     def read(self, process):
         """The next line of a worker's output."""
@@ -65,6 +75,7 @@ class _Cluster:
         for process in self.processes:
             process.kill()
             process.wait()
+            process.stdin.close()
             process.stdout.close()
         self._errors.close()
 
@@ -94,8 +105,8 @@ def _accuracy(centers):
 
 @pytest.mark.parametrize("cluster", [200], indirect=True)
 def test_two_workers_train_one_center(cluster, report):
-    workers = [cluster.start("worker", k) for k in range(2)]
-    output = [cluster.rest(worker) for worker in workers]
+    chief, second, first_line = cluster.start_both()
+    output = [[first_line, *cluster.rest(chief)], cluster.rest(second)]
     last = max(output, key=lambda lines: lines[-1]["global_step"])[-1]
     assert last["devices"] == ["/job:ps/task:0"]
     assert last["global_step"] == 2 * 200 // program.PERIOD
@@ -114,8 +125,7 @@ def test_two_workers_train_one_center(cluster, report):
 @pytest.mark.full
 @pytest.mark.parametrize("cluster", [40], indirect=True)
 def test_a_worker_that_was_killed_adopts_the_center(cluster):
-    chief = cluster.start("worker", 0, 100_000)
-    second = cluster.start("worker", 1, 100_000)
+    chief, second, _ = cluster.start_both(100_000)
     while cluster.read(second).get("step", 0) < 12:
         pass
     second.kill()
