@@ -340,7 +340,7 @@ class _Values(keras.callbacks.Callback):
         self.center = optimizer.center_variables[0].numpy()
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+@replicas.on_tpu_in_full
 def test_a_file_that_is_saved_while_the_center_is_shown(kind, tmp_path):
     strategy = replicas.STRATEGIES[kind](2)
     path = os.path.join(tmp_path, "model.keras")

@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 
 from tests import replicas
 from tf_xshard import __main__ as cli
 from tf_xshard import doctor
 from tf_xshard import reduction
+from tf_xshard.demo import promises
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -92,17 +95,12 @@ _NO_GROUPS = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wrapper, num_replicas, mutant, failure",
     [
-        pytest.param(
-            *("cross_shard", 4, _NO_GROUPS, "group 0, on its shards"),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *("tower", 2, _NO_REDUCTION, "TowerOptimizer"),
-            marks=pytest.mark.full,
-        ),
+        ("cross_shard", 4, _NO_GROUPS, "group 0, on its shards"),
+        ("tower", 2, _NO_REDUCTION, "TowerOptimizer"),
         ("agn", 2, _NO_REDUCTION, "AGN, period 1"),
     ],
     ids=["cross_shard", "tower", "agn"],
@@ -125,6 +123,21 @@ def test_demo_notices_a_wrong_reduction(wrapper, num_replicas, mutant, failure):
     )
     assert run.returncode == 1, run.stdout[-3000:]
     assert f"FAILED: {failure}" in run.stdout
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("difference", [0.0, 1e-5, 1.0])
+def test_promises_are_the_exit_code(difference, right, capsys):
+    trained = types.SimpleNamespace(
+        weights=[[np.zeros(2)], [np.array([0.0, difference])]],
+        accuracy=lambda replica_id: 1.0,
+        moved=lambda replica_id: 1.0,
+    )
+    made = promises.Promises("nothing")
+    made.check("a run", trained, [np.zeros(2)], 1e-4, right=right)
+    holds = (difference <= 1e-4) == right
+    assert made.exit_code() == (0 if holds else 1)
+    assert ("FAILED: a run: " in capsys.readouterr().out) == (not holds)
 
 
 @pytest.mark.full

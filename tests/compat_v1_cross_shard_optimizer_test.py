@@ -72,7 +72,8 @@ def _placeholders(num_shards):
             for reduction in (MEAN, SUM)
         ],
         lambda num_shards, groups, name, reduction: (
-            num_shards == 4 or (name == "adam" and reduction == MEAN)
+            (num_shards == 4 and groups == [[3, 0], [1, 2]])
+            or (name == "adam" and reduction == MEAN)
         ),
     ),
     ids=str,
@@ -161,7 +162,8 @@ def _strategy_step(strategy, optimizer, w, e, num, inputs):
         ),
         lambda groups, name, reduction, kind: (
             groups == [[3, 0], [1, 2]]
-            or (kind == "mirrored" and reduction == MEAN)
+            and (kind == "mirrored" or name == "adam")
+            or (kind == "mirrored" and reduction == MEAN and name == "adam")
         ),
     ),
     ids=str,

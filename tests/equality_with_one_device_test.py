@@ -97,7 +97,9 @@ def _wrapped(optimizer_fn):
     replicas.default(
         [(name, k, n) for name in SETTINGS for k in COUNTS for n in COUNTS[k]],
         lambda name, kind, num_replicas: (
-            kind != "tpu_permuted" and (name in IN_DETAIL or num_replicas == 4)
+            kind == "mirrored"
+            and (num_replicas == 4 or name in IN_DETAIL)
+            or (kind == "tpu" and name in IN_DETAIL + ("ema", "accumulation"))
         ),
     ),
 )

@@ -198,7 +198,7 @@ def test_random_cases_eagerly(seed):
 
 @may_lack_gradients
 @pytest.mark.parametrize("kind", replicas.TPUS)
-@pytest.mark.parametrize("seed", range(3000, 3008))
+@pytest.mark.parametrize("seed", range(3000, 3004))
 def test_random_cases_on_a_simulated_tpu(seed, kind):
     _sweep(seed, graph=True, kind=kind)
 
@@ -207,7 +207,7 @@ def test_random_cases_on_a_simulated_tpu(seed, kind):
 @may_lack_gradients
 @pytest.mark.parametrize("kind", replicas.TPUS)
 def test_many_random_cases_on_a_simulated_tpu(kind):
-    for seed in range(4000, 4150):
+    for seed in range(4000, 4154):
         _sweep(seed, graph=True, kind=kind)
 
 
@@ -441,7 +441,7 @@ def test_a_factor_of_one_is_no_multiplication(num_replicas, monkeypatch):
             [None, [[0, 2], [3, 1]]],
         ),
         lambda dtype, reduction, normalization, groups: (
-            dtype == "float32" or (groups and reduction == "mean")
+            groups and (dtype == "float32" or reduction == "mean")
         ),
     ),
     ids=str,

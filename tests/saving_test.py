@@ -82,7 +82,7 @@ def _fresh(name, strategy):
             INNERS, ["mirrored", "tpu"], ["model.keras", "model.h5"]
         ),
         lambda name, kind, file: (
-            kind == "mirrored"
+            kind == "mirrored" and name not in ("adam", "nadam")
             if file == "model.keras"
             else (name, kind) == ("nested", "tpu")
         ),
@@ -118,7 +118,9 @@ def test_a_model_loads_outside_the_strategy(tmp_path):
     replicas.default(
         itertools.product(INNERS, ["mirrored", "tpu"], [True, False]),
         lambda name, kind, deferred: (
-            kind == "mirrored" if deferred else name == "nested"
+            kind == "mirrored"
+            if deferred
+            else (name, kind) == ("nested", "tpu")
         ),
     ),
 )

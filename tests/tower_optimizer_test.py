@@ -40,7 +40,8 @@ def _towers(optimizer_fn, num_towers, reduction="mean", **kwargs):
     replicas.default(
         itertools.product(SETTINGS, [2, 4], replicas.STRATEGIES),
         lambda name, num_towers, kind: (
-            (num_towers, kind) in ((2, "mirrored"), (4, "tpu"))
+            (num_towers, kind) == (2, "mirrored")
+            or (name, num_towers, kind) == ("ema", 4, "tpu")
         ),
     ),
 )

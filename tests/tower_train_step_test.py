@@ -84,7 +84,13 @@ def test_fit_equals_the_whole_batch(
     )
 
 
-@replicas.on_numberings_in_full
+@pytest.mark.parametrize(
+    "kind",
+    replicas.default(
+        [(kind,) for kind in replicas.STRATEGIES],
+        lambda kind: kind == "mirrored",
+    ),
+)
 def test_under_a_strategy(kind, report):
     """Each replica splits its own part, on devices of its own."""
     strategy = replicas.STRATEGIES[kind](4 if kind != "mirrored" else 2)
