@@ -104,9 +104,16 @@ def test_functions_that_know_nothing_of_each_other_are_refused(make):
     assert b.numpy() < 0
 
 
-@pytest.mark.parametrize("make", [_towers, _agn], ids=["tower", "agn"])
-@pytest.mark.parametrize("wanted", ["momentum", "weight_decay"])
-def test_frozen_layers_do_not_move(make, wanted):
+@pytest.mark.parametrize(
+    "wanted, make",
+    [
+        ("momentum", _towers),
+        ("weight_decay", _agn),
+        pytest.param(*("momentum", _agn), marks=replicas.in_full),
+        pytest.param(*("weight_decay", _towers), marks=replicas.in_full),
+    ],
+)
+def test_frozen_layers_do_not_move(wanted, make):
     inner = O.SGD(0.05, **{wanted: 0.5})
     model = keras.Sequential(
         [
@@ -308,7 +315,7 @@ def test_exclude_from_weight_decay(by_name, period):
 # AGN under a strategy, and around the end of fit.
 
 
-@replicas.on_every_strategy
+@replicas.on_all_tpus_in_full
 def test_a_moving_average_of_the_center_reaches_all_replicas(kind):
     strategy = replicas.STRATEGIES[kind](2)
     with strategy.scope():

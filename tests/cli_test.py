@@ -171,6 +171,7 @@ def test_demo_refuses(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_doctor():
     run = _run("doctor")
     assert run.returncode == 0, run.stdout[-3000:]
@@ -187,6 +188,8 @@ def test_doctor():
 
 
 def test_doctor_finds_a_wrong_sum(monkeypatch, capsys):
+    assert doctor.check_strategy("whole", replicas.mirrored(4))
+    assert "FAIL" not in capsys.readouterr().out
     monkeypatch.setattr(
         reduction, "group_sum", lambda gradients, *_, **__: gradients
     )

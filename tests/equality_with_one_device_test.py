@@ -1,6 +1,7 @@
 """`fit` on N replicas equals one device with the same global batch."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -99,7 +100,7 @@ def _wrapped(optimizer_fn):
         lambda name, kind, num_replicas: (
             kind == "mirrored"
             and (num_replicas == 4 or name in IN_DETAIL)
-            or (kind == "tpu" and name in IN_DETAIL + ("ema", "accumulation"))
+            or (kind == "tpu" and name in ("global_clipnorm", "accumulation"))
         ),
     ),
 )
@@ -134,8 +135,17 @@ def test_plain_keras_clips_before_the_sum(name, report):
     assert (difference > 1e-3) == ("clip" in name)
 
 
-@replicas.on_tpu_in_full
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name, kind",
+    replicas.default(
+        itertools.product(OTHERS, ["mirrored", "tpu"]),
+        # These have slots of the kinds that others have.
+        lambda name, kind: (
+            kind == "mirrored"
+            and name not in ("adadelta", "adamax", "lamb", "lion")
+        ),
+    ),
+)
 def test_every_other_optimizer(name, kind, report):
     if name == "muon" and keras.__version__.startswith("3.12."):
         pytest.skip("Keras 3.12's Muon fails on one device")

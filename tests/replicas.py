@@ -65,6 +65,9 @@ def default(cases, is_default):
     ]
 
 
+on_all_tpus_in_full = pytest.mark.parametrize(
+    "kind", ["mirrored", *(pytest.param(k, marks=in_full) for k in TPUS)]
+)
 on_tpu_in_full = pytest.mark.parametrize(
     "kind", ["mirrored", pytest.param("tpu", marks=in_full)]
 )

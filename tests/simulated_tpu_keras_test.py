@@ -99,12 +99,10 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
 @pytest.mark.parametrize(
     "name",
     [
-        # Loops and softmax: the longest to compile. And what others contain.
+        # The one with moving statistics; the others take long to compile.
         pytest.param(
             name,
-            marks=pytest.mark.full
-            if name in ("recurrent", "attention", "dense", "embedding")
-            else (),
+            marks=pytest.mark.full if name != "normalization" else (),
         )
         for name in LAYERS
     ],
