@@ -161,8 +161,10 @@ def _strategy_step(strategy, optimizer, w, e, num, inputs):
             replicas.STRATEGIES,
         ),
         lambda groups, name, reduction, kind: (
-            groups == [[3, 0], [1, 2]]
-            and (kind == "mirrored" or name == "adam")
+            (
+                groups == [[3, 0], [1, 2]]
+                and (kind == "mirrored" or name == "adam")
+            )
             or (kind == "mirrored" and reduction == MEAN and name == "adam")
         ),
     ),

@@ -98,8 +98,7 @@ def _wrapped(optimizer_fn):
     replicas.default(
         [(name, k, n) for name in SETTINGS for k in COUNTS for n in COUNTS[k]],
         lambda name, kind, num_replicas: (
-            kind == "mirrored"
-            and (num_replicas == 4 or name in IN_DETAIL)
+            (kind == "mirrored" and (num_replicas == 4 or name in IN_DETAIL))
             or (kind == "tpu" and name in ("global_clipnorm", "accumulation"))
         ),
     ),

@@ -45,7 +45,7 @@ def tpu_permuted(num_replicas: int) -> tf.distribute.TPUStrategy:
     )
 
 
-# Every test of a wrapper's numbers runs on each of these.
+# With --full every test of a wrapper's numbers runs on each of these.
 STRATEGIES = {"mirrored": mirrored, "tpu": tpu, "tpu_permuted": tpu_permuted}
 TPUS = ("tpu", "tpu_permuted")
 on_every_strategy = pytest.mark.parametrize("kind", STRATEGIES)

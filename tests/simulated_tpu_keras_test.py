@@ -99,7 +99,8 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
 @pytest.mark.parametrize(
     "name",
     [
-        # The one with moving statistics; the others take long to compile.
+        # The default run has no time for more than the one with
+        # moving statistics, which Keras lets differ by replica.
         pytest.param(
             name,
             marks=pytest.mark.full if name != "normalization" else (),
