@@ -169,9 +169,3 @@ def test_the_direction_test_can_fail():
     tree = ast.parse("from tf_xshard import wrapper")
     with pytest.raises(AssertionError, match="comes later"):
         test_imports_point_up("reduction", tree)
-
-
-def test_no_module_is_long():
-    for path in PACKAGE.rglob("*.py"):
-        lines = len(path.read_text().splitlines())
-        assert lines <= 450, f"{path.name} has {lines} lines"

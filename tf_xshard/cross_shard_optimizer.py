@@ -262,7 +262,9 @@ class CrossShardOptimizer(ReducingOptimizer):
             )
             for i in present
         ]
-        function = getattr(self, f"_{argument}")
+        function = replica_context.as_called_by_user(
+            getattr(self, f"_{argument}")
+        )
         taken = [tuple(pair) for pair in function(list(given))]
         if len(taken) != len(given) or any(
             len(pair) != 2 or pair[1] is not variable

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
+from tf_xshard import replica_context
+
 
 def _forwarded(name: str) -> property:
     """An attribute that lives on the optimizer that updates the variables."""
@@ -81,6 +83,7 @@ class Delegation(keras.optimizers.Optimizer):
         """The inner optimizer's number of updates."""
         return self.inner_optimizer.iterations
 
+    @replica_context.entry_point
     def scale_loss(self, loss):
         """The loss times the inner optimizer's loss scale.
 

@@ -10,9 +10,11 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.impl import api as _autograph
 from tensorflow.python.distribute import mirrored_run as _mirrored_run
 from tensorflow.python.eager import context as _eager_context
 from tensorflow.python.eager import execute as _eager_execute
@@ -45,6 +47,9 @@ TF_PRIVATE_NAMES = (
     # replicas can meet: `is_control_flow_graph` of a FuncGraph, and this class.
     (_mirrored_run, "_MirroredReplicaThread"),
     (_func_graphs, "WhileBodyFuncGraph"),
+    # Marks a function that AutoGraph calls as it is. do_not_convert does so too,
+    # but hides whether the caller is converted, which the user's hooks need.
+    (_autograph, "autograph_artifact"),
 )
 
 versions.check_names(TF_PRIVATE_NAMES)
@@ -373,3 +378,59 @@ def nothing_computes() -> bool:
         tf.config.experimental.get_synchronous_execution()
         and not _is_another_thread_in(_COMPUTES)
     )
+
+
+_caller = threading.local()
+
+
+def entry_point(function: Callable) -> Callable:
+    """Marks what a user's `tf.function` calls, so that AutoGraph skips it.
+
+    AutoGraph would convert all code of this package that a step calls, which
+    takes seconds of the first trace and changes nothing. What the user passes
+    in is converted by itself: see `as_called_by_user`.
+
+    Args:
+      function: A function or method of this package.
+
+    Returns:
+      A function with the same signature.
+    """
+    unconverted = tf.autograph.experimental.do_not_convert(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        # An entry point inside another one is called by this package.
+        if getattr(_caller, "convert", None) is not None:
+            return unconverted(*args, **kwargs)
+        _caller.convert = _as_it_is
+        # Converted code calls through AutoGraph's module. Its context does not
+        # tell: in the thread of a replica it says UNSPECIFIED in any case.
+        if sys._getframe(1).f_code.co_filename == _autograph.__file__:
+            _caller.convert = functools.partial(
+                tf.__internal__.autograph.tf_convert,
+                ctx=tf.__internal__.autograph.control_status_ctx(),
+            )
+        try:
+            return unconverted(*args, **kwargs)
+        finally:
+            _caller.convert = None
+
+    return _autograph.autograph_artifact(call)
+
+
+def as_called_by_user(function: Callable) -> Callable:
+    """A function of the user's, converted as the user's own calls are.
+
+    Args:
+      function: What the user passed in, such as `pre_reduce`.
+
+    Returns:
+      It, converted by AutoGraph if the code that called the entry point is.
+    """
+    convert = getattr(_caller, "convert", None)
+    return convert(function) if convert else function
+
+
+def _as_it_is(function: Callable) -> Callable:
+    return function

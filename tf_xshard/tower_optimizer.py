@@ -103,7 +103,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         if callable(inner) and not isinstance(
             inner, (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
         ):
-            inner = inner()
+            inner = replica_context.as_called_by_user(inner)()
         if isinstance(inner, keras.optimizers.Optimizer) and not any(
             inner_update.is_wrapper(one)
             for one in inner_update.descendants(inner)
@@ -165,6 +165,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             is_last, lambda: self._complete(indices, count, here)
         )
 
+    @replica_context.entry_point
     def apply_towers(
         self, towers: Sequence[Sequence], trainable_variables=None
     ) -> None:

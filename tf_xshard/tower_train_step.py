@@ -70,6 +70,7 @@ def tower_train_step(
     if not callable(devices):
         _check_names(devices)
 
+    @replica_context.entry_point
     def train_step(model: keras.Model, data) -> dict:
         optimizer = model.optimizer
         if not isinstance(optimizer, tower_optimizer.TowerOptimizer):
@@ -80,7 +81,7 @@ def tower_train_step(
         here = replica_context.current()
         names = devices
         if callable(devices):
-            names = devices(here.replica_id)
+            names = replica_context.as_called_by_user(devices)(here.replica_id)
             _check_names(names)
         if names:
             _check_devices(model, here)

@@ -92,6 +92,7 @@ class OptimizerWrapper(delegation.Delegation):
 
     # What a step does.
 
+    @replica_context.entry_point
     def apply(self, grads: Sequence, trainable_variables=None) -> None:
         """Reduces gradients as the class says and applies them.
 
@@ -129,6 +130,7 @@ class OptimizerWrapper(delegation.Delegation):
     def _step(self, gradients, variables, here: replica_context.Here) -> None:
         raise NotImplementedError
 
+    @replica_context.entry_point
     def apply_gradients(self, grads_and_vars):
         """`apply` for (gradient, variable) pairs.
 
@@ -182,6 +184,7 @@ class OptimizerWrapper(delegation.Delegation):
 
     # Building.
 
+    @replica_context.entry_point
     def build(self, variables) -> None:
         """Makes the variables of this optimizer and of the inner one.
 

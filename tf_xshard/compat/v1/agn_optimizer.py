@@ -12,6 +12,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_xshard import indexed_slices
+from tf_xshard import replica_context
 from tf_xshard.compat.v1 import agn_custom_getter
 from tf_xshard.compat.v1 import inner_optimizers
 from tf_xshard.compat.v1 import wrapper
@@ -116,6 +117,7 @@ class AGNOptimizer(wrapper.Wrapper):
         self._track(self._inner)
         self._track_trackable(self._local_step, "local_step")
 
+    @replica_context.entry_point
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         """Makes a local step, and every communication_period steps an exchange.
 

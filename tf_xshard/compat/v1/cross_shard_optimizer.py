@@ -100,6 +100,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
         self._inner_of_shard = {}
         self._track(self._inner)
 
+    @replica_context.entry_point
     def compute_gradients(self, loss, var_list=None, **kwargs) -> list:
         """Computes this shard's gradients of the scaled loss.
 
@@ -123,6 +124,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
         Example: see the class.
         """
+        loss = inner_optimizers.converted(loss)
         size = self._groups_here(_where()).group_size
         if _where().num_shards > 1 and self._reduction == Reduction.MEAN:
             loss = _scaled(loss, 1.0 / size)
@@ -137,6 +139,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
             **kwargs,
         )
 
+    @replica_context.entry_point
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         """Sums gradients over the group, and applies them.
 

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tf_xshard import inner_update
+from tf_xshard import replica_context
 from tf_xshard.compat.v1 import internals
 
 Optimizer = tf.compat.v1.train.Optimizer
@@ -184,6 +185,13 @@ def of(opt) -> V1 | Keras:
     )
 
 
+def converted(loss):
+    """A loss function as the user's own code would call it; tensors as is."""
+    if callable(loss) and not tf.is_tensor(loss):
+        return replica_context.as_called_by_user(loss)
+    return loss
+
+
 def compute_gradients(inner, compute, loss, var_list=None, **kwargs) -> list:
     """Gradients by the optimizer itself, or for a Keras one by v1's own way.
 
@@ -197,6 +205,7 @@ def compute_gradients(inner, compute, loss, var_list=None, **kwargs) -> list:
     Returns:
       (gradient, variable) pairs.
     """
+    loss = converted(loss)
     if isinstance(inner, V1):
         return inner.optimizer.compute_gradients(
             loss, var_list=var_list, **kwargs

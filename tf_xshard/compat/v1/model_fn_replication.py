@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_xshard import replica_context
 from tf_xshard.compat.v1 import estimator_spec
 from tf_xshard.compat.v1 import tower_optimizer
 from tf_xshard.compat.v1.estimator_spec import ModeKeys
@@ -74,6 +75,7 @@ def replicate_model_fn(
         raise ValueError(f"devices must be a list of names, got {devices!r}.")
     devices = list(devices or _local_devices())
 
+    @replica_context.entry_point
     def replicated_model_fn(
         features, labels=None, mode=None, params=None, config=None
     ):
@@ -124,10 +126,12 @@ def _with_arguments(model_fn, mode, params, config) -> Callable:
     if "mode" in names:
         optional["mode"] = mode
 
+    function = replica_context.as_called_by_user(model_fn)
+
     def call(features, labels):
         if "labels" in names:
-            return model_fn(features=features, labels=labels, **optional)
-        return model_fn(features=features, **optional)
+            return function(features=features, labels=labels, **optional)
+        return function(features=features, **optional)
 
     return call
 

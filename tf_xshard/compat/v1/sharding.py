@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tf_xshard import replica_context
 from tf_xshard.compat.v1 import shards
 
 
@@ -40,6 +41,7 @@ def shard_initializer() -> tf.Operation:
     )
 
 
+@replica_context.entry_point
 def shard(
     computation: Callable,
     inputs: Sequence | None = None,
@@ -144,6 +146,9 @@ def shard(
         tf.split(x, num_shards, axis=axis)
         for x, axis in zip(inputs, axes, strict=True)
     ]
+
+    # Here, since other shards are traced by threads of their own.
+    computation = replica_context.as_called_by_user(computation)
 
     def of_shard(index):
         return _flat_outputs(computation(*[parts[index] for parts in split]))

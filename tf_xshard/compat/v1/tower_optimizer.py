@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tf_xshard import indexed_slices
+from tf_xshard import replica_context
 from tf_xshard.compat.v1 import inner_optimizers
 from tf_xshard.compat.v1 import wrapper
 
@@ -165,7 +166,9 @@ class TowerOptimizer(wrapper.Wrapper):
         """The wrapped optimizer's adapter; remembers that it was needed."""
         _used_in.add(tf.compat.v1.get_default_graph())
         if self._inner is None:
-            self._set_inner(self._optimizer_fn())
+            self._set_inner(
+                replica_context.as_called_by_user(self._optimizer_fn)()
+            )
         return self._inner
 
     @staticmethod
@@ -179,6 +182,7 @@ class TowerOptimizer(wrapper.Wrapper):
         """
         return tf.compat.v1.get_default_graph() in _used_in
 
+    @replica_context.entry_point
     def compute_gradients(self, loss, *args, **kwargs) -> list:
         """Computes gradients, but first, if needed, scales the loss.
 
@@ -200,12 +204,14 @@ class TowerOptimizer(wrapper.Wrapper):
         """
         inner = self._inner_here()
         towers = _current()
+        loss = inner_optimizers.converted(loss)
         if towers is not None and towers.averages:
             loss = averaged_loss(loss, towers.num_towers)
         return inner_optimizers.compute_gradients(
             inner, super().compute_gradients, loss, *args, **kwargs
         )
 
+    @replica_context.entry_point
     def apply_gradients(self, grads_and_vars, global_step=None, **kwargs):
         """Collects gradients, to apply them with the last tower.
 
