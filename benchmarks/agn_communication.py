@@ -23,8 +23,8 @@ from absl import logging
 
 import tf_xshard
 from benchmarks import measuring
-from tf_xshard import logical_devices
-from tf_xshard.demo import digits as digits_lib
+from tf_xshard.cli import logical_devices
+from tf_xshard.cli.demo import digits as digits_lib
 
 _REPLICAS = flags.DEFINE_integer("replicas", 8, "replicas", 2)
 _EPOCHS = flags.DEFINE_integer("epochs", 20, "epochs of 22 steps", 2)

@@ -30,7 +30,7 @@ def _measure(variant: str) -> float:
     import tensorflow as tf
 
     import tf_xshard
-    from tf_xshard import logical_devices
+    from tf_xshard.cli import logical_devices
 
     devices = logical_devices.use_logical_cpus(_REPLICAS.value)
     strategy = tf.distribute.MirroredStrategy(devices)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tf_xshard import replica_variables
-from tf_xshard import transports
+from tf_xshard import collectives
+from tf_xshard.distribute import replica_variables
 
 
 def print_setting(devices: str) -> None:
@@ -82,7 +82,7 @@ def group_sums(strategy: tf.distribute.Strategy):
     """
     with strategy.scope():
         ran = replica_variables.make((2,), "int64", "ran")
-    choose = transports.choose
+    choose = collectives.choose
 
     def counting(here, groups):
         transport = choose(here, groups)
@@ -94,11 +94,11 @@ def group_sums(strategy: tf.distribute.Strategy):
 
         return dataclasses.replace(transport, group_sum=group_sum)
 
-    transports.choose = counting
+    collectives.choose = counting
     try:
         yield lambda: [
             one.numpy().tolist()
             for one in strategy.experimental_local_results(ran.value)
         ]
     finally:
-        transports.choose = choose
+        collectives.choose = choose

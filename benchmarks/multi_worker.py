@@ -29,11 +29,11 @@ from absl import logging
 from benchmarks import measuring
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment
-from tf_xshard import local_cluster
-from tf_xshard import reduction
-from tf_xshard import replica_context
-from tf_xshard.transports import collective
-from tf_xshard.transports import one_hot
+from tf_xshard.collectives import one_hot
+from tf_xshard.collectives import subgroups
+from tf_xshard.distribute import replica_context
+from tf_xshard.multi_worker import local_cluster
+from tf_xshard.reduction import group_sum
 
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "interleaved blocks", 5)
 _STEPS = flags.DEFINE_integer("steps", 2, "steps a block")
@@ -55,9 +55,9 @@ AGAIN, BFLOAT16 = "ours, float32, again", "ours, bfloat16"
 EVERYONE = "strategy's all_reduce over all four"
 
 
-def _ours(tensors, here, transport=collective.TRANSPORT, **communication):
+def _ours(tensors, here, transport=subgroups.TRANSPORT, **communication):
     where = communication_lib.Communication(**communication)
-    return reduction.sum_dense(tensors, transport, (here, GROUPS, where))
+    return group_sum.sum_dense(tensors, transport, (here, GROUPS, where))
 
 
 def _all_gather(tensors, here):

@@ -19,7 +19,7 @@ from absl import flags
 
 import tf_xshard
 from benchmarks import measuring
-from tf_xshard import logical_devices
+from tf_xshard.cli import logical_devices
 
 _BLOCKS = flags.DEFINE_integer("blocks", 5, "interleaved blocks", 5)
 _STEPS = flags.DEFINE_integer("steps", 10, "steps a block")

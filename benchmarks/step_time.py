@@ -16,7 +16,7 @@ from absl import flags
 
 import tf_xshard
 from benchmarks import measuring
-from tf_xshard import logical_devices
+from tf_xshard.cli import logical_devices
 
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "logical CPUs")
 _BLOCKS = flags.DEFINE_integer("blocks", 9, "interleaved blocks", 5)

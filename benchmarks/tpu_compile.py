@@ -15,7 +15,7 @@ from absl import app
 from absl import flags
 
 from benchmarks import measuring
-from tests import tpu_compile_program
+from tests.programs import tpu_compile_program
 
 _NUM_GROUPS = flags.DEFINE_integer("groups", 4, "groups of replicas", 2)
 _TOPOLOGIES = flags.DEFINE_list(

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests import replicas
+from tests.support import replicas
 from tf_xshard import testing
 
 

@@ -7,10 +7,10 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests import replicas
-from tf_xshard import reduction
-from tf_xshard import replica_context
-from tf_xshard.transports import transport
+from tests.support import replicas
+from tf_xshard.collectives import transport
+from tf_xshard.distribute import replica_context
+from tf_xshard.reduction import group_sum as reduction
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 LARGEST = {"bfloat16": 16, "float16": 128}

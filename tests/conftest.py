@@ -60,7 +60,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     # Not beside the other clusters, which would share the two cores and the
     # loopback interface, whose bytes a test counts.
-    items.sort(key=lambda item: item.path.name != "multi_worker_faults_test.py")
+    items.sort(key=lambda item: item.path.name != "faults_test.py")
     if config.getoption("--full"):
         return
     for item in items:

@@ -16,28 +16,28 @@ replicas that you choose.
 `compat.v1` has the documented TF1 optimizers, on the same stages.
 """
 
-from tf_xshard import versions as _versions
+from tf_xshard import dependencies as _versions
 
 _versions.check()
 
 # The rest needs what the line above has found.
-from tf_xshard.agn_optimizer import AGNOptimizer  # noqa: E402
-from tf_xshard.center_weights import SwapCenterWeights  # noqa: E402
-from tf_xshard.communication import Communication  # noqa: E402
-from tf_xshard.cross_shard_optimizer import CrossShardOptimizer  # noqa: E402
-from tf_xshard.gradient_clipping import clip_by_global_norm  # noqa: E402
-from tf_xshard.gradient_clipping import clip_by_norm  # noqa: E402
-from tf_xshard.gradient_clipping import clip_by_value  # noqa: E402
-from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
-from tf_xshard.group_callbacks import DivergenceSentinel  # noqa: E402
-from tf_xshard.group_callbacks import GroupValidation  # noqa: E402
-from tf_xshard.group_checkpoint import GroupCheckpoint  # noqa: E402
-from tf_xshard.group_state import GroupState  # noqa: E402
-from tf_xshard.keras_multi_worker import multi_worker_fit  # noqa: E402
-from tf_xshard.tower_optimizer import TowerOptimizer  # noqa: E402
-from tf_xshard.tower_train_step import tower_train_step  # noqa: E402
-from tf_xshard.version import __version__  # noqa: E402
 from tf_xshard import compat  # noqa: E402
+from tf_xshard.callbacks.group_checkpoint import GroupCheckpoint  # noqa: E402
+from tf_xshard.callbacks.group_validation import DivergenceSentinel  # noqa: E402
+from tf_xshard.callbacks.group_validation import GroupValidation  # noqa: E402
+from tf_xshard.callbacks.swap_center_weights import SwapCenterWeights  # noqa: E402
+from tf_xshard.communication import Communication  # noqa: E402
+from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
+from tf_xshard.group_state.state import GroupState  # noqa: E402
+from tf_xshard.multi_worker.fit import multi_worker_fit  # noqa: E402
+from tf_xshard.optimizers.agn_optimizer import AGNOptimizer  # noqa: E402
+from tf_xshard.optimizers.cross_shard_optimizer import CrossShardOptimizer  # noqa: E402
+from tf_xshard.optimizers.tower_optimizer import TowerOptimizer  # noqa: E402
+from tf_xshard.optimizers.tower_train_step import tower_train_step  # noqa: E402
+from tf_xshard.reduction.clipping import clip_by_global_norm  # noqa: E402
+from tf_xshard.reduction.clipping import clip_by_norm  # noqa: E402
+from tf_xshard.reduction.clipping import clip_by_value  # noqa: E402
+from tf_xshard.version import __version__  # noqa: E402
 
 __all__ = (
     "AGNOptimizer",

@@ -7,9 +7,9 @@ import sys
 
 import tensorflow as tf
 
-from tf_xshard import demo
-from tf_xshard import doctor
-from tf_xshard import launcher
+from tf_xshard.cli import demo
+from tf_xshard.cli import doctor
+from tf_xshard.multi_worker import launch
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             "doctor", help="what is here, and whether group sums are right"
         )
     )
-    launcher.add_arguments(
+    launch.add_arguments(
         commands.add_parser(
             "launch", help="run a script on several workers that train together"
         )

@@ -15,16 +15,12 @@ from tf_xshard.testing import requirements
 
 requirements.check_jax()
 
-from tf_xshard.testing.compiled_for_tpu import (  # noqa: E402
-    CompiledForTPU,
-    MemoryStatistics,
-)
+from tf_xshard.testing.compile_for_tpu import compile_for_tpu  # noqa: E402
+from tf_xshard.testing.compiled import CompiledForTPU  # noqa: E402
+from tf_xshard.testing.compiled import MemoryStatistics  # noqa: E402
 from tf_xshard.testing.compiled_hlo import Collective  # noqa: E402
-from tf_xshard.testing.simulated_strategy import (  # noqa: E402
-    SimulatedTPUStrategy,
-    simulated_tpu_strategy,
-)
-from tf_xshard.testing.tpu_compiler import compile_for_tpu  # noqa: E402
+from tf_xshard.testing.simulated_strategy import simulated_tpu_strategy  # noqa: E402
+from tf_xshard.testing.simulated_strategy import SimulatedTPUStrategy  # noqa: E402
 
 __all__ = (
     "Collective",

@@ -15,7 +15,7 @@ import itertools
 
 import tensorflow as tf
 
-from tf_xshard.testing import internals
+from tf_xshard.private import tpu_simulation
 from tf_xshard.testing import tpu_operations
 
 _MARK = tpu_operations.MARK
@@ -142,7 +142,7 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
     written = {
         _root(tensor, names).name
         for o in inside
-        for tensor in internals.written_resources(o)
+        for tensor in tpu_simulation.written_resources(o)
         if o.type != "Identity"
     }
     arguments = [t for t in boundary.values() if t.dtype != tf.resource]
@@ -162,7 +162,9 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
         output_specs=tuple(tf.TensorSpec(t.shape, t.dtype) for t in outputs),
         num_replicas=num_replicas,
     )
-    internals.register_functions(program, program.graph_def.library.function)
+    tpu_simulation.register_functions(
+        program, program.graph_def.library.function
+    )
     return Extraction(
         program,
         tuple(_per_replica(t, num_replicas) for t in arguments),
@@ -224,7 +226,7 @@ def _variable_spec(resource: tf.Tensor) -> tf.TensorSpec:
     source = resource
     if resource.op.type == "TPUReplicatedInput":
         source = resource.op.inputs[0]
-    spec = internals.variable_spec(source)
+    spec = tpu_simulation.variable_spec(source)
     if spec is None:
         raise NotImplementedError(
             f"The step uses a resource that is no variable ({resource.name!r}),"

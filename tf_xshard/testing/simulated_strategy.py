@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard.private import tpu_simulation
 from tf_xshard.testing import execution
 from tf_xshard.testing import fabricated_tpu
-from tf_xshard.testing import internals
 from tf_xshard.testing import replicated_program
 from tf_xshard.testing import xla_cpu
 
@@ -30,7 +30,7 @@ def recorded() -> Iterator[list[replicated_program.Extraction]]:
         _recording.programs = None
 
 
-class _SimulatedTPUExtended(internals.TPUExtended):
+class _SimulatedTPUExtended(tpu_simulation.TPUExtended):
     """TPUStrategy's own implementation, but for what executes a program."""
 
     def __init__(self, strategy, topology, device_assignment, xla_numbering):
@@ -82,7 +82,7 @@ class _SimulatedTPUExtended(internals.TPUExtended):
         traced = tf.__internal__.FuncGraph("replicated")
         with (
             traced.as_default(),
-            internals.AutomaticControlDependencies(),
+            tpu_simulation.AutomaticControlDependencies(),
         ):
             genuine = super()._tpu_function_creator(fn, options)
             results = genuine(args, kwargs)
@@ -288,7 +288,7 @@ def _checked_permutation(permutation, num_replicas, device_assignment):
 
 def _configure_logical_cpus(num_replicas: int) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
-    if not internals.is_initialized():
+    if not tpu_simulation.is_initialized():
         configured = tf.config.get_logical_device_configuration(cpu) or []
         if len(configured) < num_replicas:
             tf.config.set_logical_device_configuration(

@@ -13,7 +13,7 @@ import re
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.testing import internals
+from tf_xshard.private import tpu_simulation
 from tf_xshard.testing import replicated_program
 from tf_xshard.testing import tpu_operations
 
@@ -89,7 +89,9 @@ def lower(
     with tf.init_scope(), tf.device("CPU:0"):
         # The bridge reads a variable's shape from the variable itself.
         stand_ins = [
-            internals.ResourceVariable(tf.zeros(v.spec.shape, v.spec.dtype))
+            tpu_simulation.ResourceVariable(
+                tf.zeros(v.spec.shape, v.spec.dtype)
+            )
             for v in program.variables
         ]
 
@@ -143,14 +145,16 @@ def _import(program, tensors, results) -> list[tf.Tensor]:
         padded = output
         for dimension, size in enumerate(output.shape):
             if size is None:
-                padded = internals.remove_dynamic_dimension(padded, dimension)
+                padded = tpu_simulation.remove_dynamic_dimension(
+                    padded, dimension
+                )
         results.append(Result(len(outputs), len(outputs) + 1))
         outputs += [padded, tf.shape(output)]
     return outputs
 
 
 def _finish(text, program, specs, results) -> Lowered:
-    with internals.make_ir_context():
+    with tpu_simulation.make_ir_context():
         module = _parsed(text)
         num_outputs = sum(1 if r.sizes is None else 2 for r in results)
         main = _main(module)
@@ -175,7 +179,7 @@ def portable(text: str) -> str:
     Returns:
       The module without operations of other dialects.
     """
-    with internals.make_ir_context():
+    with tpu_simulation.make_ir_context():
         return str(_parsed(text))
 
 
@@ -186,7 +190,7 @@ def _parsed(text: str):
         '"mhlo.unknown"(', f"stablehlo.custom_call @{_UNKNOWN}("
     )
     text = _BITS.sub(_bytes_of_bits, text)
-    module = internals.ir.Module.parse(text)
+    module = tpu_simulation.ir.Module.parse(text)
     _replace_custom_calls(module)
     return module
 
@@ -243,7 +247,7 @@ def _aliases(module) -> list[tuple[int, int]]:
     if key not in module.operation.attributes:
         return []
     pairs = []
-    ir = internals.ir
+    ir = tpu_simulation.ir
     for entry in module.operation.attributes[key]:
         alias = entry["alias"]
         pairs.append(
@@ -257,7 +261,7 @@ def _aliases(module) -> list[tuple[int, int]]:
 
 def _replace_custom_calls(module) -> None:
     """Writes StableHLO where the bridge left a stand-in."""
-    ir = internals.ir
+    ir = tpu_simulation.ir
     found = []
 
     def visit(operation):
@@ -281,7 +285,7 @@ def _replace_custom_calls(module) -> None:
 
 
 def _replacement(operation):
-    ir = internals.ir
+    ir = tpu_simulation.ir
     target = ir.StringAttr(operation.attributes["call_target_name"]).value
     if target == _UNKNOWN:
         return _dynamic_reshape(operation)
@@ -293,10 +297,10 @@ def _replacement(operation):
     )
     with ir.InsertionPoint(operation), operation.location:
         if target == tpu_operations.COLLECTIVE_PERMUTE:
-            return internals.stablehlo.CollectivePermuteOp(
+            return tpu_simulation.stablehlo.CollectivePermuteOp(
                 operation.operands[0], replicas
             ).result
-        return internals.stablehlo.AllToAllOp(
+        return tpu_simulation.stablehlo.AllToAllOp(
             [operation.operands[0]],
             split_dimension=config["split_dimension"],
             concat_dimension=config["concat_dimension"],
@@ -306,7 +310,7 @@ def _replacement(operation):
 
 
 def _dynamic_reshape(operation):
-    ir = internals.ir
+    ir = tpu_simulation.ir
     operand, *sizes = operation.operands
     (result,) = operation.results
     if len(sizes) != result.type.rank or any(s.type.rank for s in sizes):
@@ -314,7 +318,7 @@ def _dynamic_reshape(operation):
             "The bridge emits an operation that StableHLO has no name for:"
             f" {operation}"
         )
-    hlo = internals.stablehlo
+    hlo = tpu_simulation.stablehlo
     with ir.InsertionPoint(operation), operation.location:
         one = ir.RankedTensorType.get([1], sizes[0].type.element_type)
         shape = hlo.ConcatenateOp(

@@ -13,7 +13,7 @@ import threading
 import jax
 import numpy as np
 
-from tf_xshard.testing import internals
+from tf_xshard.private import tpu_simulation
 
 _NUM_PROGRAMS = 128
 # Replicas wait for each other in collectives. Two executions at a time could
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 @functools.cache
 def _client(num_replicas: int):
-    return internals.xla_client.make_cpu_client(num_devices=num_replicas)
+    return tpu_simulation.xla_client.make_cpu_client(num_devices=num_replicas)
 
 
 class Executable:
@@ -37,15 +37,15 @@ class Executable:
     def __init__(self, text: str, num_replicas: int):
         client = _client(num_replicas)
         self._devices = tuple(client.devices())
-        xla_client = internals.xla_client
+        xla_client = tpu_simulation.xla_client
         options = xla_client.CompileOptions()
         options.num_replicas = num_replicas
         options.num_partitions = 1
         options.device_assignment = xla_client.DeviceAssignment.create(
             np.array([[device.id] for device in self._devices], np.int32)
         )
-        with internals.make_ir_context():
-            module = internals.ir.Module.parse(text)
+        with tpu_simulation.make_ir_context():
+            module = tpu_simulation.ir.Module.parse(text)
             # Parameters that alias results would have to be given away.
             if "mhlo.input_output_alias" in module.operation.attributes:
                 del module.operation.attributes["mhlo.input_output_alias"]
@@ -80,8 +80,8 @@ class Executable:
             jax.device_put(value, device)
             for value, device in zip(values, self._devices, strict=True)
         ]
-        return internals.ArrayImpl(
-            internals.ShapedArray(values[0].shape, values[0].dtype),
+        return tpu_simulation.ArrayImpl(
+            tpu_simulation.ShapedArray(values[0].shape, values[0].dtype),
             self._sharding,
             buffers,
             committed=True,

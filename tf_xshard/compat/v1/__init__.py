@@ -8,11 +8,11 @@ from tf_xshard.compat.v1.estimator_spec import EstimatorSpec
 from tf_xshard.compat.v1.estimator_spec import ModeKeys
 from tf_xshard.compat.v1.estimator_spec import PredictOutput
 from tf_xshard.compat.v1.estimator_spec import RegressionOutput
-from tf_xshard.compat.v1.old_checkpoints import load_into_keras
-from tf_xshard.compat.v1.model_fn_replication import replicate_model_fn
-from tf_xshard.compat.v1.shards import SHARD_VARIABLES
-from tf_xshard.compat.v1.sharding import shard
-from tf_xshard.compat.v1.sharding import shard_initializer
+from tf_xshard.compat.v1.load_into_keras import load_into_keras
+from tf_xshard.compat.v1.replicate_model_fn import replicate_model_fn
+from tf_xshard.compat.v1.shard import shard
+from tf_xshard.compat.v1.shard import shard_initializer
+from tf_xshard.compat.v1.shard_team import SHARD_VARIABLES
 from tf_xshard.compat.v1.tower_optimizer import TowerOptimizer
 
 __all__ = (

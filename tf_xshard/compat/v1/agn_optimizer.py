@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_xshard import indexed_slices
-from tf_xshard import replica_context
 from tf_xshard.compat.v1 import agn_custom_getter
 from tf_xshard.compat.v1 import inner_optimizers
 from tf_xshard.compat.v1 import wrapper
 from tf_xshard.compat.v1.agn_custom_getter import AGNCustomGetter
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.private import tensorflow as private_tensorflow
 
 _GLOBAL = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
 _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
@@ -60,8 +60,8 @@ class AGNOptimizer(wrapper.Wrapper):
     ...         tf.compat.v1.train.GradientDescentOptimizer(1.0), 1, getter,
     ...         communication_period=2)
     ...     step = agn.minimize(3.0 * w)
-    ...     session.run([tf.compat.v1.global_variables_initializer(),
-    ...                  tf.compat.v1.local_variables_initializer()])
+    ...     session.run(tf.group(tf.compat.v1.global_variables_initializer(),
+    ...                          tf.compat.v1.local_variables_initializer()))
     ...     session.run(agn.get_init_op(0))
     ...     values = []
     ...     for _ in range(2):
@@ -117,7 +117,7 @@ class AGNOptimizer(wrapper.Wrapper):
         self._track(self._inner)
         self._track_trackable(self._local_step, "local_step")
 
-    @replica_context.entry_point
+    @private_tensorflow.entry_point
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         """Makes a local step, and every communication_period steps an exchange.
 

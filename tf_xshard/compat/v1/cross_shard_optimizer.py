@@ -8,13 +8,14 @@ from absl import logging
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard import indexed_slices
-from tf_xshard import reduction as reduction_lib
-from tf_xshard import replica_context
 from tf_xshard.compat.v1 import inner_optimizers
-from tf_xshard.compat.v1 import internals
-from tf_xshard.compat.v1 import shards
+from tf_xshard.compat.v1 import shard_team
 from tf_xshard.compat.v1 import wrapper
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import replica_context
+from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private import tensorflow_v1
+from tf_xshard.reduction import group_sum as reduction_lib
 
 Reduction = tf.compat.v1.losses.Reduction
 _REDUCTIONS = (Reduction.SUM, Reduction.MEAN)
@@ -100,7 +101,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
         self._inner_of_shard = {}
         self._track(self._inner)
 
-    @replica_context.entry_point
+    @private_tensorflow.entry_point
     def compute_gradients(self, loss, var_list=None, **kwargs) -> list:
         """Computes this shard's gradients of the scaled loss.
 
@@ -139,7 +140,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
             **kwargs,
         )
 
-    @replica_context.entry_point
+    @private_tensorflow.entry_point
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         """Sums gradients over the group, and applies them.
 
@@ -230,14 +231,14 @@ class CrossShardOptimizer(wrapper.Wrapper):
         return self._groups
 
     def _inner_here(self):
-        shard = shards.current()
+        shard = shard_team.current()
         if shard is None:
             return self._inner
         place = (shard.team.graph, shard.index)
         if place not in self._inner_of_shard:
             owners = {
                 shard.team.copies.owner(one, shard.index)
-                for one in internals.optimizers_in(self._inner.optimizer)
+                for one in tensorflow_v1.optimizers_in(self._inner.optimizer)
             }
             self._inner_of_shard[place] = (
                 self._inner if owners == {shard.index} else self._inner.anew()
@@ -272,13 +273,13 @@ class _Where:
 
 
 def _where() -> _Where:
-    shard = shards.current()
+    shard = shard_team.current()
     if shard is not None:
         return _Where("shards", shard.team.num_shards, shard=shard)
     if tf.distribute.has_strategy():
         here = replica_context.current()
         return _Where("replicas", here.num_replicas, here=here)
-    number = internals.tpu_number_of_shards()
+    number = tensorflow_v1.tpu_number_of_shards()
     if number is not None:
         return _Where("tpu", number)
     logging.log_first_n(

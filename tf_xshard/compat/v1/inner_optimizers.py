@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tf_xshard import inner_update
-from tf_xshard import replica_context
-from tf_xshard.compat.v1 import internals
+from tf_xshard.optimizers import inner_update
+from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private import tensorflow_v1
 
 Optimizer = tf.compat.v1.train.Optimizer
 
@@ -26,11 +26,11 @@ class V1:
 
     def leave_out_the_sum(self) -> None:
         """Makes the optimizer apply each replica's gradients as they are."""
-        internals.take_out_the_sum(self.optimizer)
+        tensorflow_v1.take_out_the_sum(self.optimizer)
 
     def anew(self) -> V1:
         """The same optimizer without state, for another shard."""
-        result = V1(internals.stateless_copy(self.optimizer))
+        result = V1(tensorflow_v1.stateless_copy(self.optimizer))
         result.leave_out_the_sum()
         return result
 
@@ -188,7 +188,7 @@ def of(opt) -> V1 | Keras:
 def converted(loss):
     """A loss function as the user's own code would call it; tensors as is."""
     if callable(loss) and not tf.is_tensor(loss):
-        return replica_context.as_called_by_user(loss)
+        return private_tensorflow.as_called_by_user(loss)
     return loss
 
 

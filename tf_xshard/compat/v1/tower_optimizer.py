@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from tf_xshard import indexed_slices
-from tf_xshard import replica_context
 from tf_xshard.compat.v1 import inner_optimizers
 from tf_xshard.compat.v1 import wrapper
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.private import tensorflow as private_tensorflow
 
 Reduction = tf.compat.v1.losses.Reduction
 
@@ -167,7 +167,7 @@ class TowerOptimizer(wrapper.Wrapper):
         _used_in.add(tf.compat.v1.get_default_graph())
         if self._inner is None:
             self._set_inner(
-                replica_context.as_called_by_user(self._optimizer_fn)()
+                private_tensorflow.as_called_by_user(self._optimizer_fn)()
             )
         return self._inner
 
@@ -182,7 +182,7 @@ class TowerOptimizer(wrapper.Wrapper):
         """
         return tf.compat.v1.get_default_graph() in _used_in
 
-    @replica_context.entry_point
+    @private_tensorflow.entry_point
     def compute_gradients(self, loss, *args, **kwargs) -> list:
         """Computes gradients, but first, if needed, scales the loss.
 
@@ -211,7 +211,7 @@ class TowerOptimizer(wrapper.Wrapper):
             inner, super().compute_gradients, loss, *args, **kwargs
         )
 
-    @replica_context.entry_point
+    @private_tensorflow.entry_point
     def apply_gradients(self, grads_and_vars, global_step=None, **kwargs):
         """Collects gradients, to apply them with the last tower.
 

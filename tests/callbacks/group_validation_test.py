@@ -1,0 +1,244 @@
+"""Callbacks: each group's validation, the sentinel."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+
+import tf_xshard
+from tests.support import group_training
+from tests.support import replicas
+from tf_xshard.group_state import divergence
+
+ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        logging, "warning", lambda text, *args: lines.append(text % args)
+    )
+    return lines
+
+
+def test_each_groups_validation_is_in_the_history():
+    strategy = replicas.mirrored(4)
+    model = group_training.compiled(strategy)
+    x, y = group_training.data(40)
+    history = group_training.fit(
+        model,
+        [tf_xshard.GroupValidation((x, y), every=2, batch_size=16)],
+        epochs=4,
+        validation_data=(x[:32], y[:32]),
+    )
+    state = tf_xshard.GroupState(model)
+    names = ["group_0", "group_1", "ensemble"]
+    for name, row in zip(
+        names, state.evaluate(x, y, batch_size=16), strict=True
+    ):
+        for metric in ("loss", "accuracy"):
+            values = history[f"val_{name}_{metric}"]
+            assert len(values) == 2
+            assert values[-1] == row[metric]
+    assert len(history["loss"]) == len(history["val_loss"]) == 4
+    assert history["val_group_0_loss"] != history["val_group_1_loss"]
+
+
+def _spoil(strategy, variable, replica, by=0.25):
+    copy = strategy.experimental_local_results(variable.value)[replica]
+    copy.assign(copy + tf.cast(by, copy.dtype))
+
+
+class _SpoilAt(keras.callbacks.Callback):
+    """Replica 3 of group 1 holds something else, from a batch on."""
+
+    def __init__(self, variable_of, batch):
+        super().__init__()
+        self.variable_of, self.at = variable_of, batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.at:
+            _spoil(
+                self.model.distribute_strategy, self.variable_of(self.model), 3
+            )
+
+
+@ON
+@pytest.mark.parametrize(
+    "variable_of",
+    [
+        lambda model: model.layers[0].kernel,
+        lambda model: model.optimizer.variables[-1],
+    ],
+    ids=["weight", "slot"],
+)
+def test_the_sentinel_raises(kind, variable_of):
+    strategy = replicas.STRATEGIES[kind](4)
+    model = group_training.compiled(strategy)
+    spoil = _SpoilAt(variable_of, 1)
+    with pytest.raises(RuntimeError, match="After batch 1") as error:
+        group_training.fit(
+            model, [spoil, tf_xshard.DivergenceSentinel(every=2)]
+        )
+    text = str(error.value)
+    assert variable_of(model).path in text
+    assert "in group 1: replicas [3] by up to 0.25" in text
+    assert "group 0" not in text
+
+
+def test_the_sentinel_warns_and_repairs(logged):
+    strategy = replicas.mirrored(4)
+    groups = [[0, 1, 2, 3]]
+
+    def run(action):
+        model = group_training.compiled(strategy, groups=groups)
+        spoil = _SpoilAt(lambda model: model.layers[0].kernel, 2)
+        logged.clear()
+        group_training.fit(
+            model, [spoil, tf_xshard.DivergenceSentinel(1, action)], epochs=1
+        )
+        return replicas.values(strategy, model.layers[0].kernel)
+
+    values = run("warn")
+    assert len(logged) == 2  # Batches 2 and 3.
+    assert not np.array_equal(values[0], values[3])
+    values = run("repair")
+    assert len(logged) == 1 and "value that most hold" in logged[0]
+    for value in values[1:]:
+        np.testing.assert_array_equal(value, values[0])
+    # The majority was right: as with nothing spoilt.
+    model = group_training.compiled(strategy, groups=groups)
+    group_training.fit(model, [], epochs=1)
+    np.testing.assert_array_equal(
+        values[0], replicas.values(strategy, model.layers[0].kernel)[0]
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["agn", "agn_updates"])
+def test_the_sentinel_finds_an_unequal_center(optimizer):
+    """What AGN's workers train may differ; their center may not."""
+    strategy = replicas.mirrored(4)
+    model = group_training.compiled(strategy, optimizer)
+    center = model.optimizer.center_variables[0]
+    name = center.path
+    _spoil(strategy, center, 3)
+    with pytest.raises(RuntimeError, match=f"center/{name}' in group 1.*3"):
+        group_training.fit(model, [tf_xshard.DivergenceSentinel()])
+
+
+def test_the_sentinel_looks_before_training_begins():
+    strategy = replicas.mirrored(4)
+    model = group_training.compiled(strategy)
+    _spoil(strategy, model.layers[0].kernel, 2)
+    with pytest.raises(RuntimeError, match="When training began.*group 0"):
+        group_training.fit(model, [tf_xshard.DivergenceSentinel()])
+
+
+@replicas.on_tpu_in_full
+@group_training.on_optimizers_in_full
+def test_the_sentinel_never_fires_on_what_is_meant_to_differ(kind, optimizer):
+    """Statistics, random states, AGN's own, open rounds, other groups."""
+    strategy = replicas.STRATEGIES[kind](4)
+    model = group_training.compiled(strategy, optimizer)
+    seeds = model.layers[2].seed_generator.state
+    for r in range(4):
+        _spoil(strategy, seeds, r, r)
+    swap = [tf_xshard.SwapCenterWeights(swap_on_epoch=True)]
+    x, y = group_training.data(16)
+    repair = tf_xshard.DivergenceSentinel(1, "repair")
+    states = []
+    check = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: states.append(
+            group_training.values(model)
+        )
+    )
+    again = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: group_training.assert_same(
+            group_training.values(model), states[-1]
+        )
+    )
+    group_training.fit(
+        model,
+        [
+            *(swap if "agn" in optimizer else []),
+            tf_xshard.DivergenceSentinel(1),
+            check,
+            repair,
+            again,
+        ],
+        validation_data=(x, y),
+    )
+    assert len(states) == 8
+
+
+def test_one_device_and_a_model_that_is_built_by_the_first_step(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    group_training.fit(
+        model,
+        [
+            tf_xshard.DivergenceSentinel(1),
+            tf_xshard.GroupCheckpoint(tmp_path),
+            tf_xshard.GroupValidation(group_training.data(8)),
+        ],
+    )
+    assert tf_xshard.GroupCheckpoint.position(tmp_path) == (2, 0)
+
+
+def test_nan_and_minus_zero_are_no_difference():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([0.0, 1.0])
+    state = tf_xshard.GroupState([variable])
+    for one, other, difference in (
+        ([np.nan, 0.0], [np.nan, -0.0], None),
+        ([np.nan, 0.0], [0.0, 0.0], np.inf),
+        ([np.inf, 1.0], [np.inf, 1.0], None),
+        ([np.inf, 1.0], [-np.inf, 1.0], np.inf),
+        ([1.0, 1.0], [1.0, 1.5], 0.5),
+    ):
+        state.replicas.assign(variable, np.float32([one, other]))
+        rows = divergence.unequal(state, repair=False)
+        expected = [] if difference is None else [difference]
+        assert rows.column("largest_difference") == expected
+
+
+def test_a_generator_is_refused_at_once():
+    with pytest.raises(TypeError, match="a generator can be read only once"):
+        tf_xshard.GroupValidation(x for x in ())
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (
+            lambda: tf_xshard.GroupCheckpoint("d", every=0),
+            "every must be a positive int or 'epoch', got 0",
+        ),
+        (
+            lambda: tf_xshard.GroupCheckpoint("d", every="batch"),
+            "every must be a positive int or 'epoch', got 'batch'",
+        ),
+        (
+            lambda: tf_xshard.GroupCheckpoint("d", keep=0),
+            "keep must be a positive int or None, got 0",
+        ),
+        (
+            lambda: tf_xshard.GroupValidation(None, every=1.5),
+            "every must be a positive int, got 1.5",
+        ),
+        (
+            lambda: tf_xshard.DivergenceSentinel(every=True),
+            "every must be a positive int, got True",
+        ),
+        (
+            lambda: tf_xshard.DivergenceSentinel(action="stop"),
+            "action must be one of .*, got 'stop'",
+        ),
+    ],
+)
+def test_arguments(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()

@@ -1,0 +1,196 @@
+"""The commands, as a person runs them."""
+
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from tests.support import paths
+from tests.support import replicas
+from tf_xshard import __main__ as cli
+from tf_xshard.cli import doctor
+from tf_xshard.cli.demo import promises
+from tf_xshard.reduction import group_sum as reduction
+
+
+def _run(*arguments, timeout_seconds=170):
+    return subprocess.run(
+        [sys.executable, "-m", "tf_xshard", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_seconds,
+        cwd=paths.ROOT,
+    )
+
+
+def test_demo(tmp_path):
+    """Fewer replicas and epochs than the default, which CI has no time for."""
+    picture = os.path.join(tmp_path, "groups.png")
+    run = _run(
+        "demo",
+        "--replicas",
+        "4",
+        "--epochs",
+        "1",
+        "--plot",
+        picture,
+        "--optimizer",
+        "clipped",
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "All promises hold." in run.stdout
+    rows = {
+        line[:30].strip(): line
+        for line in run.stdout.splitlines()
+        if "max |dw|" not in line and "e-0" in line
+    }
+    assert "equal" in rows["CrossShardOptimizer, all"]
+    assert "equal" in rows["group 0, on its shards"]
+    assert "WRONG" in rows["a wrong reduction (on purpose)"]
+    assert os.path.getsize(picture) > 10_000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "wrapper, equal, wrong",
+    [
+        (
+            "tower",
+            ["TowerOptimizer", "tower_train_step"],
+            "no accumulation (on purpose)",
+        ),
+        (
+            "agn",
+            ["AGN, period 1", "local SGD, period 5"],
+            "never averaged (on purpose)",
+        ),
+    ],
+    ids=["tower", "agn"],
+)
+def test_demo_of_the_other_wrappers(wrapper, equal, wrong):
+    run = _run(
+        "demo",
+        f"--optimizer-wrapper={wrapper}",
+        "--replicas=2",
+        "--epochs=1",
+        "--optimizer=sgd",
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "All promises hold." in run.stdout
+    rows = run.stdout.splitlines()
+    for title in equal:
+        assert [r for r in rows if r.startswith(title) and "equal" in r], title
+    assert [r for r in rows if r.startswith(wrong) and "WRONG" in r]
+
+
+_NO_REDUCTION = "lambda gradients, *a, **k: list(gradients)"
+_NO_GROUPS = (
+    "lambda *a, f=reduction.group_sum, **k: f(*a, **{**k, 'groups':"
+    " g.GroupAssignment.contiguous(4, 4)})"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "wrapper, num_replicas, mutant, failure",
+    [
+        ("cross_shard", 4, _NO_GROUPS, "group 0, on its shards"),
+        ("tower", 2, _NO_REDUCTION, "TowerOptimizer"),
+        ("agn", 2, _NO_REDUCTION, "AGN, period 1"),
+    ],
+    ids=["cross_shard", "tower", "agn"],
+)
+def test_demo_notices_a_wrong_reduction(wrapper, num_replicas, mutant, failure):
+    """The exit code depends on the numbers."""
+    program = (
+        "import sys; import tf_xshard; from tf_xshard import __main__,"
+        f" reduction, group_assignment as g; reduction.group_sum = {mutant};"
+        f" sys.exit(__main__.main(['demo', '--optimizer-wrapper={wrapper}',"
+        f" '--replicas={num_replicas}', '--epochs=1', '--optimizer=sgd']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+        cwd=paths.ROOT,
+    )
+    assert run.returncode == 1, run.stdout[-3000:]
+    assert f"FAILED: {failure}" in run.stdout
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("difference", [0.0, 1e-5, 1.0])
+def test_promises_are_the_exit_code(difference, right, capsys):
+    trained = types.SimpleNamespace(
+        weights=[[np.zeros(2)], [np.array([0.0, difference])]],
+        accuracy=lambda replica_id: 1.0,
+        moved=lambda replica_id: 1.0,
+    )
+    made = promises.Promises("nothing")
+    made.check("a run", trained, [np.zeros(2)], 1e-4, right=right)
+    holds = (difference <= 1e-4) == right
+    assert made.exit_code() == (0 if holds else 1)
+    assert ("FAILED: a run: " in capsys.readouterr().out) == (not holds)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapper", ["cross_shard", "tower", "agn"])
+def test_demo_defaults(wrapper):
+    run = _run("demo", "--optimizer-wrapper", wrapper, timeout_seconds=400)
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--replicas", "1"], "must be at least 2"),
+        (["--replicas", "6"], "divide the batch of 64"),
+        (["--groups", "3"], "divide the 8 replicas"),
+        (["--towers", "3"], "divide the 8 rows of a replica's batch"),
+        (["--period", "0"], "must be at least 1"),
+        (["--epochs", "0"], "must be at least 1"),
+        (
+            ["--plot", "x.png", "--optimizer-wrapper", "agn"],
+            "only cross_shard has",
+        ),
+        (["--optimizer", "nonsense"], "invalid choice"),
+    ],
+    ids=str,
+)
+def test_demo_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_doctor():
+    run = _run("doctor")
+    assert run.returncode == 0, run.stdout[-3000:]
+    lines = run.stdout.splitlines()
+    pairs = doctor.shuffled_groups(4)[0]
+    assert not [line for line in lines if line.startswith("FAIL")]
+    for path in (
+        f"tf.function, {pairs}: subgroup collectives",
+        f"eager, {pairs}: sum per group in merge_call",
+        f"eager, {pairs}: one-hot stack",
+        "MultiWorkerMirroredStrategy: 4 processes",
+    ):
+        assert [line for line in lines if path in line], path
+
+
+def test_doctor_finds_a_wrong_sum(monkeypatch, capsys):
+    assert doctor.check_strategy("whole", replicas.mirrored(4))
+    assert "FAIL" not in capsys.readouterr().out
+    monkeypatch.setattr(
+        reduction, "group_sum", lambda gradients, *_, **__: gradients
+    )
+    assert not doctor.check_strategy("broken", replicas.mirrored(4))
+    assert "FAIL  broken, tf.function, [[" in capsys.readouterr().out

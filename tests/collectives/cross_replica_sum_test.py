@@ -1,0 +1,141 @@
+"""The operations that TPUStrategy traces. Nothing here is executed."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import replicas
+from tf_xshard.collectives import cross_replica_sum
+from tf_xshard.testing import simulated_strategy
+
+NUM_REPLICAS = 4
+
+
+def _trace(groups, kind="tpu", inner=None, sparse=False, dtype="float32", **kw):
+    """Counts of operations, and shape and groups of every CrossReplicaSum."""
+    strategy = replicas.STRATEGIES[kind](NUM_REPLICAS)
+    with strategy.scope():
+        variables = [
+            keras.Variable(np.zeros([3, 2]), dtype=dtype),
+            keras.Variable(0.0, dtype=dtype),
+        ]
+        optimizer = tf_xshard.CrossShardOptimizer(
+            inner() if inner else keras.optimizers.Adam(),
+            group_assignment=groups,
+            **kw,
+        )
+        optimizer.build(variables)
+
+    def on_replica():
+        first = tf.ones([3, 2], dtype)
+        if sparse:
+            first = tf.IndexedSlices(
+                tf.ones([2, 2]), tf.constant([0, 0]), tf.constant([3, 2])
+            )
+        optimizer.apply([first, tf.constant(1.0, dtype)], variables)
+
+    with simulated_strategy.recorded() as extractions:
+        tf.function(lambda: strategy.run(on_replica)).get_concrete_function()
+    (extraction,) = extractions
+    graph_def = extraction.program.graph_def
+    nodes = [
+        *graph_def.node,
+        *(n for f in graph_def.library.function for n in f.node_def),
+    ]
+    by_name = {node.name: node for node in nodes}
+    sums = []
+    for node in nodes:
+        # A CrossReplicaSum, as XLA names it, with the same inputs.
+        if node.op == "XlaAllReduce":
+            assert node.attr["mode"].s == b"CrossReplica"
+            groups_of = by_name[node.input[1]].attr["value"].tensor
+            (shape,) = node.attr["_output_shapes"].list.shape
+            sums.append(
+                (
+                    [dim.size for dim in shape.dim],
+                    tf.make_ndarray(groups_of).tolist(),
+                )
+            )
+    return collections.Counter(node.op for node in nodes), sums
+
+
+def _no_other_communication(counts):
+    # A custom call stands for an AllToAll: the step counter of plain Keras.
+    assert not counts["XlaCustomCallV2"] and not counts["CollectiveReduceV2"]
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    "groups",
+    [None, [[2, 0], [1, 3]], [[0, 1], [2, 3]]],
+    ids=["all", "shuffled", "contiguous"],
+)
+def test_one_native_sum_per_gradient(groups, sparse):
+    counts, sums = _trace(groups, sparse=sparse)
+    assert [shape for shape, _ in sums] == [[3, 2], []]
+    for _, assignment in sums:
+        assert assignment == (groups or [[0, 1, 2, 3]])
+    _no_other_communication(counts)
+
+
+def test_groups_without_a_device_assignment_travel_as_a_stack():
+    counts, sums = _trace([[2, 0], [1, 3]], kind="tpu_permuted")
+    # One bucket of both gradients, one slot per group.
+    assert sums == [([2, 7], [[0, 1, 2, 3]])]
+    _no_other_communication(counts)
+
+
+def test_the_log_says_once_how_to_get_the_fast_path(monkeypatch):
+    lines = []
+    monkeypatch.setattr(cross_replica_sum.logging, "warning", lines.append)
+    cross_replica_sum.tell_how_to_get_the_fast_path.cache_clear()
+    for _ in range(2):
+        _trace([[2, 0], [1, 3]], kind="tpu_permuted")
+    (line,) = lines
+    for name in (
+        "tf.tpu.experimental.initialize_tpu_system",
+        "tf.tpu.experimental.DeviceAssignment.build",
+        "experimental_device_assignment",
+    ):
+        assert name in line
+    cross_replica_sum.tell_how_to_get_the_fast_path.cache_clear()
+    _trace([[2, 0], [1, 3]], kind="tpu")
+    _trace(None, kind="tpu_permuted")
+    assert len(lines) == 1
+
+
+def test_groups_of_one_need_nothing():
+    counts, sums = _trace([[0], [1], [2], [3]])
+    assert sums == []
+    _no_other_communication(counts)
+
+
+def test_the_finite_flag_goes_over_all_replicas():
+    _, sums = _trace(
+        [[0, 1], [2, 3]],
+        inner=lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD()
+        ),
+    )
+    assert [assignment for _, assignment in sums] == [
+        [[0, 1], [2, 3]],
+        [[0, 1], [2, 3]],
+        [[0, 1, 2, 3]],
+    ]
+
+
+@pytest.mark.parametrize("kind", replicas.TPUS)
+def test_a_type_that_a_tpu_can_not_sum(kind):
+    for groups in (None, [[0, 1], [2, 3]]):
+        with pytest.raises(ValueError, match="gradient of float64 can't be"):
+            _trace(groups, kind=kind, dtype="float64")
+    _trace(
+        None,
+        kind=kind,
+        dtype="float64",
+        communication=tf_xshard.Communication(dtype="float32"),
+    )

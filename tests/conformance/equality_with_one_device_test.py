@@ -1,0 +1,354 @@
+"""`fit` on N replicas equals one device with the same global batch."""
+
+import functools
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import replicas
+from tests.support import training
+from tf_xshard import group_assignment
+from tf_xshard.reduction import group_sum as reduction
+
+O = keras.optimizers  # noqa: E741
+
+SETTINGS = {
+    "sgd": lambda: O.SGD(0.05),
+    "momentum": lambda: O.SGD(0.02, momentum=0.9),
+    "adam": lambda: O.Adam(0.01),
+    "adamw_decay": lambda: O.AdamW(0.01, weight_decay=0.05),
+    "clipnorm": lambda: O.SGD(0.2, clipnorm=0.1),
+    "global_clipnorm": lambda: O.SGD(0.2, global_clipnorm=0.1),
+    "clipvalue": lambda: O.SGD(0.2, clipvalue=0.05),
+    "ema": lambda: O.SGD(0.05, use_ema=True, ema_momentum=0.8),
+    "accumulation": lambda: O.SGD(0.1, gradient_accumulation_steps=4),
+    "schedule": lambda: O.SGD(
+        O.schedules.ExponentialDecay(0.1, decay_steps=3, decay_rate=0.7)
+    ),
+}
+OTHERS = {
+    "adadelta": lambda: O.Adadelta(1.0),
+    "adafactor": lambda: O.Adafactor(0.01),
+    "adagrad": lambda: O.Adagrad(0.05),
+    "adamax": lambda: O.Adamax(0.01),
+    "ftrl": lambda: O.Ftrl(0.05),
+    "lamb": lambda: O.Lamb(0.01),
+    "lion": lambda: O.Lion(0.001),
+    "loss_scale": lambda: O.LossScaleOptimizer(O.SGD(0.05)),
+    "multi": lambda: O.MultiOptimizer(
+        O.OptimizerMap(O.SGD(0.05), {".*/kernel": O.Adam(0.01)})
+    ),
+    "muon": lambda: O.Muon(0.005),
+    "nadam": lambda: O.Nadam(0.01),
+    "rmsprop": lambda: O.RMSprop(0.005),
+    "schedule_free": lambda: O.ScheduleFreeAdamW(0.05, warmup_steps=2),
+    "static_loss_scale": lambda: O.SGD(0.05, loss_scale_factor=64.0),
+    "user_subclass": lambda: TanhDescent(0.002),
+}
+for _name, _class in (
+    ("multi", "MultiOptimizer"),
+    ("schedule_free", "ScheduleFreeAdamW"),
+):
+    if not hasattr(O, _class):  # Keras 3.12 has neither.
+        del OTHERS[_name]
+# Plain Keras can't trace these under a strategy; tests/conformance/plain_keras_test.py.
+PLAIN_FAILS = ("accumulation",)
+# tests/conformance/groups_test.py permutes 8.
+COUNTS = {"mirrored": (2, 4, 8), "tpu": (4,), "tpu_permuted": (4, 8)}
+IN_DETAIL = ("adam", "global_clipnorm")
+
+
+class TanhDescent(O.Optimizer):
+    """A user's own optimizer, with nothing but an update step."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, learning_rate * keras.ops.tanh(gradient))
+
+
+@functools.cache
+def _reference(optimizer_fn):
+    """One device, and how much the order of rows in a batch matters there."""
+    reference = training.alone(optimizer_fn)
+    x, y = training.data()
+    order = np.concatenate(
+        [
+            start
+            + np.random.default_rng(start).permutation(training.BATCH_SIZE)
+            for start in range(0, len(x), training.BATCH_SIZE)
+        ]
+    )
+    _, permuted = training.train(optimizer_fn, xy=(x[order], y[order]))
+    moved = training.deviation(reference, training.initial())
+    assert moved >= 1e-2, moved
+    order_matters = training.deviation(permuted, reference)
+    tolerance = 3 * order_matters if order_matters > 3e-7 else 1e-6
+    return reference, tolerance, moved
+
+
+def _wrapped(optimizer_fn):
+    return lambda: tf_xshard.CrossShardOptimizer(optimizer_fn())
+
+
+@pytest.mark.parametrize(
+    "name, kind, num_replicas",
+    replicas.default(
+        [(name, k, n) for name in SETTINGS for k in COUNTS for n in COUNTS[k]],
+        lambda name, kind, num_replicas: (
+            (kind == "mirrored" and (num_replicas == 4 or name in IN_DETAIL))
+            or (kind == "tpu" and name in ("global_clipnorm", "accumulation"))
+        ),
+    ),
+)
+def test_fit_on_2_4_8_replicas(name, kind, num_replicas, report):
+    optimizer_fn = SETTINGS[name]
+    reference, tolerance, moved = _reference(optimizer_fn)
+    _, got = training.train(
+        _wrapped(optimizer_fn), replicas.STRATEGIES[kind](num_replicas)
+    )
+    difference = training.deviation(got, reference)
+    report(
+        f"{name}, {kind}: moved {moved:.3f}, tolerance {tolerance:.1e};"
+        f" {num_replicas} replicas {difference:.1e}"
+    )
+    assert difference <= tolerance
+
+
+@pytest.mark.parametrize(
+    "name",
+    replicas.default(
+        [(name,) for name in SETTINGS if name not in PLAIN_FAILS],
+        lambda name: name in IN_DETAIL,
+    ),
+)
+def test_plain_keras_clips_before_the_sum(name, report):
+    """It fails the comparison above exactly where something is clipped."""
+    reference = training.alone(SETTINGS[name])
+    _, plain = training.train(SETTINGS[name], replicas.mirrored(4))
+    difference = training.deviation(plain, reference)
+    report(f"{name}, plain Keras on 4 replicas: {difference:.1e}")
+    # Keras mended this: remove the row.
+    assert (difference > 1e-3) == ("clip" in name)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    replicas.default(
+        itertools.product(OTHERS, ["mirrored", "tpu"]),
+        # These have slots of the kinds that others have.
+        lambda name, kind: (
+            kind == "mirrored"
+            and name not in ("adadelta", "adamax", "lamb", "lion")
+        ),
+    ),
+)
+def test_every_other_optimizer(name, kind, report):
+    if name == "muon" and keras.__version__.startswith("3.12."):
+        pytest.skip("Keras 3.12's Muon fails on one device")
+    optimizer_fn = OTHERS[name]
+    reference, tolerance, moved = _reference(optimizer_fn)
+    _, got = training.train(
+        _wrapped(optimizer_fn), replicas.STRATEGIES[kind](4)
+    )
+    difference = training.deviation(got, reference)
+    report(
+        f"{name}, {kind}: moved {moved:.3f}, tolerance {tolerance:.1e};"
+        f" 4 replicas {difference:.1e}"
+    )
+    assert difference <= tolerance
+
+
+def test_no_keras_optimizer_is_left_out():
+    swept = {type(fn()).__name__ for fn in (SETTINGS | OTHERS).values()}
+    exported = {
+        name
+        for name, value in vars(O).items()
+        if isinstance(value, type) and issubclass(value, O.Optimizer)
+    }
+    assert exported - swept == {"Optimizer"}
+
+
+@pytest.mark.parametrize(
+    "kind, compile_options",
+    [
+        ("mirrored", dict(steps_per_execution=4)),
+        ("tpu", dict(steps_per_execution=4)),
+        ("tpu_permuted", dict(steps_per_execution=4)),
+        ("mirrored", dict(run_eagerly=True)),  # A TPU never runs eagerly.
+    ],
+    ids=str,
+)
+def test_compile_options(kind, compile_options):
+    optimizer_fn = SETTINGS["adam"]
+    reference, tolerance, _ = _reference(optimizer_fn)
+    _, got = training.train(
+        _wrapped(optimizer_fn),
+        replicas.STRATEGIES[kind](4),
+        **compile_options,
+    )
+    assert training.deviation(got, reference) <= tolerance
+
+
+@pytest.mark.parametrize("strategy_name", ["none", "one_device"])
+def test_one_replica_is_plain_keras(strategy_name):
+    strategy = (
+        None
+        if strategy_name == "none"
+        else tf.distribute.OneDeviceStrategy("CPU:3")
+    )
+    reference = training.alone(SETTINGS["adam"])
+    got = training.train(_wrapped(SETTINGS["adam"]), strategy)[1]
+    assert training.deviation(got, reference) == 0.0
+
+
+@replicas.on_every_strategy
+@pytest.mark.parametrize(
+    "num_rows, per_shard",
+    [(40, 2), (46, 4), (33, 1)],
+    ids=["equal", "ragged", "empty"],
+)
+def test_last_batch(num_rows, per_shard, kind):
+    """Batches of 16 on 4 replicas: the last is 2 2 2 2, or 4 4 4 2, or 1 0 0 0.
+
+    The oracle is the mean of the replicas' losses; Keras' loss of no rows is 0,
+    finite everywhere.
+    """
+    x, y = training.data(num_rows)
+    got = training.train(
+        _wrapped(SETTINGS["sgd"]),
+        replicas.STRATEGIES[kind](4),
+        (x, y),
+        batch_size=16,
+        num_steps=6,
+    )[1]
+    model = training.model()
+    optimizer = SETTINGS["sgd"]()
+    for start in (0, 16, 32, 0, 16, 32):
+        with tf.GradientTape() as tape:
+            losses = [
+                tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
+                for rows in (
+                    np.arange(first, min(first + size, num_rows))
+                    for size in [per_shard if start == 32 else 4]
+                    for first in range(start, start + 4 * size, size)
+                )
+                if len(rows)
+            ]
+            loss = tf.add_n(losses) / 4
+        optimizer.apply(
+            tape.gradient(loss, [v.value for v in model.trainable_variables]),
+            model.trainable_variables,
+        )
+    assert training.deviation(got, training.weights(model)) <= 1e-6
+    if num_rows == 40:
+        one = training.train(
+            SETTINGS["sgd"], xy=(x, y), batch_size=16, num_steps=6
+        )[1]
+        assert training.deviation(got, one) <= 1e-6
+
+
+@replicas.on_numberings_in_full
+def test_frozen_layer(kind):
+    def frozen():
+        made = training.model()
+        made.layers[0].trainable = False
+        return made
+
+    reference = training.train(SETTINGS["adam"], model_fn=frozen)[1]
+    got = training.train(
+        _wrapped(SETTINGS["adam"]),
+        replicas.STRATEGIES[kind](4),
+        model_fn=frozen,
+    )[1]
+    assert len(got) == 2
+    assert training.deviation(got, reference) <= 1e-6
+
+
+@replicas.on_numberings_in_full
+def test_two_levels_are_the_global_reduction(kind):
+    """Rows, then columns, of a 2 x 4 grid of replicas."""
+
+    def two_levels():
+        columns = tf_xshard.CrossShardOptimizer(
+            SETTINGS["global_clipnorm"](),
+            group_assignment=tf_xshard.GroupAssignment.strided(8, 2),
+        )
+        return tf_xshard.CrossShardOptimizer(
+            columns,
+            group_assignment=tf_xshard.GroupAssignment.contiguous(8, 4),
+        )
+
+    reference = training.alone(SETTINGS["global_clipnorm"])
+    got = training.train(two_levels, replicas.STRATEGIES[kind](8))[1]
+    assert training.deviation(got, reference) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "mutant", ["factor_2", "factor_1_n", "no_reduction", "groups_ignored"]
+)
+@pytest.mark.parametrize(
+    "kind, num_replicas",
+    replicas.default(
+        [
+            ("mirrored", 2),
+            *((k, n) for k in replicas.STRATEGIES for n in (4, 8)),
+        ],
+        lambda kind, num_replicas: num_replicas == 4 and kind != "tpu_permuted",
+    ),
+)
+def test_the_assertion_fails_for_mutants(
+    mutant, kind, num_replicas, monkeypatch
+):
+    """What is asserted above would notice each of these."""
+    scaled, group_sum = reduction.scaled, reduction.group_sum
+    groups = None
+    if mutant == "factor_2":
+        monkeypatch.setattr(
+            reduction, "scaled", lambda g, factor: scaled(g, factor * 2)
+        )
+    elif mutant == "factor_1_n":
+        monkeypatch.setattr(
+            reduction,
+            "scaled",
+            lambda g, factor: scaled(g, factor / num_replicas),
+        )
+    elif mutant == "no_reduction":
+        monkeypatch.setattr(
+            reduction, "group_sum", lambda gradients, *_, **__: gradients
+        )
+    else:
+        # Every replica is its own group, and the reduction ignores it.
+        groups = group_assignment.GroupAssignment.contiguous(num_replicas, 1)
+        everyone = group_assignment.GroupAssignment.contiguous(
+            num_replicas, num_replicas
+        )
+        monkeypatch.setattr(
+            reduction,
+            "group_sum",
+            lambda *args, **kwargs: group_sum(
+                *args, **{**kwargs, "groups": everyone}
+            ),
+        )
+    x, y = training.data()
+    reference = training.alone(SETTINGS["sgd"])
+    got = training.train(
+        lambda: tf_xshard.CrossShardOptimizer(
+            SETTINGS["sgd"](), "mean", groups
+        ),
+        replicas.STRATEGIES[kind](num_replicas),
+    )[1]
+    if mutant == "groups_ignored":
+        rows = training.shard_rows(
+            len(x), training.BATCH_SIZE, num_replicas, [0]
+        )
+        reference = training.train(
+            SETTINGS["sgd"],
+            xy=(x[rows], y[rows]),
+            batch_size=training.BATCH_SIZE // num_replicas,
+        )[1]
+        assert training.deviation(got, reference, [0]) > 1e-3
+    else:
+        assert training.deviation(got, reference) > 1e-3

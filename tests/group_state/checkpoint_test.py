@@ -1,0 +1,506 @@
+"""Saved and restored to the bit, whole at every instant, or refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.programs import saving_program
+from tests.support import group_training
+from tests.support import replicas
+from tf_xshard.group_state import checkpoint_files
+
+ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+
+
+def _more(model, num_steps=3):
+    step = group_training.step_function(model)
+    for _, batch in zip(
+        range(num_steps), group_training.distributed(model.distribute_strategy)
+    ):
+        step(*batch)
+
+
+@pytest.mark.parametrize(
+    "optimizer, kind",
+    [
+        pytest.param(
+            name,
+            kind,
+            marks=(
+                replicas.in_full
+                if (name, kind) not in (("adam", "mirrored"), ("agn", "tpu"))
+                else ()
+            ),
+        )
+        for name in group_training.OPTIMIZERS
+        for kind in ("mirrored", "tpu")
+    ],
+)
+def test_restored_to_the_bit(kind, optimizer, tmp_path):
+    """Of an open round, and so does what comes after it."""
+    strategy = replicas.STRATEGIES[kind](4)
+    model = group_training.trained(strategy, optimizer, num_steps=4)
+    saved = group_training.values(model)
+    tf_xshard.GroupState(model).save(tmp_path, epoch=5, step=7)
+    other = group_training.compiled(strategy, optimizer, seed=9)
+    position = tf_xshard.GroupState(other).restore(tmp_path)
+    assert position == (5, 7)
+    assert tf_xshard.GroupState.position(tmp_path) == (5, 7)
+    group_training.assert_same(group_training.values(other), saved)
+    _more(model)
+    _more(other)
+    after = group_training.values(model)
+    group_training.assert_same(group_training.values(other), after)
+    assert any(
+        a[3].tobytes() != b[3].tobytes()
+        for a, b in zip(after, saved, strict=True)
+    )
+
+
+def test_what_replicas_share_is_saved_once(tmp_path):
+    model = group_training.trained(replicas.mirrored(4))
+    tf_xshard.GroupState(model).save(tmp_path)
+    manifest = checkpoint_files.read_manifest(str(tmp_path))
+    for one in manifest["variables"]:
+        owners = one["owners"]
+        if one["kind"] == "statistic":
+            assert owners == [0, 1, 2, 3]
+        elif one["kind"] in ("weight", "slot"):
+            assert owners in ([0, 1, 0, 1], [0, 0, 0, 0])
+    kernel = manifest["variables"][0]
+    assert kernel["owners"] == [0, 1, 0, 1]
+    # JSON, and TensorFlow's checkpoint format.
+    assert sorted(name.split(".", 1)[1] for name in os.listdir(tmp_path)) == [
+        "data-00000-of-00001",
+        "index",
+        "json",
+    ]
+
+
+def test_every_type(tmp_path):
+    """nan, minus zero and the largest integers, on every replica."""
+    strategy = replicas.mirrored(2)
+    contents = {
+        "float32": [np.nan, -0.0, np.inf, 1e-45],
+        "float64": [np.nan, -0.0, np.inf, 5e-324],
+        "bfloat16": [np.nan, -0.0, np.inf, 1.0],
+        "float16": [np.nan, -0.0, np.inf, 6e-8],
+        "int32": [-(2**31), 2**31 - 1, 0, 1],
+        "int64": [-(2**63), 2**63 - 1, 0, 1],
+        "uint8": [0, 255, 1, 2],
+        "bool": [True, False, True, True],
+    }
+    with strategy.scope():
+        variables = {
+            name: tf.Variable(tf.zeros([4], name)) for name in contents
+        }
+        variables["scalar"] = tf.Variable(1.0)
+        variables["empty"] = tf.Variable(tf.zeros([0, 3]))
+    state = tf_xshard.GroupState(variables, [[0], [1]])
+    for name, content in contents.items():
+        values = np.array(content).astype(tf.as_dtype(name).as_numpy_dtype)
+        state.assign(variables[name], [values, values[::-1]])
+    state.assign(variables["scalar"], [3.0, 4.0])
+    saved = [replicas.values(strategy, v) for v in variables.values()]
+    state.save(tmp_path)
+    for variable in variables.values():
+        variable.assign(tf.zeros(variable.shape, variable.dtype))
+    state.restore(tmp_path)
+    group_training.assert_same(
+        [replicas.values(strategy, v) for v in variables.values()], saved
+    )
+
+
+def _flip(path, position):
+    with open(path, "r+b") as file:
+        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        byte = file.read(1)
+        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def _truncate(path, position):
+    os.truncate(path, os.path.getsize(path) + position)
+
+
+def _remove(path, _):
+    os.remove(path)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Variables of two groups, of several kinds."""
+    with replicas.mirrored(4).scope():
+        parts = {
+            "weight": [keras.Variable(np.arange(6.0)), keras.Variable(2.0)],
+            "count": keras.Variable(1, dtype="int64"),
+        }
+    state = tf_xshard.GroupState(parts, [[0, 2], [1, 3]])
+    state.assign(parts["weight"][0], [np.arange(6.0), np.arange(6.0) * 3])
+    return state
+
+
+def _small_values(state):
+    return [
+        replicas.values(replicas.mirrored(4), one.variable)
+        for one in state.listed()
+    ]
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, _remove])
+@pytest.mark.parametrize("file", ["index", "data", "manifest"])
+@pytest.mark.parametrize("position", [-1, -9, -40, 5])
+def test_damage_is_refused_by_name(small, damage, file, position, tmp_path):
+    small.save(tmp_path)
+    [name] = [n for n in os.listdir(tmp_path) if file in n]
+    if damage is _truncate:
+        position = -abs(position)
+    damage(tmp_path / name, position)
+    before = _small_values(small)
+    with pytest.raises((ValueError, FileNotFoundError), match=name):
+        small.restore(tmp_path)
+    group_training.assert_same(_small_values(small), before)
+
+
+@pytest.mark.full
+def test_every_byte_counts(small, tmp_path):
+    small.save(tmp_path)
+    for name in os.listdir(tmp_path):
+        for position in range(os.path.getsize(tmp_path / name)):
+            _flip(tmp_path / name, position)
+            with pytest.raises(ValueError, match=name):
+                small.restore(tmp_path)
+            _flip(tmp_path / name, position)
+    small.restore(tmp_path)
+
+
+def test_foreign_directories_are_refused(small, tmp_path):
+    before = _small_values(small)
+    with pytest.raises(FileNotFoundError, match="holds no saved group state"):
+        small.restore(tmp_path)
+    for content, text in (
+        ("[1, 2]", "no manifest of a group state"),
+        ("{}", "no manifest of a group state"),
+        ("not json", "no manifest of a group state"),
+    ):
+        (tmp_path / "manifest.json").write_text(content)
+        with pytest.raises(ValueError, match=text):
+            small.restore(tmp_path)
+    for change, text in (
+        ({"format": "other"}, "is no manifest of a group state"),
+        ({"version": 99}, "has version 99, this tf_xshard reads version 2"),
+    ):
+        inner = json.dumps(
+            {"format": "tf_xshard group state", "version": 2, **change}
+        )
+        outer = {
+            "sha256": checkpoint_files._checksum_of(inner.encode()),
+            "manifest": inner,
+        }
+        (tmp_path / "manifest.json").write_text(json.dumps(outer))
+        with pytest.raises(ValueError, match=text):
+            small.restore(tmp_path)
+    group_training.assert_same(_small_values(small), before)
+
+
+def test_another_model_is_refused(tmp_path):
+    strategy = replicas.mirrored(4)
+    group_training_model = group_training.compiled(strategy)
+    tf_xshard.GroupState(group_training_model).save(tmp_path)
+    keras.utils.set_random_seed(5)
+
+    def wider():
+        return keras.Sequential(
+            [keras.layers.Input((4,)), keras.layers.Dense(7)]
+        )
+
+    def renamed():
+        model = group_training.network()
+        config = model.get_config()
+        config["layers"][1]["config"]["name"] = "encoder"
+        return keras.Sequential.from_config(config)
+
+    def sgd(groups):
+        return tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(), group_assignment=groups
+        )
+
+    adam = group_training.OPTIMIZERS["adam"]
+    for network, optimizer, text in (
+        (
+            wider,
+            adam,
+            "another model or optimizer: where here is .* .4, 7., it has",
+        ),
+        (renamed, adam, "where here is '(sequential_\\d+/)?encoder/kernel'"),
+        (group_training.network, sgd, "other optimizers: .*Adam.*here.*SGD"),
+    ):
+        with strategy.scope():
+            model = network()
+            model.compile(optimizer=optimizer(group_training.GROUPS))
+            model.optimizer.build(model.trainable_variables)
+        before = group_training.values(model)
+        with pytest.raises(ValueError, match=text):
+            tf_xshard.GroupState(model).restore(tmp_path)
+        group_training.assert_same(group_training.values(model), before)
+
+
+def test_more_and_fewer_variables_are_refused(small, tmp_path):
+    with replicas.mirrored(4).scope():
+        one, two = keras.Variable(1.0), keras.Variable(2.0)
+    tf_xshard.GroupState([one], small.group_assignment).save(tmp_path)
+    state = tf_xshard.GroupState([one, two], small.group_assignment)
+    with pytest.raises(ValueError, match="it has 1 variables, and here are 2"):
+        state.restore(tmp_path)
+    assert [float(v.numpy()) for v in (one, two)] == [1.0, 2.0]
+    with pytest.raises(ValueError, match="found no variables"):
+        tf_xshard.GroupState([]).save(tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", [None, "adam", "agn", "agn_updates"])
+def test_layers_that_have_changed_places_are_refused(optimizer, tmp_path):
+    """Keras' numbers count for nothing; those in names of users' do."""
+
+    def heads(names):
+        with replicas.mirrored(2).scope():
+            x = keras.layers.Input((4,))
+            outputs = [keras.layers.Dense(1, name=n)(x) for n in names]
+            model = keras.Model(x, outputs)
+            if optimizer:
+                model.compile(group_training.OPTIMIZERS[optimizer]([[0], [1]]))
+                model.optimizer.build(model.trainable_variables)
+        return model
+
+    model = heads(["head_1", "head_2"])
+    tf_xshard.GroupState(model).save(tmp_path)
+    other = heads(["head_2", "head_1"])
+    before = other.get_weights()
+    with pytest.raises(ValueError, match="in another order.*'head_2/kernel'"):
+        tf_xshard.GroupState(other).restore(tmp_path)
+    for mine, was in zip(other.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(mine, was)
+    tf_xshard.GroupState(heads(["head_1", "head_2"])).restore(tmp_path)
+
+
+def test_a_manifest_of_something_else_is_not_replaced(small, tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "my web app"}')
+    with pytest.raises(ValueError, match="is no group state's"):
+        small.save(tmp_path)
+    assert "web app" in (tmp_path / "manifest.json").read_text()
+    assert os.listdir(tmp_path) == ["manifest.json"]
+
+
+@pytest.mark.parametrize("num_replicas", [4, 2])
+@pytest.mark.parametrize(
+    "regroup, expected",
+    [
+        ("mean", [0.25 * (0 + 4 + 8 + 12)] * 2),
+        ("first", [4.0, 4.0]),
+        ({0: 1, 1: 0}, [8.0, 4.0]),
+        ({0: 1, 1: 1}, [8.0, 8.0]),
+    ],
+)
+def test_regroup(num_replicas, regroup, expected, tmp_path):
+    """Saved by [[0, 2], [1, 3]] of values 0, 4, 8, 12 by replica."""
+    with replicas.mirrored(4).scope():
+        source = keras.Variable(0.0)
+    state = tf_xshard.GroupState([source], [[0, 2], [1, 3]])
+    state.replicas.assign(source, [0.0, 4.0, 8.0, 12.0])
+    state.save(tmp_path)
+    groups = {4: [[0, 1], [2, 3]], 2: [[1], [0]]}[num_replicas]
+    strategy = replicas.mirrored(num_replicas)
+    with strategy.scope():
+        target = keras.Variable(7.0)
+    state = tf_xshard.GroupState([target], groups)
+    with pytest.raises(ValueError, match="was saved with the groups") as error:
+        state.restore(tmp_path)
+    assert "regroup" in str(error.value)
+    for wrong in ("last", {0: 0}, {0: 0, 1: 2}, {0: 0, 1: 1, 2: 0}):
+        with pytest.raises(ValueError, match="regroup must be"):
+            state.restore(tmp_path, regroup=wrong)
+    assert replicas.values(strategy, target) == [7.0] * num_replicas
+    state.restore(tmp_path, regroup=regroup)
+    for group, value in zip(groups, expected, strict=True):
+        for r in group:
+            assert replicas.values(strategy, target)[r] == value
+
+
+def test_groups_in_another_order_are_the_same_groups(tmp_path):
+    with replicas.mirrored(4).scope():
+        variable = keras.Variable(0.0)
+    state = tf_xshard.GroupState([variable], [[0, 2], [1, 3]])
+    state.assign(variable, [1.0, 2.0])
+    state.save(tmp_path)
+    variable.assign(0.0)
+    tf_xshard.GroupState([variable], [[3, 1], [0, 2]]).restore(tmp_path)
+    assert replicas.values(replicas.mirrored(4), variable) == [1, 2, 1, 2]
+
+
+class _Crash(BaseException):
+    """What nothing catches, as a power cut."""
+
+
+def _crash_points(monkeypatch, at):
+    """Makes the `at`-th operation on files the last one."""
+    count = 0
+
+    def crashing(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == at:
+                raise _Crash
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in (
+        (tf.raw_ops, "SaveV2"),
+        (tf.io.gfile, "rename"),
+        (tf.io.gfile, "remove"),
+        (tf.io.gfile, "makedirs"),
+        (tf.io.gfile, "GFile"),
+        (tf.io.gfile, "listdir"),
+        (os, "fsync"),
+    ):
+        monkeypatch.setattr(owner, name, crashing(getattr(owner, name)))
+
+
+def test_a_crash_between_any_two_operations(small, tmp_path, monkeypatch):
+    """The save before it or the new one, and the next save works."""
+    [variable] = [v.variable for v in small.listed() if v.part == "count"]
+    found = []
+    for at in range(1, 100):
+        directory = tmp_path / str(at)
+        variable.assign(1)
+        small.save(directory, step=1)
+        variable.assign(2)
+        try:
+            with monkeypatch.context() as patch:
+                _crash_points(patch, at)
+                small.save(directory, step=2)
+            crashed = False
+        except _Crash:
+            crashed = True
+        step = small.restore(directory).step
+        assert int(variable.numpy()) == step
+        found.append(step)
+        variable.assign(3)
+        small.save(directory, step=3)
+        assert small.restore(directory).step == 3 == int(variable.numpy())
+        assert len(os.listdir(directory)) == 3
+        if not crashed:
+            break
+    assert found[0] == 1 and found[-1] == 2 and len(found) > 12
+    assert found == sorted(found)
+
+
+def test_a_disk_that_is_full(small, tmp_path, monkeypatch):
+    small.save(tmp_path, step=1)
+
+    def no_space(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        with pytest.raises(OSError, match="No space left"):
+            small.save(tmp_path, step=2)
+    assert small.restore(tmp_path).step == 1
+
+
+def test_killed_while_saving(request, tmp_path, report):
+    """SIGKILL at random instants: what is there restores as what was saved."""
+    repetitions = 50 if request.config.getoption("--full") else 5
+    rng = np.random.default_rng(int(time.time()))
+    strategy = replicas.mirrored(4)
+    state = saving_program.state_of(strategy)
+    steps = []
+    for number in range(repetitions):
+        directory = tmp_path / str(number)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.programs.saving_program",
+                str(directory),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+        # The first save is complete.
+        assert process.stdout.readline().strip() == "1"
+        time.sleep(rng.uniform(0.0, 0.5))
+        process.send_signal(signal.SIGKILL)
+        with process.stdout:
+            told = [1, *(int(line) for line in process.stdout)]
+        assert process.wait() == -signal.SIGKILL
+        step = state.restore(directory).step
+        # What it said is saved; one more may be, of which it could not tell.
+        assert step in (told[-1], told[-1] + 1)
+        saving_program.check(strategy, state, step)
+        steps.append(step)
+    report(f"SIGKILL while saving: restored steps {steps}")
+    assert max(steps) > 2
+
+
+# What plain TensorFlow loses, beside ours.
+
+
+def _groups_of_values(kind="mirrored"):
+    strategy = replicas.STRATEGIES[kind](4)
+    with strategy.scope():
+        variable = keras.Variable(0.0)
+    state = tf_xshard.GroupState([variable], [[0, 2], [1, 3]])
+    state.assign(variable, [1.0, 2.0])
+    return strategy, variable, state
+
+
+@ON
+def test_numpy_shows_one_group(kind):
+    strategy, variable, state = _groups_of_values(kind)
+    assert float(variable.numpy()) == 1.0
+    assert float(tf.convert_to_tensor(variable)) == 1.0
+    assert [state.get_weights(g)["variables"] for g in (0, 1)] == [[1], [2]]
+
+
+@ON
+def test_a_checkpoint_restores_replica_0(kind, tmp_path):
+    strategy, variable, state = _groups_of_values(kind)
+    path = tf.train.Checkpoint(v=variable.value).write(str(tmp_path / "tf"))
+    state.save(tmp_path / "ours")
+    variable.assign(0.0)
+    tf.train.Checkpoint(v=variable.value).read(path)
+    assert replicas.values(strategy, variable) == [1, 1, 1, 1], (
+        "TensorFlow mended this"
+    )
+    state.restore(tmp_path / "ours")
+    assert replicas.values(strategy, variable) == [1, 2, 1, 2]
+
+
+def test_saving_a_model_keeps_replica_0(tmp_path):
+    strategy = replicas.mirrored(4)
+    model = group_training.trained(strategy)
+    kernel = model.layers[0].kernel
+    expected = replicas.values(strategy, kernel)
+    model.save(tmp_path / "model.keras")
+    tf_xshard.GroupState(model).save(tmp_path / "state")
+    with strategy.scope():
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    for value in replicas.values(strategy, loaded.layers[0].kernel):
+        np.testing.assert_array_equal(value, expected[0])
+    assert not np.array_equal(expected[0], expected[1])
+    loaded.optimizer.build(loaded.trainable_variables)
+    tf_xshard.GroupState(loaded).restore(tmp_path / "state")
+    group_training.assert_same(
+        [replicas.values(strategy, loaded.layers[0].kernel)], [expected]
+    )

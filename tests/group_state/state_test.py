@@ -1,0 +1,974 @@
+"""What each group holds: read, set, merged, compared, evaluated, exported."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import group_training
+from tests.support import replicas
+
+ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+MEMBERS = group_training.GROUPS
+
+
+@pytest.fixture(scope="module", params=["mirrored", "tpu"])
+def model(request):
+    """One trained model per strategy; a test leaves it as it was."""
+    model = group_training.trained(replicas.STRATEGIES[request.param](4))
+    x, y = group_training.data(16)
+    model.evaluate(x, y, verbose=0)  # Makes the metrics.
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(request):
+    if "model" not in request.fixturenames:
+        yield
+        return
+    model = request.getfixturevalue("model")
+    before = list(
+        zip(
+            group_training.variables(model),
+            group_training.values(model),
+            strict=True,
+        )
+    )
+    yield
+    for variable, values in before:
+        for copy, value in zip(
+            model.distribute_strategy.experimental_local_results(
+                variable.value
+            ),
+            values,
+            strict=True,
+        ):
+            copy.assign(value)
+
+
+def _of(model, variables, replica):
+    return [
+        replicas.values(model.distribute_strategy, v)[replica]
+        for v in variables
+    ]
+
+
+def _mean(model, variable, group):
+    values = replicas.values(model.distribute_strategy, variable)
+    members = [values[r] for r in MEMBERS[group]]
+    return np.mean(np.float64(members), axis=0).astype(members[0].dtype)
+
+
+def _is_statistic(variable):
+    return "moving" in variable.path
+
+
+def _variables(model):
+    """Those that `fit` does not make anew, as it makes metrics."""
+    metrics = {id(v) for v in model.metrics_variables}
+    return [v for v in group_training.variables(model) if id(v) not in metrics]
+
+
+def test_the_model_is_what_the_tests_need(model):
+    """Groups differ; statistics differ by replica; else groups agree."""
+    strategy = model.distribute_strategy
+    for variable in _variables(model):
+        r0, r1, r2, r3 = replicas.values(strategy, variable)
+        assert np.array_equal(r0, r2) != _is_statistic(variable)
+        assert np.array_equal(r1, r3) != _is_statistic(variable)
+    kernel = replicas.values(strategy, model.layers[0].kernel)
+    assert not np.array_equal(kernel[0], kernel[1])
+
+
+@pytest.mark.parametrize("optimizer", group_training.OPTIMIZERS)
+def test_every_variable_that_a_step_reads_is_in_the_state(optimizer):
+    strategy = replicas.mirrored(2)
+    model = group_training.compiled(strategy, optimizer, [[0], [1]])
+    x, y = group_training.data(16)
+    model.fit(x, y, batch_size=16, verbose=0)
+    batch = next(iter(group_training.distributed(strategy)))
+    step = tf.function(lambda: strategy.run(model.train_step, (batch,)))
+    names = {
+        copy.handle._id: one.name
+        for one in tf_xshard.GroupState(model).listed()
+        for copy in strategy.experimental_local_results(one.variable.value)
+    }
+    read = {
+        names.get(handle._id, str(handle))
+        for handle in step.get_concrete_function().captured_inputs
+        if handle.dtype == tf.resource
+    }
+    # Ordering tokens and the watchdog's counters hold no state of training.
+    read = {name for name in read if "tf_xshard_" not in name}
+    assert read <= set(names.values()), read - set(names.values())
+    # LossScaleOptimizer's own counters, and rows that no table has.
+    unread = set(names.values()) - read
+    assert len(unread) <= len(model.trainable_variables) + 2, unread
+
+
+def test_get_weights(model):
+    state = tf_xshard.GroupState(model)
+    assert state.num_groups == 2
+    assert state.group_assignment.to_list() == MEMBERS
+    for group, (first, _) in enumerate(MEMBERS):
+        got = state.get_weights(group)
+        assert list(got) == ["model", "optimizer"]
+        for part, variables in (
+            ("model", model.weights),
+            ("optimizer", model.optimizer.variables),
+        ):
+            for variable, value in zip(variables, got[part], strict=True):
+                [expected] = _of(model, [variable], first)
+                if _is_statistic(variable):
+                    expected = _mean(model, variable, group)
+                assert value.dtype == expected.dtype
+                np.testing.assert_array_equal(value, expected)
+
+
+def test_set_weights_changes_one_group(model):
+    state = tf_xshard.GroupState(model)
+    before = group_training.values(model)
+    weights = state.get_weights(1)
+    new = {part: [v + 1 for v in values] for part, values in weights.items()}
+    state.set_weights(1, new)
+    learned = {id(v) for v in (*model.weights, *model.optimizer.variables)}
+    for variable, was, now in zip(
+        group_training.variables(model),
+        before,
+        group_training.values(model),
+        strict=True,
+    ):
+        if any(variable is v for v in model.metrics_variables):
+            continue
+        for r in (0, 2):
+            assert was[r].tobytes() == now[r].tobytes()
+        np.testing.assert_array_equal(now[1], now[3])
+        assert (id(variable) in learned) != np.array_equal(was[1], now[1])
+    for part in new:
+        for mine, theirs in zip(
+            state.get_weights(1)[part], new[part], strict=True
+        ):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_set_weights_of_a_part(model):
+    state = tf_xshard.GroupState(model)
+    optimizer = state.get_weights(0)["optimizer"]
+    state.set_weights(0, {"model": [v * 0 for v in model.get_weights()]})
+    assert not any(v.any() for v in state.get_weights(0)["model"])
+    for one, other in zip(
+        optimizer, state.get_weights(0)["optimizer"], strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_refusals_change_nothing(model):
+    state = tf_xshard.GroupState(model)
+    before = group_training.values(model)
+    weights = state.get_weights(0)
+    for call, text in (
+        (lambda: state.get_weights(2), "group must be an int from 0 to 1"),
+        (lambda: state.get_weights(True), "group must be an int"),
+        (lambda: state.set_weights(-1, weights), "group must be an int"),
+        (lambda: state.set_weights(0, {"modle": []}), "got .'modle'., and"),
+        (
+            lambda: state.set_weights(0, {"model": weights["model"][:-1]}),
+            "has 8 variables, got 7 values",
+        ),
+        (
+            lambda: state.set_weights(
+                0, {"model": [np.zeros(9), *weights["model"][1:]]}
+            ),
+            r"has shape \(4, 6\), got a value of shape \(9,\)",
+        ),
+        (lambda: state.merge("first"), "merge.. takes .mean."),
+        (lambda: state.merge([1.0]), "needs 2 weights"),
+        (lambda: state.merge([1.0, -1.0]), "needs 2 weights"),
+        (lambda: state.merge([0.0, 0.0]), "needs 2 weights"),
+        (lambda: state.merge(2), "group must be an int"),
+        (
+            lambda: state.assign(model.optimizer.learning_rate, [0.1]),
+            "needs 2 values of shape",
+        ),
+        (lambda: state.export(0, "model.h5"), "writes .keras files"),
+        (lambda: tf_xshard.GroupState(model, [[0, 1]]), "is for 2 replicas"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    with pytest.raises(TypeError, match="needs a variable, got float"):
+        state.assign(0.1, [0.1, 0.2])
+    with pytest.raises(TypeError, match="a generator can be read only once"):
+        state.evaluate(x for x in ())
+    with pytest.raises(TypeError, match="needs a keras.Model, a dict"):
+        tf_xshard.GroupState(3)
+    with pytest.raises(TypeError, match="as 'one', which holds no variables"):
+        tf_xshard.GroupState({"one": 3})
+    group_training.assert_same(group_training.values(model), before)
+
+
+def test_where_it_is_called(model):
+    state = tf_xshard.GroupState(model)
+    strategy = model.distribute_strategy
+
+    @tf.function
+    def in_function():
+        state.get_weights(0)
+
+    with pytest.raises(RuntimeError, match="used inside a tf.function"):
+        in_function()
+
+    @tf.function
+    def in_replica():
+        strategy.run(lambda: state.get_weights(0))
+
+    with pytest.raises(RuntimeError, match="in replica context"):
+        in_replica()
+
+
+@pytest.mark.parametrize("how", ["mean", 1, [1, 3], [0.0, 2.0]])
+def test_merge(model, how):
+    strategy = model.distribute_strategy
+    weights = {"mean": [0.5, 0.5], 1: [0, 1]}.get(
+        how if not isinstance(how, list) else None
+    ) or [0.25 * how[0], 0.25 * how[1]]
+    weights = np.array(weights) / sum(weights)
+    expected = []
+    for variable in _variables(model):
+        groups = [np.float64(_mean(model, variable, g)) for g in range(2)]
+        expected.append(weights[0] * groups[0] + weights[1] * groups[1])
+    tf_xshard.GroupState(model).merge(how)
+    for variable, value in zip(_variables(model), expected, strict=True):
+        got = replicas.values(strategy, variable)
+        for one in got[1:]:
+            assert one.tobytes() == got[0].tobytes()
+        np.testing.assert_allclose(got[0], value, rtol=1e-6)
+    assert not any(
+        value
+        for row in tf_xshard.GroupState(model).divergence()
+        for value in row.values()
+        if isinstance(value, float)
+    )
+
+
+def test_divergence(model):
+    strategy = model.distribute_strategy
+    rows = {
+        row["variable"]: row for row in tf_xshard.GroupState(model).divergence()
+    }
+    for variable in [*model.weights, *model.optimizer.variables]:
+        row = rows[variable.path]
+        values = np.float64(replicas.values(strategy, variable))
+        within = max(np.ptp(values[m], axis=0).max() for m in MEMBERS)
+        if _is_statistic(variable):
+            assert row["statistic"] == within > 0
+            assert row["within_group"] is row["between_groups"] is None
+        else:
+            assert row["within_group"] == within == 0
+            assert row["between_groups"] == np.ptp(values, axis=0).max()
+            assert row["statistic"] is row["local"] is None
+    assert rows[model.layers[0].kernel.path]["between_groups"] > 0.01
+    copy = strategy.experimental_local_results(model.layers[0].kernel.value)[3]
+    copy.assign_add(tf.ones_like(copy) * 0.25)
+    [row] = [
+        row
+        for row in tf_xshard.GroupState(model).divergence()
+        if row["within_group"]
+    ]
+    assert row["variable"] == model.layers[0].kernel.path
+    np.testing.assert_allclose(row["within_group"], 0.25, rtol=1e-6)
+    text = str(tf_xshard.GroupState(model).divergence())
+    assert text.startswith("variable") and "0.25" in text
+
+
+@pytest.mark.parametrize(
+    "kind, optimizer, shown",
+    [
+        ("mirrored", "agn", False),
+        ("tpu", "agn", True),
+        ("mirrored", "agn_updates", True),
+        pytest.param("tpu", "agn_updates", False, marks=replicas.in_full),
+    ],
+)
+def test_agn_between_exchanges(kind, optimizer, shown):
+    """The group's weights are the center; what is local has its column."""
+    strategy = replicas.STRATEGIES[kind](4)
+    model = group_training.trained(strategy, optimizer, num_steps=4)
+    center = [
+        replicas.values(strategy, v) for v in model.optimizer.center_variables
+    ]
+    local = [replicas.values(strategy, v) for v in model.trainable_variables]
+    assert not np.array_equal(local[0][0], local[0][2])
+    assert not np.array_equal(local[0][0], center[0][0])
+    model.optimizer.show_center(shown)
+    before = group_training.values(model)
+    state = tf_xshard.GroupState(model)
+    rows = {row["variable"]: row for row in state.divergence()}
+    trained = set()
+    for index, variable in enumerate(model.trainable_variables):
+        its_center = model.optimizer.center_variables[index]
+        if shown:
+            variable, its_center = its_center, variable
+        trained.add(variable.path)
+    for row in rows.values():
+        if row["kind"] == "center":
+            assert row["within_group"] == 0
+    assert any(
+        row["kind"] == "center" and row["between_groups"] > 1e-3
+        for row in rows.values()
+    )
+    assert any(row["local"] for row in rows.values())
+    for group, (first, _) in enumerate(MEMBERS):
+        got = state.get_weights(group)["model"]
+        trainable = [
+            value
+            for value, variable in zip(got, model.weights, strict=True)
+            if variable.trainable
+        ]
+        for value, its in zip(trainable, center, strict=True):
+            np.testing.assert_array_equal(value, its[first])
+    x, _ = group_training.data()
+    outputs = [state.predict(x, group, batch_size=32) for group in range(2)]
+    assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
+    group_training.assert_same(group_training.values(model), before)
+    new = [value + 1 for value in state.get_weights(1)["model"]]
+    state.set_weights(1, {"model": new})
+    for value, its in zip(new, state.get_weights(1)["model"], strict=True):
+        np.testing.assert_array_equal(value, its)
+    state.merge()
+    for values in group_training.values(model):
+        for value in values[1:]:
+            assert value.tobytes() == values[0].tobytes()
+
+
+def _single(weights):
+    """The same network on one device."""
+    single = group_training.network()
+    single.compile(loss="binary_crossentropy", metrics=["accuracy"])
+    single.set_weights(weights)
+    return single
+
+
+@pytest.mark.parametrize(
+    "model, form",
+    replicas.default(
+        itertools.product(
+            ["mirrored", "tpu"], ["arrays", "tuple", "dataset", "weights"]
+        ),
+        lambda kind, form: (
+            form
+            in (["dataset", "weights"] if kind == "mirrored" else ["arrays"])
+        ),
+    ),
+    indirect=["model"],
+)
+def test_evaluate_equals_one_device(model, form):
+    """Also on a last batch that replicas can't share evenly."""
+    x, y = group_training.data(50)
+    state = tf_xshard.GroupState(model)
+    before = group_training.values(model)
+    weights = np.linspace(0.0, 2.0, 50).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+    table = state.evaluate(
+        *{
+            "arrays": (x, y),
+            "tuple": ((x, y),),
+            "dataset": (dataset.shuffle(5),),
+            "weights": ((x, y, weights),),
+        }[form],
+        **{} if form == "dataset" else {"batch_size": 20},
+    )
+    if form != "weights":
+        weights = np.ones(50)
+    assert table.column("group") == [0, 1, "ensemble"]
+    singles = [_single(state.get_weights(g)["model"]) for g in range(2)]
+    for row, single in zip(list(table)[:2], singles, strict=True):
+        expected = single.evaluate(
+            x,
+            y,
+            batch_size=20,
+            sample_weight=weights,
+            verbose=0,
+            return_dict=True,
+        )
+        for name, value in expected.items():
+            np.testing.assert_allclose(row[name], value, rtol=1e-5)
+    outputs = [s.predict(x, batch_size=20, verbose=0) for s in singles]
+    ensemble = np.mean(outputs, axis=0)
+    crossentropy = -np.where(
+        y > 0, np.log(ensemble), np.log(1 - ensemble)
+    ).ravel()
+    np.testing.assert_allclose(
+        table[2]["loss"], np.mean(crossentropy * weights), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        table[2]["accuracy"], np.mean((ensemble > 0.5) == y), rtol=1e-5
+    )
+    group_training.assert_same(group_training.values(model), before)
+
+
+def test_predict_equals_one_device(model):
+    """A group, and the ensemble."""
+    x, y = group_training.data(50)
+    state = tf_xshard.GroupState(model)
+    before = group_training.values(model)
+    # What plain Keras says mixes the groups.
+    mixed = model.predict(x, batch_size=20, verbose=0)
+    outputs = [
+        _single(state.get_weights(g)["model"]).predict(
+            x, batch_size=20, verbose=0
+        )
+        for g in range(2)
+    ]
+    for group, expected in enumerate(outputs):
+        got = state.predict(x, group, batch_size=20)
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+        assert np.abs(mixed - expected).max() > 0.01
+    got = state.predict(x, batch_size=20)
+    np.testing.assert_allclose(got, np.mean(outputs, axis=0), atol=1e-6)
+    assert np.abs(outputs[0] - outputs[1]).max() > 0.01
+    group_training.assert_same(group_training.values(model), before)
+
+
+def test_evaluate_that_fails_leaves_the_model(model):
+    before = group_training.values(model)
+
+    def rows():
+        x, y = group_training.data(16)
+        yield x, y
+        raise RuntimeError("no more")
+
+    dataset = tf.data.Dataset.from_generator(
+        rows,
+        output_signature=(
+            tf.TensorSpec((16, 4), tf.float32),
+            tf.TensorSpec((16, 1), tf.float32),
+        ),
+    )
+    with pytest.raises(Exception, match="no more"):
+        tf_xshard.GroupState(model).evaluate(dataset)
+    group_training.assert_same(group_training.values(model), before)
+
+
+_LOAD = """
+import sys
+sys.modules["tf_xshard"] = None
+import keras, numpy as np
+model = keras.models.load_model(sys.argv[1])
+x = np.load(sys.argv[2])
+np.save(sys.argv[3], model.predict(x, verbose=0))
+np.savez(sys.argv[4], *[v.numpy() for v in model.optimizer.variables])
+"""
+
+
+def _loaded_elsewhere(path, tmp_path):
+    """Outputs and optimizer state, by a process without tf_xshard."""
+    x, _ = group_training.data()
+    names = [os.path.join(tmp_path, n) for n in ("x.npy", "y.npy", "o.npz")]
+    np.save(names[0], x)
+    subprocess.run(
+        [sys.executable, "-c", _LOAD, path, *names], check=True, timeout=120
+    )
+    with np.load(names[2]) as file:
+        slots = [file[name] for name in file.files]
+    return np.load(names[1]), slots
+
+
+def test_export(tmp_path):
+    """An ordinary model, with the group's optimizer state, in plain Keras."""
+    model = group_training.trained(replicas.mirrored(4))
+    state = tf_xshard.GroupState(model)
+    path = os.path.join(tmp_path, "group_1.keras")
+    state.export(1, path)
+    outputs, slots = _loaded_elsewhere(path, tmp_path)
+    x, _ = group_training.data()
+    np.testing.assert_allclose(
+        outputs, state.predict(x, 1, batch_size=32), atol=1e-6
+    )
+    for value, its in zip(
+        slots, state.get_weights(1)["optimizer"], strict=True
+    ):
+        np.testing.assert_array_equal(value, its)
+
+
+@pytest.mark.parametrize(
+    "kind, optimizer", [("mirrored", "towers"), ("tpu", "agn")]
+)
+def test_export_of_other_optimizers(kind, optimizer, tmp_path):
+    strategy = replicas.STRATEGIES[kind](4)
+    model = group_training.trained(strategy, optimizer)
+    before = group_training.values(model)
+    state = tf_xshard.GroupState(model)
+    path = os.path.join(tmp_path, "group_1.keras")
+    with strategy.scope():  # Where users are, often.
+        state.export(1, path)
+    loaded = keras.models.load_model(path)
+    assert not type(loaded.optimizer).__module__.startswith("tf_xshard")
+    for value, its in zip(
+        loaded.get_weights(), state.get_weights(1)["model"], strict=True
+    ):
+        np.testing.assert_array_equal(value, its)
+    assert loaded.optimizer.built
+    assert [v.shape for v in loaded.optimizer.variables]
+    assert any(np.abs(v.numpy()).max() > 0 for v in loaded.optimizer.variables)
+    group_training.assert_same(group_training.values(model), before)
+    loaded.fit(*group_training.data(), verbose=0)
+
+
+def test_export_of_a_model_that_is_not_compiled(tmp_path):
+    model = group_training.network()
+    path = os.path.join(tmp_path, "model.keras")
+    tf_xshard.GroupState(model).export(0, path)
+    x, _ = group_training.data()
+    np.testing.assert_array_equal(
+        keras.models.load_model(path).predict(x, verbose=0),
+        model.predict(x, verbose=0),
+    )
+
+
+def test_each_group_has_its_learning_rate():
+    """Four groups of one replica; SGD moves them by the rate."""
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(3, "float32"))
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0),
+            group_assignment=[[0], [1], [2], [3]],
+            loss_normalization="replica",
+        )
+        optimizer.build([weight])
+    rates = [1.0, 2.0, 4.0, 8.0]
+    state = tf_xshard.GroupState({"weight": weight, "optimizer": optimizer})
+    state.assign(optimizer.learning_rate, rates)
+    replicas.apply_once(strategy, optimizer, lambda r: [tf.ones([3])], [weight])
+    for r, value in enumerate(replicas.values(strategy, weight)):
+        np.testing.assert_array_equal(value, [-rates[r]] * 3)
+
+
+def test_values_that_do_not_fit_change_nothing():
+    one, two, count = keras.Variable(1.0), keras.Variable(2.0), tf.Variable(3)
+    state = tf_xshard.GroupState([one, two, count])
+    for wrong in ([7, None, 3], [7, "x", 3], [7, 1j, 3], [7, 2, 1.5]):
+        with pytest.raises(ValueError, match="has type (float|int)32, got"):
+            state.set_weights(0, {"variables": wrong})
+    with pytest.raises(ValueError, match="has type float32, got"):
+        state.assign(one, ["fast"])
+    assert [float(v.numpy()) for v in (one, two, count)] == [1.0, 2.0, 3.0]
+    state.set_weights(0, {"variables": [5, np.float64(6), np.int64(7)]})
+    assert [float(v.numpy()) for v in (one, two, count)] == [5.0, 6.0, 7.0]
+
+
+class TwoOptimizers(keras.Model):
+    """Two networks, each with its optimizer, as Keras' GAN examples have."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = keras.layers.Dense(1)
+        self.b = keras.layers.Dense(1)
+        self.steps = tf.Variable(
+            0.0,
+            trainable=False,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self.noise = tf.random.Generator.from_seed(1)
+        self.deeper = {"more": [tf.Variable(2.0)]}
+
+    def compile(self, a_optimizer, b_optimizer):
+        super().compile()
+        self.a_optimizer, self.b_optimizer = a_optimizer, b_optimizer
+
+    def call(self, x):
+        return self.a(x) + self.b(x)
+
+
+def _two_optimizers(groups, others):
+    with replicas.mirrored(4).scope():
+        model = TwoOptimizers()
+        model(np.zeros([2, 4], "float32"))
+        model.compile(
+            *(
+                tf_xshard.CrossShardOptimizer(
+                    keras.optimizers.Adam(), group_assignment=one
+                )
+                for one in (groups, others)
+            )
+        )
+        model.a_optimizer.build(model.a.trainable_variables)
+        model.b_optimizer.build(model.b.trainable_variables)
+    return model
+
+
+def test_optimizers_and_variables_in_attributes():
+    model = _two_optimizers(MEMBERS, MEMBERS[::-1])
+    state = tf_xshard.GroupState(model)
+    assert state.group_assignment.to_list() == MEMBERS
+    assert list(state.get_weights(0)) == ["model", "a_optimizer", "b_optimizer"]
+    listed = {id(one.variable) for one in state.listed()}
+    for variable in (
+        model.steps,
+        model.noise.state,
+        model.deeper["more"][0],
+        *model.a_optimizer.variables,
+        *model.b_optimizer.variables,
+    ):
+        assert id(variable) in listed
+    with pytest.raises(ValueError, match="optimizers have different groups"):
+        tf_xshard.GroupState(_two_optimizers(MEMBERS, None))
+
+
+class ManyOptimizers(keras.Model):
+    """Optimizers in a list, in a dict, and of models inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.critics = [_compiled_dense() for _ in range(2)]
+        self.encoder = _compiled_dense()
+        self.optimizers = [keras.optimizers.Adam(), keras.optimizers.Adam()]
+        self.named = {"decoder": keras.optimizers.Adam()}
+        for one in (*self.optimizers, self.named["decoder"]):
+            one.build(self.encoder.trainable_variables)
+        self.critics[1].optimizer.build(self.encoder.trainable_variables)
+
+    def call(self, x):
+        return self.encoder(x)
+
+
+def _compiled_dense():
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(momentum=0.9))
+    return model
+
+
+def test_optimizers_at_any_depth(tmp_path):
+    """All that are built; the model's own too, which others may make."""
+    model = ManyOptimizers()
+    model(np.zeros([2, 2], "float32"))
+    many = ["critics[1].optimizer", "optimizers[0]", "optimizers[1]"]
+    many.append("named['decoder']")
+    state = tf_xshard.GroupState(model)
+    assert sorted(state.get_weights(0)) == sorted(["model", *many])
+    state.save(tmp_path)
+    slots = [v for o in model.optimizers for v in o.variables]
+    slots += [
+        *model.named["decoder"].variables,
+        *model.critics[1].optimizer.variables,
+    ]
+    before = [v.numpy().copy() for v in slots]
+    for variable in slots:
+        variable.assign(tf.ones_like(variable))
+    state.restore(tmp_path)
+    for variable, was in zip(slots, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), was)
+    # One that is not built here is missed by name.
+    model.critics[1].compile(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match=r"it has {'critics\[1\].optimizer'"):
+        tf_xshard.GroupState(model).restore(tmp_path)
+    # The one that it is compiled with, though another has been used before.
+    model.compile(keras.optimizers.Adam())
+    model.optimizers, model.named = [], {}
+    assert "optimizer" in tf_xshard.GroupState(model).get_weights(0)
+
+
+def test_a_module_with_an_optimizer():
+    class Job(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = keras.Variable(1.0)
+            self.optimizers = {
+                "all": tf_xshard.CrossShardOptimizer(
+                    keras.optimizers.Adam(), group_assignment=MEMBERS
+                )
+            }
+            self.optimizers["all"].build([self.weight])
+            self.mean = keras.metrics.Mean()
+
+    with replicas.mirrored(4).scope():
+        job = Job()
+    state = tf_xshard.GroupState({"job": job})
+    assert state.group_assignment.to_list() == MEMBERS
+    listed = {id(one.variable): one.kind for one in state.listed()}
+    assert listed[id(job.weight)] == "weight"
+    for variable in job.optimizers["all"].inner_optimizer.variables:
+        assert listed[id(variable)] == "slot"
+    for variable in job.mean.variables:
+        assert listed[id(variable)] == "metric"
+
+
+def test_a_model_that_is_not_compiled_but_has_optimizers():
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    for name in ("one", "other"):
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(model.trainable_variables)
+        setattr(model, name, optimizer)
+    assert list(tf_xshard.GroupState(model).get_weights(0)) == [
+        "model",
+        "one",
+        "other",
+    ]
+
+
+def test_parts_that_share_variables():
+    with replicas.mirrored(4).scope():
+        inside = group_training.network()
+        outside = keras.Sequential([inside, keras.layers.Dense(1)])
+        outside(np.zeros([2, 4], "float32"))
+    state = tf_xshard.GroupState({"all": outside, "inside": inside}, MEMBERS)
+    weights = state.get_weights(0)
+    assert len(weights["all"]) == 10 and len(weights["inside"]) == 8
+    new = [value + 1 for value in weights["inside"]]
+    state.set_weights(1, {"inside": new})
+    for value, its in zip(new, state.get_weights(1)["all"][:4], strict=False):
+        assert value.shape == its.shape
+    kinds = [one.name for one in state.listed()]
+    assert len(kinds) == len({id(one.variable) for one in state.listed()})
+
+
+def test_a_model_that_is_compiled_again():
+    """The new optimizer, the new metrics, the new order of variables."""
+    strategy = replicas.mirrored(4)
+    model = group_training.trained(strategy)
+    x, y = group_training.data()
+    state = tf_xshard.GroupState(model)
+    state.evaluate(x, y, batch_size=32)
+    expected = state.predict(x, batch_size=32)
+    with strategy.scope():
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=MEMBERS[::-1]
+            ),
+            loss="mse",
+            metrics=["mae"],
+        )
+    model.layers[0].trainable = False
+    got = state.evaluate(x, y, batch_size=32)
+    assert state.group_assignment.to_list() == MEMBERS[::-1]
+    fresh = tf_xshard.GroupState(model).evaluate(x, y, batch_size=32)
+    assert [list(row.items()) for row in got] == [
+        list(row.items()) for row in fresh
+    ]
+    assert got[2]["mae"] > 0
+    np.testing.assert_allclose(
+        state.predict(x, batch_size=32), expected, atol=1e-6
+    )
+    names = [one.name for one in state.listed() if one.part == "optimizer"]
+    assert any("sgd" in name for name in names)
+    assert not any("adam" in name for name in names)
+
+
+def test_the_ensembles_regularization_is_the_groups_mean():
+    """Weights of 1 and of 3: losses of 4 and of 36. And activities."""
+    with replicas.mirrored(2).scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((4,)),
+                keras.layers.Dense(
+                    1,
+                    kernel_regularizer=keras.regularizers.L2(1.0),
+                    activity_regularizer=keras.regularizers.L2(0.5),
+                ),
+            ]
+        )
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=[[0], [1]]
+            ),
+            loss="mse",
+        )
+    state = tf_xshard.GroupState(model)
+    for group, value in enumerate([1.0, 3.0]):
+        kernel = np.full((4, 1), value, "float32")
+        state.set_weights(group, {"model": [kernel, [0.0]]})
+    zeros = np.zeros([8, 4], "float32"), np.zeros([8, 1], "float32")
+    assert state.evaluate(zeros).column("loss") == [4.0, 36.0, 20.0]
+    ones = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
+    # Outputs of 4, 12 and 8; activities 0.5 * 16 and 0.5 * 144.
+    losses = state.evaluate(ones).column("loss")
+    np.testing.assert_allclose(
+        losses, [16 + 4 + 8, 144 + 36 + 72, 64 + 20 + 40], rtol=1e-6
+    )
+
+
+class NoTrainingArgument(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3, "softmax")
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_metrics_of_all_kinds():
+    """Vectors, and one that is called as the column of groups is."""
+
+    def group(y_true, y_pred):
+        return keras.ops.mean(y_pred, axis=-1)
+
+    with replicas.mirrored(2).scope():
+        model = NoTrainingArgument()
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=[[0], [1]]
+            ),
+            loss="categorical_crossentropy",
+            metrics=[keras.metrics.F1Score(), group],
+        )
+        x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+        model(x)
+    y = np.eye(3, dtype="float32")[np.arange(8) % 3]
+    state = tf_xshard.GroupState(model)
+    table = state.evaluate(x, y)
+    assert table.column("group") == [0, 1, "ensemble"]
+    assert table[0]["f1_score"].shape == (3,)
+    np.testing.assert_allclose(table[0]["group (metric)"], 1 / 3, rtol=1e-5)
+    assert "f1_score" in str(table)
+    weight = np.linspace(0.1, 2.0, 8)
+    [one, *_], [other, *_] = (
+        state.evaluate((x, y), sample_weight=weight),
+        state.evaluate((x, y, weight)),
+    )
+    assert one["loss"] == other["loss"] != table[0]["loss"]
+    with pytest.raises(ValueError, match="and another"):
+        state.evaluate((x, y, weight), sample_weight=weight)
+
+
+def test_strings_are_refused():
+    with pytest.raises(TypeError, match="holds strings"):
+        tf_xshard.GroupState([tf.Variable(["a", "b"])])
+
+
+def test_what_model_save_can_do_export_can(tmp_path):
+    """Lambda layers, losses of one's own, vocabularies, frozen layers."""
+
+    def own_loss(y_true, y_pred):
+        return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+    with replicas.mirrored(2).scope():
+        lookup = keras.layers.IntegerLookup(output_mode="one_hot", max_tokens=6)
+        lookup.adapt(np.array([10, 20, 30, 40, 50]))
+        model = keras.Sequential(
+            [
+                keras.layers.Input((1,), dtype="int64"),
+                lookup,
+                keras.layers.Lambda(lambda t: t + t),
+                keras.layers.Dense(3),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.Adam(0.1), group_assignment=[[0], [1]]
+            ),
+            loss=own_loss,
+        )
+        model.optimizer.build(model.trainable_variables)
+    state = tf_xshard.GroupState(model)
+    weights = state.get_weights(1)["model"]
+    state.set_weights(1, {"model": [value + 1 for value in weights]})
+    model.layers[2].trainable = False
+    compiled = model.optimizer
+    path = tmp_path / "model.keras"
+    state.export(1, path)
+    assert model.optimizer is compiled
+    assert model.get_compile_config()["optimizer"]["class_name"] == (
+        "CrossShardOptimizer"
+    )
+    loaded = keras.models.load_model(
+        path, safe_mode=False, custom_objects={"own_loss": own_loss}
+    )
+    x = np.array([[10], [30], [99]])
+    np.testing.assert_allclose(
+        loaded.predict(x, verbose=0), state.predict(x, 1), atol=1e-6
+    )
+
+
+def test_what_holds_variables():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        parts = {
+            "generator": group_training.network(),
+            "layer": keras.layers.Dense(2),
+            "metric": keras.metrics.Mean(),
+            "seeds": keras.random.SeedGenerator(1),
+            "random": tf.random.Generator.from_seed(1),
+            "module": tf.Module(),
+            "list": [keras.Variable(1.0), tf.Variable(2.0)],
+        }
+        parts["layer"].build((3, 3))
+        parts["module"].inside = tf.Variable(3.0)
+    state = tf_xshard.GroupState(parts, [[0], [1]])
+    count = {}
+    for one in state.listed():
+        count[one.part, one.kind] = count.get((one.part, one.kind), 0) + 1
+    assert count == {
+        ("generator", "weight"): 6,
+        ("generator", "statistic"): 2,
+        ("generator", "random"): 1,
+        ("layer", "weight"): 2,
+        ("metric", "metric"): 2,
+        ("seeds", "random"): 1,
+        ("random", "random"): 1,
+        ("module", "weight"): 1,
+        ("list", "weight"): 2,
+    }
+    with pytest.raises(ValueError, match="without a keras.Model"):
+        state.predict(np.ones([2, 4]))
+    with pytest.raises(ValueError, match="'layer' has not been built"):
+        tf_xshard.GroupState({"layer": keras.layers.Dense(2)}).get_weights(0)
+    with pytest.raises(ValueError, match="optimizer 'o' has not been built"):
+        tf_xshard.GroupState({"o": keras.optimizers.SGD()}).get_weights(0)
+
+
+def test_variables_of_two_strategies_are_refused():
+    made = []
+    for strategy in (replicas.mirrored(2), replicas.mirrored(4)):
+        with strategy.scope():
+            made.append(keras.Variable(1.0))
+    with pytest.raises(ValueError, match="variables of 2 strategies"):
+        tf_xshard.GroupState(made)
+
+
+def test_nested_optimizers_are_joined():
+    """Rows, then columns: all replicas are one group in the end."""
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+
+        def groups(outer, inner):
+            optimizer = tf_xshard.CrossShardOptimizer(
+                tf_xshard.CrossShardOptimizer(
+                    keras.optimizers.SGD(), group_assignment=inner
+                ),
+                group_assignment=outer,
+            )
+            optimizer.build([weight])
+            state = tf_xshard.GroupState([weight, optimizer])
+            return state.group_assignment.to_list()
+
+        rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+        assert groups(rows, columns) == [[0, 1, 2, 3]]
+        assert groups(rows, [[3, 2], [1, 0]]) == rows
+        assert groups([[0], [2], [1], [3]], columns) == columns
+        assert groups(None, columns) == [[0, 1, 2, 3]]
+
+
+def test_one_device():
+    """No strategy: one group of one replica."""
+    model = group_training.network()
+    model.compile("adam", "binary_crossentropy")
+    x, y = group_training.data(16)
+    model.fit(x, y, verbose=0)
+    state = tf_xshard.GroupState(model)
+    assert state.group_assignment.to_list() == [[0]]
+    [row] = state.evaluate(x, y)
+    np.testing.assert_allclose(
+        row["loss"], model.evaluate(x, y, verbose=0), rtol=1e-6
+    )
+    for one, other in zip(
+        state.get_weights(0)["model"], model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)

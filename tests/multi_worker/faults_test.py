@@ -1,0 +1,251 @@
+"""Workers that die, hang or lose the network: started again, to the bit."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent import futures
+
+import numpy as np
+import pytest
+
+from tests.multi_worker import four_processes_test as multi_worker_test
+from tests.programs import launched_job
+from tests.support import paths
+
+NUM_WORKERS = launched_job.NUM_WORKERS
+_LIMIT_SECONDS = 500
+_STANDS_STILL = (
+    f"A batch waited longer than {launched_job.TIMEOUT_SECONDS} seconds for"
+    r" data, or for the other workers .* One of them hangs\."
+)
+_CAUSES = {
+    "stop": multi_worker_test.CAUSE.format(r"\d"),
+    "hang": _STANDS_STILL,
+    "load": _STANDS_STILL,
+}
+_ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+class _Launched:
+    """A finished launch: its lines, and when each came."""
+
+    def __init__(self, command, environment=None):
+        self.lines = []
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=paths.ROOT,
+            env={**_ENVIRONMENT, **(environment or {})},
+        )
+        # A launch that hangs fails, and the test with it.
+        limit = threading.Timer(_LIMIT_SECONDS, process.terminate)
+        limit.start()
+        with process.stdout:
+            for line in process.stdout:
+                self.lines.append((time.time(), line.rstrip()))
+        self.code = process.wait()
+        limit.cancel()
+
+    def text(self):
+        return "\n".join(line for _, line in self.lines)
+
+    def said(self, after=0):
+        """What workers printed from a line on, without their ranks."""
+        lines = (line for _, line in self.lines[after:])
+        return "\n".join(re.sub(r"^\[\d\] ", "", line) for line in lines)
+
+    def finals(self):
+        """What every worker of this launch holds at the end, by rank."""
+        found = re.findall(r"^\[\d\] final (.*)$", self.text(), re.M)
+        return {rank: rest for rank, *rest in map(json.loads, found)}
+
+    def faults(self):
+        """For each fault its kind, its line, and its time."""
+        for index, (_, line) in enumerate(self.lines):
+            if match := re.fullmatch(r"\[\d\] fault (\w+) ([\d.]+)", line):
+                yield match[1], index, float(match[2])
+
+
+def _launch(directory, *faults):
+    launched = _Launched(
+        [
+            *(sys.executable, "-m", "tf_xshard", "launch"),
+            *("--workers", str(NUM_WORKERS)),
+            *("--max-restarts", str(len(faults))),
+            *("-m", "tests.programs.launched_job", str(directory), *faults),
+        ]
+    )
+    assert launched.code == 0, launched.text()[-5000:]
+    assert len(list(launched.faults())) == len(faults), launched.text()[-5000:]
+    return launched
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    finals = _launch(tmp_path_factory.mktemp("saves")).finals()
+    assert sorted(finals) == list(range(NUM_WORKERS))
+    # Two groups, which differ; batch statistics differ by replica.
+    assert finals[0][0][0] == finals[2][0][0] != finals[1][0][0]
+    return finals
+
+
+def _schedule(rng, kinds):
+    """Each fault at a random step and worker, one after the other."""
+    edges = np.linspace(4, launched_job.NUM_STEPS, len(kinds) + 1).astype(int)
+    return [
+        f"{kind}:{rng.integers(NUM_WORKERS)}:{rng.integers(low, high)}"
+        for kind, (low, high) in zip(
+            kinds, itertools.pairwise(edges), strict=True
+        )
+    ]
+
+
+def _ended(launched, at):
+    """When all workers of a launch had ended, after a fault."""
+    return next(
+        when
+        for when, line in launched.lines
+        if when > at
+        and re.match(r"tf_xshard launch: worker \d (was|failed)", line)
+    )
+
+
+def _check_times(launched, report):
+    for kind, index, at in launched.faults():
+        seconds = _ended(launched, at) - at
+        report(f"{kind}: all workers had ended {seconds:.1f} s later")
+        assert seconds < launched_job.TIMEOUT_SECONDS + 10
+        # The launcher sees nothing then: the others say what is wrong.
+        if cause := _CAUSES.get(kind):
+            said = launched.said(after=index)
+            assert re.search(cause, said), said[:3000]
+
+
+def _check(directory, uninterrupted, kinds, rng, report):
+    faults = _schedule(rng, kinds)
+    report(f"faults: {faults}")
+    launched = _launch(directory, *faults)
+    assert launched.finals() == uninterrupted
+    _check_times(launched, report)
+
+
+def test_killed_and_stopped_workers(tmp_path, uninterrupted, report):
+    """SIGKILL twice and SIGSTOP once, at random steps of one training."""
+    rng = np.random.default_rng(int(time.time()))
+    kinds = rng.permutation(["kill", "kill", "stop"])
+    _check(tmp_path, uninterrupted, kinds, rng, report)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(5))
+def test_many_killed_workers(number, tmp_path, uninterrupted, report):
+    rng = np.random.default_rng(number)
+    _check(tmp_path, uninterrupted, ["kill"] * 4, rng, report)
+
+
+@pytest.mark.full
+def test_workers_that_hang_in_python(tmp_path, uninterrupted, report):
+    """In a callback, and in a data pipeline; their heartbeats go on."""
+    rng = np.random.default_rng(0)
+    _check(tmp_path, uninterrupted, ["hang", "load"], rng, report)
+
+
+@contextlib.contextmanager
+def _namespaces():
+    """A network namespace per worker, on one bridge."""
+
+    def ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    names = [f"tfx{os.getpid() % 10000}n{r}" for r in range(NUM_WORKERS)]
+    bridge = f"tfx{os.getpid() % 10000}b"
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("link", "set", bridge, "up")
+        for rank, name in enumerate(names):
+            ip("netns", "add", name)
+            ip(
+                *("link", "add", f"{name}v", "type", "veth"),
+                *("peer", "name"),
+                f"{name}p",
+            )
+            ip("link", "set", f"{name}v", "master", bridge, "up")
+            ip("link", "set", f"{name}p", "netns", name, "name", "eth0")
+            inside = ("-n", name)
+            ip(*inside, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
+            ip(*inside, "link", "set", "eth0", "up")
+            ip(*inside, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+        subprocess.run(["ip", "link", "del", bridge], check=False)
+
+
+def _may_have_namespaces():
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return False
+    try:
+        with _namespaces():
+            return True
+    except subprocess.CalledProcessError:
+        return False
+
+
+@pytest.mark.full
+def test_a_worker_that_is_cut_off(tmp_path, uninterrupted, report):
+    """Four hosts, each with its launcher; one loses its network for a while."""
+    if not _may_have_namespaces():
+        pytest.skip("network namespaces are not allowed here")
+    hosts = ",".join(f"10.77.0.{r + 1}:4000" for r in range(NUM_WORKERS))
+    with (
+        _namespaces() as names,
+        futures.ThreadPoolExecutor(NUM_WORKERS) as pool,
+    ):
+        launches = list(
+            pool.map(
+                lambda rank: _Launched(
+                    [
+                        *("ip", "netns", "exec", names[rank]),
+                        *(sys.executable, "-m", "tf_xshard", "launch"),
+                        *("--hosts", hosts, "--rank", str(rank)),
+                        *(
+                            "--max-restarts",
+                            "4",
+                            "-m",
+                            "tests.programs.launched_job",
+                        ),
+                        *(str(tmp_path / "saves"), "cut:2:13"),
+                    ],
+                    {"TF_XSHARD_TEST_NAMESPACE": "1"},
+                ),
+                range(NUM_WORKERS),
+            )
+        )
+    logs = [one.text() for one in launches]
+    assert [one.code for one in launches] == [0] * NUM_WORKERS, logs
+    [(_, _, at)] = launches[2].faults()
+    finals, seconds = {}, []
+    for rank, launched in enumerate(launches):
+        finals |= launched.finals()
+        seconds.append(_ended(launched, at) - at)
+        assert seconds[-1] < launched_job.TIMEOUT_SECONDS + 10, seconds
+        if rank != 2:
+            said = launched.said()
+            cause = f"{multi_worker_test.CAUSE}|waited longer than"
+            assert re.search(cause.format(2), said), said[-3000:]
+    assert finals == uninterrupted
+    report(
+        f"cut off: workers had ended {[round(s, 1) for s in seconds]} s later,"
+        f" {[log.count('launch: restart ') for log in logs]} restarts"
+    )

@@ -1,0 +1,214 @@
+"""multi_worker_fit in one process: explicit, reversible, guarded by version."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer
+
+import tf_xshard
+from tests.support import replicas
+from tests.support import training
+from tf_xshard.collectives import watchdog
+from tf_xshard.multi_worker import fit
+from tf_xshard.private import keras_training_loops
+
+
+def _places():
+    return (
+        trainer.TensorFlowTrainer._maybe_symbolic_build,
+        trainer.reduce_per_replica,
+        keras.Model.fit,
+    )
+
+
+def test_it_is_undone():
+    before = _places()
+    with tf_xshard.multi_worker_fit():
+        assert not set(before) & set(_places())
+        inner = _places()
+        # The outer one holds until it ends; the inner one's timeout counts.
+        with tf_xshard.multi_worker_fit(
+            tf_xshard.Communication("float16", timeout_seconds=7)
+        ):
+            with tf_xshard.multi_worker_fit():
+                assert _places() == inner
+                assert fit._active[-1] == (
+                    tf_xshard.Communication(timeout_seconds=7)
+                )
+        assert _places() == inner
+        assert fit._active == [tf_xshard.Communication()]
+    assert _places() == before and "fit" not in vars(keras.Model)
+    active = tf_xshard.multi_worker_fit()
+    assert _places() != before
+    active.undo()
+    active.undo()
+    assert _places() == before
+    with pytest.raises(KeyError):
+        with tf_xshard.multi_worker_fit():
+            raise KeyError
+    assert _places() == before
+
+
+def test_nothing_changes_for_other_strategies():
+    def fit():
+        return training.train(
+            lambda: tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()),
+            replicas.mirrored(2),
+            num_steps=2,
+        )[1]
+
+    expected = fit()
+    with tf_xshard.multi_worker_fit():
+        got = fit()
+    assert training.deviation(got, [[v[0]] for v in expected]) == 0.0
+
+
+def test_a_strategy_that_is_not_supported_is_left_to_keras():
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0"])
+    values = {"loss": tf.constant(3.0)}
+    with tf_xshard.multi_worker_fit():
+        reduced = trainer.reduce_per_replica(values, strategy, "auto")
+    assert float(reduced["loss"]) == 3.0
+
+
+def test_a_keras_that_is_right_is_left_alone(monkeypatch, caplog):
+    def reduce_per_replica(values, strategy, reduction):
+        return values
+
+    def maybe_symbolic_build(self, iterator=None, data_batch=None):
+        return None
+
+    monkeypatch.setattr(trainer, "reduce_per_replica", reduce_per_replica)
+    monkeypatch.setattr(
+        trainer.TensorFlowTrainer, "_maybe_symbolic_build", maybe_symbolic_build
+    )
+    with tf_xshard.multi_worker_fit():
+        assert trainer.reduce_per_replica is reduce_per_replica
+        assert _places()[0] is maybe_symbolic_build
+    for name in ("reduce_per_replica", "_maybe_symbolic_build"):
+        assert f"has changed {name}, and the call" in caplog.text
+
+
+def test_a_keras_that_is_not_known_is_said_so(monkeypatch):
+    def reduce_per_replica(values, strategy, reduction):
+        # Another text with the same mistake.
+        v = values
+        return strategy.reduce("MEAN", v, axis=0)
+
+    monkeypatch.setattr(trainer, "reduce_per_replica", reduce_per_replica)
+    before = _places()
+    with pytest.raises(RuntimeError, match="can't tell whether fit works"):
+        tf_xshard.multi_worker_fit()
+    assert _places() == before
+
+
+def test_a_keras_without_sources_is_said_so(monkeypatch):
+    scope = {}
+    exec("def reduce_per_replica(values, strategy, reduction): pass", scope)
+    monkeypatch.setattr(
+        trainer, "reduce_per_replica", scope["reduce_per_replica"]
+    )
+    with pytest.raises(RuntimeError, match="could not get source code"):
+        tf_xshard.multi_worker_fit()
+
+
+def test_the_sources_are_known():
+    states = {
+        name: keras_training_loops.state_of(name, function)
+        for name, function in (
+            ("_maybe_symbolic_build", _places()[0]),
+            ("reduce_per_replica", _places()[1]),
+        )
+    }
+    assert set(states.values()) == {"wrong"}, (
+        f"Keras {keras.__version__} has changed them: {states}. Look at what"
+        " multi_worker_fit replaces."
+    )
+
+
+def test_what_another_worker_does_of_the_callbacks(tmp_path, monkeypatch):
+    """Chief's files are the chief's; all take part in saving."""
+    monkeypatch.setattr(fit, "_rank", lambda strategy: 2)
+    seen = []
+
+    class _Own(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(sorted(logs))
+
+    model = training.model()
+    model.compile("sgd", "mse")
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        str(tmp_path / "model-{epoch}.keras")
+    )
+    callbacks = [
+        _Own(),
+        checkpoint,
+        keras.callbacks.CSVLogger(str(tmp_path / "log.csv")),
+        keras.callbacks.TensorBoard(str(tmp_path / "board")),
+        keras.callbacks.BackupAndRestore(
+            str(tmp_path / "backup"), delete_checkpoint=False
+        ),
+    ]
+    x, y = training.data(16)
+    with tf_xshard.multi_worker_fit():
+        model.fit(x, y, epochs=2, callbacks=callbacks)
+        model.fit(x, y, verbose=0)
+        model.fit(x, y, verbose=0, callbacks=callbacks[0])
+    assert seen == [["loss"]] * 3
+    assert os.listdir(tmp_path) == ["backup_worker_2"]
+    assert checkpoint.filepath == str(tmp_path / "model-{epoch}.keras")
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_when_a_batch_is_under_way(monkeypatch):
+    """While Keras has it, and no longer; the longer timeout holds."""
+    monkeypatch.setattr(fit, "_rank", lambda strategy: 0)
+    seen = []
+
+    def look(batch, logs=None):
+        seen.append([work.timeout_seconds for work in watchdog._under_way])
+
+    callback = keras.callbacks.LambdaCallback(
+        on_epoch_begin=look,
+        on_train_batch_begin=look,
+        on_train_batch_end=look,
+        on_epoch_end=look,
+    )
+    model = training.model()
+    model.compile(
+        tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(),
+            communication=tf_xshard.Communication(timeout_seconds=400),
+        ),
+        "mse",
+    )
+    # Keras learns only at the end how long these data are.
+    dataset = tf.data.Dataset.from_tensor_slices(training.data(8))
+    dataset = dataset.filter(lambda x, y: True)
+    with tf_xshard.multi_worker_fit():
+        model.fit(
+            dataset.batch(8), verbose=0, shuffle=False, callbacks=callback
+        )
+        assert seen == [[], [400], [], [400], []]
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            model.fit(np.zeros([4, 3]), np.zeros([4, 1]), verbose=0)
+    assert not watchdog._under_way
+
+
+def test_the_chief_prints_and_others_do_not(capfd, monkeypatch):
+    model = training.model()
+    model.compile("sgd", "mse")
+    x, y = np.zeros([4, 8]), np.zeros([4, 1])
+    for rank, verbose, prints in (
+        (0, {}, True),
+        (1, {}, False),
+        (1, {"verbose": 2}, True),
+    ):
+        monkeypatch.setattr(fit, "_rank", lambda strategy, rank=rank: rank)
+        for loop in ("fit", "evaluate"):
+            with tf_xshard.multi_worker_fit():
+                getattr(model, loop)(x, y, **verbose)
+            assert ("loss" in capfd.readouterr().out) == prints

@@ -1,0 +1,457 @@
+"""Four real processes under MultiWorkerMirroredStrategy."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import tf_xshard
+from tests.programs import multi_worker_fit_cases as fit_cases
+from tests.programs import multi_worker_program as program
+from tests.support import agn_oracle
+from tests.support import group_training
+from tests.support import paths
+from tests.support import replicas
+from tests.support import training
+from tf_xshard.multi_worker import local_cluster
+
+NUM_WORKERS = program.NUM_WORKERS
+# What TensorFlow says of a worker that is gone: its heartbeat stopped, or its
+# connection was closed, or, of the leader, that it can't be reached.
+CAUSE = (
+    r"(?s)(stopped sending heartbeats\):(\s+/job:worker/replica:0/task:\d)*?"
+    r"\s+/job:worker/replica:0/task:{0}"
+    r"|Connection reset by peer|Socket closed|failed to connect"
+    r"|leader|Failed to send RPC to coordination service"
+    r"|RPC: /tensorflow.CoordinationService/Heartbeat)"
+)
+
+
+on_groups_in_full = pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(name, marks=() if name == "crossed" else replicas.in_full)
+        for name in program.GROUPS
+    ],
+)
+
+
+class _Workers:
+    """Processes of one cluster, with their output in files."""
+
+    def __init__(self, case, *arguments):
+        self._output = [
+            (tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+"))
+            for _ in range(NUM_WORKERS)
+        ]
+        self.processes = local_cluster.start(
+            ["-m", "tests.programs.multi_worker_program", case, *arguments],
+            self._output,
+            {"TF_CPP_MIN_LOG_LEVEL": "2"},
+            cwd=paths.ROOT,
+        )
+
+    def wait(self, timeout_seconds):
+        """Exit codes; kills what still runs when the time is over."""
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            for process in self.processes:
+                process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        codes = [process.poll() for process in self.processes]
+        self._kill()
+        return codes
+
+    def _kill(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def read(self, rank, stream):
+        file = self._output[rank][stream]
+        file.seek(0)
+        return file.read()
+
+    def results(self):
+        return [
+            json.loads(self.read(rank, 0).strip().splitlines()[-1])
+            for rank in range(NUM_WORKERS)
+        ]
+
+    def close(self):
+        self._kill()
+        for pair in self._output:
+            for file in pair:
+                file.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """What all workers write into."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def results(directory, request):
+    """What the four workers hold after all cases, one launch for all."""
+    full = ["--full"] if request.config.getoption("--full") else []
+    with contextlib.closing(
+        _Workers("cases", str(directory), *full)
+    ) as workers:
+        codes = workers.wait(400)
+        for rank, code in enumerate(codes):
+            assert code == 0, (codes, rank, workers.read(rank, 1)[-3000:])
+        return workers.results()
+
+
+@pytest.mark.parametrize("mode", ["function", "eager"])
+@pytest.mark.parametrize("groups", program.GROUPS)
+def test_oracle(results, groups, mode):
+    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+    for rank, result in enumerate(results):
+        [members] = [group for group in assignment if rank in group]
+        dense, partly_none, table = result["oracle"][f"{groups}/{mode}"]
+        total = sum(10**r for r in members)
+        assert dense == [-total] * 3
+        assert partly_none == -sum(10**r for r in members if r != 2)
+        rows = sum((r + 1) * 10**r for r in members)
+        assert table == [[0, 0], [-rows, -rows], [0, 0], [0, 0]]
+
+
+@on_groups_in_full
+def test_compat_v1(results, groups):
+    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+    for rank, result in enumerate(results):
+        [members] = [group for group in assignment if rank in group]
+        weight, other, step = result["compat_v1"][groups]
+        mean = sum(10**r for r in members) / len(members)
+        partly = sum(10**r for r in members if r != 2) / len(members)
+        # g, and then 0.5 g + g.
+        np.testing.assert_allclose(
+            [weight, other], [-2.5 * mean, -2.5 * partly]
+        )
+        assert step == 2
+
+
+def test_an_overflow_on_one_worker(results):
+    for result in results:
+        assert result["loss_scale"] == [0.0, 4.0]
+
+
+def test_a_worker_that_traces_again_by_itself(results):
+    for rank, result in enumerate(results):
+        assert result["retrace"] == [-33 if rank < 2 else -3300]
+
+
+@on_groups_in_full
+def test_towers(results, groups):
+    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+    for rank, result in enumerate(results):
+        [members] = [group for group in assignment if rank in group]
+        total = sum(10**r for r in members)
+        partly = sum(10**r for r in members if r != 2)
+        calls = 1 + 10**4 + 10**8
+        table = np.array([1, 1 + 2 * 10**4 + 10**8, 10**8, 0]) * total
+        for call, (dense, some, rows) in enumerate(result["towers"][groups]):
+            rounds = (call + 1) // 3
+            np.testing.assert_allclose(dense, [-rounds * calls * total] * 2)
+            np.testing.assert_allclose(some, -rounds * calls * partly)
+            np.testing.assert_allclose(
+                rows, -rounds * np.stack([table, table], 1)
+            )
+
+
+@pytest.mark.parametrize("name", agn_oracle.OPTIMIZERS)
+@on_groups_in_full
+def test_agn(results, groups, name):
+    oracle = agn_oracle.OPTIMIZERS[name][0]
+    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+    expected = agn_oracle.history(oracle, oracle, 4, assignment, 3, 9)
+    for rank, result in enumerate(results):
+        for got, (local, center) in zip(
+            result["agn"][f"{groups}/{name}"], expected, strict=True
+        ):
+            np.testing.assert_allclose(
+                got, [local[rank], center[rank]], rtol=2e-5, atol=2e-5
+            )
+
+
+@pytest.mark.parametrize("name", ["towers", "agn"])
+def test_bytes_on_the_wire(results, name, report):
+    """Nothing but heartbeats until the last of four calls."""
+    sent = np.array(results[0]["wire"][name])
+    # Each worker sends every number but its own part, twice; all together:
+    least = 2 * (NUM_WORKERS - 1) * 4 * program.NUM_FLOATS
+    # The least of all rounds: others may use the interface, too.
+    silent = sent[:, 1:3].min(axis=0)
+    report(
+        f"{name}: {least / 1e6:.1f} MB is a ring's bound, sent"
+        f" {np.median(sent[:, 3]) / 1e6:.1f} MB, and before that"
+        f" {silent.max() / 1e6:.3f} MB"
+    )
+    assert np.median(sent[:, 3]) > 0.98 * least
+    assert sent[:, 3].min() < 1.2 * least
+    assert silent.max() < 0.01 * least
+
+
+def test_training_equals_one_device_on_the_groups_shards(results):
+    x, y = training.data()
+    for members in program.GROUPS["crossed"]:
+        rows = training.shard_rows(len(x), 64, NUM_WORKERS, members)
+        reference = training.train(
+            lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+            xy=(x[rows], y[rows]),
+            batch_size=32,
+        )[1]
+        for rank in members:
+            got = [[np.array(v)] for v in results[rank]["training"]]
+            assert training.deviation(got, reference) <= 1e-6
+        first, second = members
+        assert results[first]["training"] == results[second]["training"]
+
+
+@pytest.fixture(scope="module")
+def fits(results):
+    return [result["fit"] for result in results]
+
+
+def test_plain_keras_fit_fails(fits):
+    for fit in fits:
+        assert fit["plain"] is not None, "Keras mended this: remove it"
+        assert "PerReplica" in fit["plain"]
+        assert "unsupported type" in fit["plain"]
+
+
+def _deviation(got, reference):
+    return training.deviation([[np.array(v)] for v in got], reference)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return training.train(fit_cases.adam)[1]
+
+
+def test_fit_equals_one_device(fits, one_device, report):
+    """20 steps of Adam with clipping, the global batch; and mutants do not."""
+    largest = max(_deviation(fit["all"], one_device) for fit in fits)
+    report(f"fit on 4 processes: {largest:.1e} from one device")
+    assert largest <= 1e-6
+    with_sgd = training.train(fit_cases.sgd)[1]
+    assert max(_deviation(fit["sgd"], with_sgd) for fit in fits) <= 1e-6
+    for mutant in ("mutant_factor_2", "mutant_no_reduction"):
+        assert _deviation(fits[1][mutant], with_sgd) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "crossed",
+        *(pytest.param(g, marks=replicas.in_full) for g in ("alone", "pairs")),
+    ],
+)
+def test_fit_of_groups_equals_one_device_on_their_shards(fits, groups):
+    x, y = training.data()
+    for members in fit_cases.GROUPS[groups]:
+        rows = training.shard_rows(len(x), 64, NUM_WORKERS, members)
+        reference = training.train(
+            fit_cases.adam, xy=(x[rows], y[rows]), batch_size=16 * len(members)
+        )[1]
+        for rank in range(NUM_WORKERS):
+            deviation = _deviation(fits[rank][groups], reference)
+            assert (deviation <= 1e-6) == (rank in members), (rank, deviation)
+
+
+def test_fit_of_towers_equals_one_device(fits, one_device):
+    for fit in fits:
+        assert _deviation(fit["towers"], one_device) <= 1e-6
+
+
+def test_fit_of_agn_equals_one_process(fits):
+    """Under MirroredStrategy, whose numbers agn_optimizer_test holds."""
+    reference = training.train(
+        fit_cases.local_sgd, replicas.mirrored(NUM_WORKERS)
+    )[1]
+    for fit in fits:
+        assert _deviation(fit["agn"], reference) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["classifier", pytest.param("in_twos", marks=replicas.in_full)]
+)
+def test_metrics_are_over_all_workers(fits, name):
+    """Class weights, ragged batches and validation: MirroredStrategy's."""
+    options = {"steps_per_execution": 2} if name == "in_twos" else {}
+    expected = fit_cases.fit_classifier(
+        replicas.mirrored(NUM_WORKERS),
+        lambda: tf_xshard.CrossShardOptimizer(fit_cases.adam()),
+        **options,
+    )
+    for fit in fits:
+        assert fit[name] == fits[0][name]
+        for part in ("history", "evaluate"):
+            assert list(fit[name][part]) == list(expected[part])
+            for metric, value in expected[part].items():
+                np.testing.assert_allclose(
+                    fit[name][part][metric], value, rtol=1e-5, err_msg=metric
+                )
+        np.testing.assert_allclose(
+            fit[name]["predict"], expected["predict"], atol=1e-6
+        )
+
+
+@pytest.fixture(scope="module")
+def states(results):
+    return [result["group_state"] for result in results]
+
+
+def test_group_state_gathers_every_group(states):
+    """Weights and slots of a group's first replica; the mean of statistics."""
+    names = [v.path for v in group_training.network().weights]
+    statistics = [i for i, name in enumerate(names) if "moving" in name]
+    assert len(statistics) == 2
+    for group, members in enumerate(group_training.GROUPS):
+        expected = [states[members[0]]["own"], states[members[1]]["own"]]
+        for state in states:
+            got = state["weights"][group]
+            for index, value in enumerate(got["model"] + got["optimizer"]):
+                first, second = (np.array(one[index]) for one in expected)
+                if index in statistics:
+                    assert not np.array_equal(first, second)
+                    np.testing.assert_allclose(
+                        value, (first + second) / 2, rtol=1e-6
+                    )
+                else:
+                    np.testing.assert_array_equal(value, first)
+                    np.testing.assert_array_equal(value, second)
+    assert states[0]["own"] != states[1]["own"]
+
+
+def test_group_state_evaluates_and_predicts(states):
+    """On 50 rows in batches of 16, which four workers can't share evenly."""
+    x, y = (one[:50] for one in group_training.data())
+    outputs = []
+    for group, row in enumerate(states[0]["evaluate"][:2]):
+        single = group_training.network()
+        single.compile(loss="binary_crossentropy", metrics=["accuracy"])
+        single.set_weights(
+            [np.array(v) for v in states[0]["weights"][group]["model"]]
+        )
+        expected = single.evaluate(x, y, verbose=0, return_dict=True)
+        for name, value in expected.items():
+            np.testing.assert_allclose(row[name], value, rtol=1e-5)
+        outputs.append(single.predict(x, verbose=0))
+    outputs.append(np.mean(outputs, axis=0))
+    accuracy = np.mean((outputs[2] > 0.5) == y)
+    np.testing.assert_allclose(
+        states[0]["evaluate"][2]["accuracy"], accuracy, rtol=1e-5
+    )
+    for state in states:
+        assert state["evaluate"] == states[0]["evaluate"]
+        assert state["unchanged"]
+        for got, expected in zip(state["predict"], outputs, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_group_callbacks_over_processes(states, directory):
+    for state in states:
+        assert state["history"] == states[0]["history"]
+        assert len(state["history"]["val_ensemble_loss"]) == 2
+        last = [history[-1] for history in state["history"].values()]
+        assert np.isfinite(last).all()
+    assert os.listdir(directory / "fit") == ["epoch-00002-step-00000000"]
+
+
+def test_group_state_saves_and_restores(states, directory):
+    for rank, state in enumerate(states):
+        assert state["position"] == [3, 1]
+        assert state["restored"]
+        assert state["kept"]
+        error = "FileNotFoundError" if rank == 2 else "failed on worker 2"
+        assert error in state["refused"]
+        assert state["eagerly"]
+        # What fails on one process fails on all, and nothing is half done.
+        assert ("failed on worker 0" in state["not_exported"]) == (rank != 0)
+        assert "another process wrote, is not here" in state["not_saved"]
+        assert state["not_committed"]
+    loaded = keras.models.load_model(directory / "group_1.keras")
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    for value, expected in zip(
+        loaded.get_weights(), states[0]["weights"][1]["model"], strict=True
+    ):
+        np.testing.assert_array_equal(np.float64(value), expected)
+
+
+def test_divergence_over_processes(states):
+    for state in states:
+        assert state["divergence"] == states[0]["divergence"]
+        for row in state["divergence"]:
+            assert not row["within_group"]
+            if row["kind"] == "statistic":
+                assert row["statistic"] > 0
+        assert state["divergence"][0]["between_groups"] > 0.01
+        [found] = state["unequal"]
+        assert found["variable"].endswith("/kernel")
+        assert (found["group"], found["replicas"]) == (1, [3])
+        np.testing.assert_allclose(found["largest_difference"], 0.5, rtol=1e-5)
+        assert not state["repaired"]
+
+
+def test_set_and_merge_over_processes(states):
+    for state in states:
+        assert state["merged"] == states[0]["merged"]
+        expected = states[0]["weights"][0]["model"]
+        for rank in (1, 3):
+            assert states[rank]["set"] == expected
+        assert states[0]["set"] == states[0]["own"][: len(expected)]
+        assert state["undone"]
+
+
+def _check_killed(workers, killed_rank, report):
+    codes = {}
+    died_at = None
+    deadline = time.monotonic() + 150
+    while len(codes) < NUM_WORKERS and time.monotonic() < deadline:
+        for rank, process in enumerate(workers.processes):
+            if rank not in codes and process.poll() is not None:
+                codes[rank] = process.returncode
+                if rank == killed_rank:
+                    died_at = time.monotonic()
+                else:
+                    last_end = time.monotonic()
+        time.sleep(0.05)
+    workers.wait(0.1)
+    assert len(codes) == NUM_WORKERS, f"still running after 150 s: {codes}"
+    assert codes[killed_rank] == -9
+    seconds = last_end - died_at
+    report(f"the others ended {seconds:.1f} s after worker {killed_rank}")
+    assert seconds < program.TIMEOUT_SECONDS + 10
+    for rank in codes:
+        if rank != killed_rank:
+            assert codes[rank] != 0
+            error = workers.read(rank, 1)
+            assert re.search(CAUSE.format(killed_rank), error), error[-3000:]
+
+
+def test_a_worker_is_killed(report):
+    with contextlib.closing(_Workers("killed")) as workers:
+        _check_killed(workers, 3, report)
+
+
+@pytest.mark.full
+def test_the_chief_is_killed(report):
+    with contextlib.closing(_Workers("killed_chief")) as workers:
+        _check_killed(workers, 0, report)
+
+
+def test_a_worker_that_does_not_take_part_is_named(results):
+    for result in results[:3]:
+        assert "Worker 3 did not say within 3 seconds" in result["absent"]
+        assert "the_weight" in result["absent"]

@@ -1,0 +1,343 @@
+"""`python -m tf_xshard launch`: processes, output, signals, exit codes."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.support import paths
+from tf_xshard import __main__ as cli
+from tf_xshard.multi_worker import launch as launcher
+from tf_xshard.multi_worker import local_cluster
+
+# Without TensorFlow, which a worker need not import to be started and ended.
+_SCRIPT = """
+import json, os, signal, subprocess, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+rank = config["task"]["index"]
+restart = int(os.environ["TF_XSHARD_RESTART"])
+case, *rest = sys.argv[1:]
+print("started", rank, restart, json.dumps(config["cluster"]), rest)
+print("to stderr", file=sys.stderr)
+if case == "fail" and rank == 1:
+    raise ValueError("the cause")
+if case == "fail_once" and rank == 1 and not restart:
+    sys.exit(3)
+if case == "fail_first" and not restart:
+    sys.exit(3)
+if case == "killed" and rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if case == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == 1:
+        sys.exit(5)
+if case == "child":
+    wait = "import time; time.sleep(99)"
+    child = subprocess.Popen([sys.executable, "-c", wait])
+    print("child", child.pid)
+if case == "told":
+    def told(number, frame):
+        print("told", number)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGINT, told)
+    signal.signal(signal.SIGUSR1, lambda *_: print("asked"))
+    print("ready")
+if case == "saves":
+    def save(number, frame):
+        if rank == 0:
+            sys.exit(1)
+        time.sleep(4)
+        print("saved")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    print("ready")
+if case == "deaf":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("ready")
+if case == "hangup":
+    os.kill(os.getppid(), signal.SIGHUP)
+if case not in ("end", "fail_once", "fail_first", "child", "hangup"):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script with spaces; $(false).py"
+    path.write_text(_SCRIPT)
+    return str(path)
+
+
+def _launch(arguments, monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "GRACE_AFTER_FAILURE_SECONDS", 1.0)
+    code = cli.main(["launch", *arguments])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def _started(out):
+    return [
+        (int(rank), int(restart), json.loads(cluster)["worker"], rest)
+        for rank, restart, cluster, rest in re.findall(
+            r"^\[\d\] started (\d) (\d) (\{.*?\}) (.*)$", out, re.M
+        )
+    ]
+
+
+def test_all_end_well(script, monkeypatch, capfd):
+    code, out, err = _launch(
+        ["--workers", "3", script, "end", "--flag", "a b"], monkeypatch, capfd
+    )
+    assert code == 0
+    started = sorted(_started(out))
+    assert [rank for rank, *_ in started] == [0, 1, 2]
+    addresses = started[0][2]
+    assert len(set(addresses)) == 3
+    for rank, restart, cluster, rest in started:
+        assert (restart, cluster) == (0, addresses)
+        assert rest == "['--flag', 'a b']"
+        assert f"[{rank}] to stderr" in err
+
+
+def test_a_failure_ends_all_and_comes_last(script, monkeypatch, capfd):
+    start = time.monotonic()
+    code, _, err = _launch(
+        ["--workers", "3", script, "fail"], monkeypatch, capfd
+    )
+    assert code == 1 and time.monotonic() - start < 20
+    last = err.splitlines()[-4:]
+    assert last[-1] == "tf_xshard launch: worker 1 failed with exit code 1."
+    assert last[-2] == "[1] ValueError: the cause"
+
+
+def test_restart(script, monkeypatch, capfd):
+    code, out, err = _launch(
+        ["--workers", "2", "--max-restarts", "2", script, "fail_once"],
+        monkeypatch,
+        capfd,
+    )
+    assert code == 0
+    assert {(rank, restart) for rank, restart, *_ in _started(out)} >= {
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    }
+    assert "restart 1 of 2" in err and "restart 2" not in err
+
+
+def test_restarts_run_out(script, monkeypatch, capfd):
+    code, out, err = _launch(
+        ["--workers", "3", "--max-restarts", "1", script, "killed"],
+        monkeypatch,
+        capfd,
+    )
+    assert code == 128 + signal.SIGKILL
+    assert err.count("worker 2 was ended by SIGKILL.\n") == 2
+    assert max(restart for _, restart, *_ in _started(out)) == 1
+
+
+def test_one_that_does_not_listen_is_killed(script, monkeypatch, capfd):
+    start = time.monotonic()
+    code, *_ = _launch(
+        ["--workers", "2", script, "stubborn"], monkeypatch, capfd
+    )
+    assert code == 5 and time.monotonic() - start < 20
+
+
+def test_children_end_with_their_worker(script, monkeypatch, capfd):
+    code, out, _ = _launch(
+        ["--workers", "1", script, "child"], monkeypatch, capfd
+    )
+    assert code == 0
+    [pid] = re.findall(r"child (\d+)", out)
+    for _ in range(100):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().split(") ")[1][0] == "Z":
+                    break
+        except FileNotFoundError:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the child still runs")
+
+
+def test_each_host_starts_its_rank(script, monkeypatch, capfd):
+    code, out, _ = _launch(
+        ["--hosts", "a:1,b:2,[::1]:3", "--rank", "2", script, "end"],
+        monkeypatch,
+        capfd,
+    )
+    assert code == 0
+    [(rank, _, cluster, _)] = _started(out)
+    assert (rank, cluster) == (2, ["a:1", "b:2", "[::1]:3"])
+
+
+def test_a_host_waits_until_the_others_have_ended(script, monkeypatch, capfd):
+    """Its new worker must not meet their old ones."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        timer = threading.Timer(4.0, other.close)
+        timer.start()
+        start = time.monotonic()
+        code, out, err = _launch(
+            [
+                *("--hosts", f"a:1,127.0.0.1:{other.getsockname()[1]}"),
+                *("--rank", "0", "--max-restarts", "1", script, "fail_first"),
+            ],
+            monkeypatch,
+            capfd,
+        )
+        timer.join()
+    assert code == 0 and "still listen" not in err
+    assert [restart for _, restart, *_ in _started(out)] == [0, 1]
+    assert time.monotonic() - start >= 4.0
+
+
+def test_a_host_does_not_wait_for_ever(script, monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "_RESTART_MAX_SECONDS", 0.5)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        code, _, err = _launch(
+            [
+                *("--hosts", f"a:1,{address}", "--rank", "0"),
+                *("--max-restarts", "1", script, "fail_first"),
+            ],
+            monkeypatch,
+            capfd,
+        )
+    assert code == 0 and f"{address} still listen: starting all the same" in err
+
+
+def test_one_that_can_not_be_started_ends_the_others(monkeypatch, script):
+    started, popen = [], subprocess.Popen
+
+    def second_fails(*args, **kwargs):
+        if started:
+            raise OSError("no more processes")
+        started.append(popen(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", second_fails)
+    with pytest.raises(OSError, match="no more processes"):
+        cli.main(["launch", "--workers", "2", script, "sleep"])
+    assert started[0].wait(30) == -signal.SIGKILL
+
+
+def test_a_module(monkeypatch, capfd):
+    code, out, _ = _launch(
+        ["--workers", "1", "-m", "json.tool", "--help"], monkeypatch, capfd
+    )
+    assert code == 0 and "[0] usage" in out
+
+
+def _launched(script, case):
+    """A launch of two workers that are ready."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tf_xshard", "launch"),
+            *("--workers", "2", script, case),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=paths.ROOT,
+    )
+    _read(process, "ready")
+    return process
+
+
+def _read(process, text):
+    """Reads until both workers have printed it."""
+    seen = 0
+    while seen < 2:
+        seen += text in process.stdout.readline()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
+)
+def test_signals_are_passed_on(script, number):
+    process = _launched(script, "told")
+    with process.stdout:
+        # One that asks for something does not end the job.
+        process.send_signal(signal.SIGUSR1)
+        _read(process, "asked")
+        process.send_signal(number)
+        rest = process.stdout.read()
+    assert process.wait(30) == 128 + number
+    for rank in (0, 1):
+        assert f"[{rank}] told {int(number)}" in rest
+
+
+def test_workers_may_save_after_a_signal(script):
+    """Also where another one fails of it, at once."""
+    process = _launched(script, "saves")
+    with process.stdout:
+        process.send_signal(signal.SIGTERM)
+        assert "[1] saved" in process.stdout.read()
+    assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_ends_all_at_once(script):
+    process = _launched(script, "deaf")
+    with process.stdout:
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 128 + signal.SIGINT
+        assert time.monotonic() - start < launcher.GRACE_SECONDS / 2
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_nohup(script, handler, monkeypatch, capfd):
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        code, _, _ = _launch(
+            ["--workers", "1", script, "hangup"], monkeypatch, capfd
+        )
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == (0 if handler == signal.SIG_IGN else 128 + signal.SIGHUP)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--workers", "0", "x.py"], "must be at least 1"),
+        (["x.py"], "one of the arguments --workers --hosts is required"),
+        (["--workers", "1", "--hosts", "a:1", "x.py"], "not allowed with"),
+        (["--workers", "2", "--rank", "1", "x.py"], "--rank is for --hosts"),
+        (["--hosts", "a:1,b", "--rank", "0", "x.py"], "'b' is not host:port"),
+        (["--hosts", "a:1,a:1", "--rank", "0", "x.py"], "one address twice"),
+        (["--hosts", "a:1,b:1", "--rank", "2", "x.py"], "must be 0 to 1"),
+        (["--hosts", "a:1,b:1", "x.py"], "must be 0 to 1"),
+        (["--workers", "1", "--max-restarts", "-1", "x.py"], "0 or more"),
+        (["--workers", "1", "no_such.py"], "'no_such.py' is no file"),
+    ],
+    ids=str,
+)
+def test_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_free_ports_are_different():
+    ports = local_cluster.free_ports(20)
+    assert len(set(ports)) == 20

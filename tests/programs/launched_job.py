@@ -1,0 +1,137 @@
+"""What `tests/multi_worker/faults_test.py` launches: training that may fail.
+
+`python -m tf_xshard launch ... -m tests.programs.launched_job DIRECTORY [FAULT:RANK:STEP
+...]`. In the n-th start the worker RANK has the n-th fault, at a step. Prints
+digests of all that the worker holds at the end.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import group_training
+
+TIMEOUT_SECONDS = 15
+NUM_WORKERS = 4
+NUM_EPOCHS = 3
+STEPS_PER_EPOCH = 8
+NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang():
+    """Alive, as its heartbeats say, and doing nothing."""
+    time.sleep(3600)
+
+
+def cut():
+    """Off the network, alive."""
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+
+
+FAULTS = {"kill": kill, "stop": stop, "hang": hang, "load": hang, "cut": cut}
+
+
+class _Fault(keras.callbacks.Callback):
+    def __init__(self, fault, step):
+        super().__init__()
+        self.fault, self.step, self.epoch = fault, step, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.epoch * STEPS_PER_EPOCH + batch == self.step:
+            _be_at_fault(self.fault)
+
+
+def _be_at_fault(fault):
+    # The test takes the time from here.
+    print("fault", fault, time.time(), flush=True)
+    FAULTS[fault]()
+
+
+def _hanging_loader(dataset, step):
+    """The same data, of which a batch never comes."""
+    num_read = 0
+
+    def load(x, y):
+        nonlocal num_read
+        num_read += 1
+        if num_read > step:
+            _be_at_fault("load")
+        return x, y
+
+    def of_batch(x, y):
+        shapes = x.shape, y.shape
+        x, y = tf.py_function(load, [x, y], [x.dtype, y.dtype])
+        return tf.ensure_shape(x, shapes[0]), tf.ensure_shape(y, shapes[1])
+
+    return dataset.map(of_batch)
+
+
+def main(directory, *faults):
+    restart = int(os.environ["TF_XSHARD_RESTART"])
+    if restart and os.environ.get("TF_XSHARD_TEST_NAMESPACE"):
+        subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
+    with strategy.scope():
+        model = group_training.network()
+        model.compile(
+            optimizer=tf_xshard.CrossShardOptimizer(
+                keras.optimizers.Adam(0.05),
+                group_assignment=group_training.GROUPS,
+                communication=communication,
+            ),
+            loss="binary_crossentropy",
+            metrics=["accuracy"],
+        )
+    callbacks = [tf_xshard.GroupCheckpoint(directory, every=3)]
+    x, y = group_training.data(16 * STEPS_PER_EPOCH)
+    dataset = (
+        tf.data.Dataset.from_tensor_slices((x, y))
+        .shuffle(1000, seed=5, reshuffle_each_iteration=False)
+        .batch(16)
+    )
+    own = strategy.cluster_resolver.task_id
+    if restart < len(faults):
+        fault, rank, step = faults[restart].split(":")
+        if own == int(rank) and fault == "load":
+            dataset = _hanging_loader(dataset, int(step))
+        elif own == int(rank):
+            callbacks.append(_Fault(fault, int(step)))
+    with tf_xshard.multi_worker_fit(communication):
+        history = model.fit(
+            dataset,
+            epochs=NUM_EPOCHS,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
+    digests = [
+        hashlib.sha256(np.asarray(v).tobytes()).hexdigest()
+        for v in [*model.weights, *model.optimizer.variables]
+    ]
+    last = {k: v[-1] for k, v in history.history.items()}
+    print("final", json.dumps([own, digests, last]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

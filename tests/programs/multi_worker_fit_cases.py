@@ -1,0 +1,144 @@
+"""`fit` over several processes: what each process of the cluster runs.
+
+multi_worker/four_processes_test.py compares it with one device.
+"""
+
+import keras
+import numpy as np
+
+import tf_xshard
+from tests.support import training
+from tf_xshard.reduction import group_sum as reduction
+
+GROUPS = {
+    "all": None,
+    "alone": [[0], [1], [2], [3]],
+    "pairs": [[0, 1], [2, 3]],
+    "crossed": [[0, 2], [1, 3]],
+}
+NUM_ROWS = 50  # Of the ragged data, which four workers can't share evenly.
+CLASS_WEIGHT = {0: 0.5, 1: 2.0}
+
+
+def adam():
+    return keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+
+
+def towers():
+    """Two batches of half the size make one update."""
+    return tf_xshard.TowerOptimizer(tf_xshard.CrossShardOptimizer(adam()), 2)
+
+
+def local_sgd():
+    return tf_xshard.AGNOptimizer(
+        keras.optimizers.SGD(1.0),
+        local_optimizer=keras.optimizers.SGD(0.05),
+        communication_period=5,
+        accumulate="updates",
+        normalize=False,
+    )
+
+
+def classifier():
+    """Two classes, for class weights, and metrics."""
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.layers.Input((8,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dense(2, activation="softmax"),
+        ]
+    )
+
+
+def fit_classifier(strategy, optimizer, callbacks=(), **options):
+    """Metrics, class weights, ragged batches, ragged validation data."""
+    x, y = training.data(NUM_ROWS)
+    y = (y[:, 0] > 0).astype("int32")
+    with strategy.scope():
+        model = classifier()
+        model.compile(
+            optimizer=optimizer(),
+            loss="sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy()],
+            **options,
+        )
+    history = model.fit(
+        x,
+        y,
+        batch_size=20,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        class_weight=CLASS_WEIGHT,
+        validation_data=(x[:33], y[:33]),
+        callbacks=list(callbacks),
+    ).history
+    evaluated = model.evaluate(x, y, batch_size=20, verbose=0, return_dict=True)
+    predicted = model.predict(x, batch_size=20, verbose=0)
+    return {
+        "history": {k: [float(v) for v in vs] for k, vs in history.items()},
+        "evaluate": {k: float(v) for k, v in evaluated.items()},
+        "predict": np.float64(predicted).tolist(),
+    }
+
+
+def _weights(strategy, optimizer, **options):
+    model = training.train(optimizer, strategy, **options)[0]
+    return [np.float64(v.numpy()).tolist() for v in model.trainable_variables]
+
+
+def plain_keras(strategy):
+    """What plain Keras says."""
+    try:
+        fit_classifier(strategy, adam)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def run(strategy, is_full):
+    """All of it; the mutants are what the comparison must notice."""
+    result = {"plain": plain_keras(strategy)}
+    with tf_xshard.multi_worker_fit() as active:
+        for name in GROUPS if is_full else ("all", "crossed"):
+            groups = GROUPS[name]
+            result[name] = _weights(
+                strategy,
+                lambda groups=groups: tf_xshard.CrossShardOptimizer(
+                    adam(), group_assignment=groups
+                ),
+            )
+        result["towers"] = _weights(
+            strategy, towers, batch_size=32, num_steps=40
+        )
+        result["agn"] = _weights(strategy, local_sgd)
+        result["sgd"] = _weights(strategy, _cross_shard_sgd)
+        scaled, group_sum = reduction.scaled, reduction.group_sum
+        reduction.scaled = lambda g, factor: scaled(g, factor * 2)
+        result["mutant_factor_2"] = _weights(strategy, _cross_shard_sgd)
+        reduction.scaled = scaled
+        reduction.group_sum = lambda gradients, *_, **__: gradients
+        result["mutant_no_reduction"] = _weights(strategy, _cross_shard_sgd)
+        reduction.group_sum = group_sum
+        result["classifier"] = fit_classifier(strategy, _cross_shard)
+        if is_full:
+            result["in_twos"] = fit_classifier(
+                strategy, _cross_shard, steps_per_execution=2
+            )
+        active.undo()
+    return result
+
+
+def sgd():
+    """For the mutants: Adam hides a factor."""
+    return keras.optimizers.SGD(0.05)
+
+
+def _cross_shard_sgd():
+    return tf_xshard.CrossShardOptimizer(sgd())
+
+
+def _cross_shard():
+    return tf_xshard.CrossShardOptimizer(adam())

@@ -1,0 +1,111 @@
+"""What each process of multi_worker/four_processes_test.py does with GroupState."""
+
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import group_training
+from tf_xshard.group_state import divergence
+
+NUM_EPOCHS = 2
+
+
+def _learned(model):
+    return [*model.weights, *model.optimizer.variables]
+
+
+def _own(variables):
+    return [np.float64(v.numpy()).tolist() for v in variables]
+
+
+def _jsonable(weights):
+    return {
+        part: [np.float64(v).tolist() for v in values]
+        for part, values in weights.items()
+    }
+
+
+def run(strategy, directory):
+    """Trains two groups with `fit`, and looks at all of GroupState."""
+    rank = strategy.cluster_resolver.task_id
+    fit = keras.Model.fit
+    model = group_training.compiled(strategy)
+    x, y = group_training.data(64)
+    result = {}
+    with tf_xshard.multi_worker_fit():
+        history = model.fit(
+            x,
+            y,
+            batch_size=16,
+            epochs=NUM_EPOCHS,
+            shuffle=False,
+            callbacks=[
+                tf_xshard.GroupCheckpoint(os.path.join(directory, "fit")),
+                tf_xshard.GroupValidation((x, y), batch_size=16),
+                tf_xshard.DivergenceSentinel(every=2),
+            ],
+        )
+    result["history"] = history.history
+    state = tf_xshard.GroupState(model)
+    learned = _learned(model)
+    result["own"] = _own(learned)
+    result["weights"] = [_jsonable(state.get_weights(g)) for g in (0, 1)]
+    result["evaluate"] = list(state.evaluate(x[:50], y[:50], batch_size=16))
+    result["predict"] = [
+        state.predict(x[:50], g, batch_size=16).tolist() for g in (0, 1, None)
+    ]
+    result["unchanged"] = _own(learned) == result["own"]
+    result["divergence"] = list(state.divergence())
+    tf.config.run_functions_eagerly(True)
+    result["eagerly"] = _jsonable(state.get_weights(1)) == result["weights"][1]
+    tf.config.run_functions_eagerly(False)
+    state.export(1, os.path.join(directory, "group_1.keras"))
+    # Where only the chief, which writes, can fail.
+    try:
+        state.export(1, os.path.join(directory, "none", "group_1.keras"))
+    except Exception as error:
+        result["not_exported"] = f"{type(error).__name__}: {error}"
+    # Directories that the processes do not share, after a good save.
+    own_directory = os.path.join(directory, f"own_{rank}")
+    try:
+        state.save(own_directory)
+    except (ValueError, RuntimeError) as error:
+        result["not_saved"] = f"{type(error).__name__}: {error}"
+    result["not_committed"] = not os.path.exists(
+        os.path.join(own_directory, "manifest.json")
+    )
+    path = os.path.join(directory, "save")
+    state.save(path, epoch=3, step=1)
+    own = [v.numpy().tobytes() for v in learned]
+    for variable in learned:
+        state.replicas.assign(variable, [variable.numpy() + 1])
+    changed = [v.numpy().tobytes() for v in learned]
+    result["position"] = state.restore(path)
+    result["restored"] = (
+        [v.numpy().tobytes() for v in learned] == own != changed
+    )
+    # One process can't read it: nothing changes on any.
+    elsewhere = os.path.join(directory, "none") if rank == 2 else path
+    for variable in learned:
+        state.replicas.assign(variable, [variable.numpy() + 1])
+    try:
+        state.restore(elsewhere)
+    except (FileNotFoundError, RuntimeError) as error:
+        result["refused"] = f"{type(error).__name__}: {error}"
+    result["kept"] = [v.numpy().tobytes() for v in learned] == changed
+    state.restore(path)
+    kernel = model.layers[0].kernel
+    if rank == 3:
+        state.replicas.assign(kernel, [kernel.numpy() + 0.5])
+    result["unequal"] = list(divergence.unequal(state, repair=True))
+    result["repaired"] = list(divergence.unequal(state, repair=False))
+    weights = state.get_weights(0)
+    state.set_weights(1, {"model": weights["model"]})
+    result["set"] = _own(model.weights)
+    state.merge()
+    result["merged"] = _own(learned)
+    result["undone"] = keras.Model.fit is fit
+    return result

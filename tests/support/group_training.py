@@ -1,0 +1,163 @@
+"""Models whose groups learn different things, for the tests of GroupState."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import replicas
+
+GROUPS = [[0, 2], [1, 3]]
+
+
+def data(num_rows=64):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(num_rows, 4)).astype("float32")
+    return x, (x[:, :1] > 0).astype("float32")
+
+
+def network(seed=1):
+    """Dropout and BatchNormalization: random states and moving statistics."""
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.layers.Input((4,)),
+            keras.layers.Dense(6, activation="relu"),
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.Dropout(0.25, seed=3),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+
+
+OPTIMIZERS = {
+    "adam": lambda groups: tf_xshard.CrossShardOptimizer(
+        keras.optimizers.Adam(0.05), group_assignment=groups
+    ),
+    "towers": lambda groups: tf_xshard.TowerOptimizer(
+        tf_xshard.CrossShardOptimizer(
+            keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True),
+                initial_scale=8.0,
+            ),
+            group_assignment=groups,
+        ),
+        num_towers=3,
+    ),
+    "agn": lambda groups: tf_xshard.AGNOptimizer(
+        keras.optimizers.SGD(0.5, momentum=0.9),
+        local_optimizer=keras.optimizers.Adam(0.05),
+        communication_period=3,
+        group_assignment=groups,
+    ),
+    "agn_updates": lambda groups: tf_xshard.AGNOptimizer(
+        keras.optimizers.SGD(1.0),
+        local_optimizer=keras.optimizers.Adam(0.05),
+        communication_period=3,
+        accumulate="updates",
+        normalize=False,
+        group_assignment=groups,
+    ),
+}
+
+
+# The same state as "agn", filled by other sums.
+on_optimizers_in_full = pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(
+            name, marks=replicas.in_full if name == "agn_updates" else ()
+        )
+        for name in OPTIMIZERS
+    ],
+)
+
+
+def compiled(strategy, optimizer="adam", groups=GROUPS, seed=1):
+    with strategy.scope():
+        model = network(seed)
+        model.compile(
+            optimizer=OPTIMIZERS[optimizer](groups),
+            loss="binary_crossentropy",
+            metrics=["accuracy"],
+            auto_scale_loss=False,
+        )
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def step_function(model):
+    """A training step outside of `fit`, which finalizes AGN's center."""
+
+    @tf.function
+    def step(x, y):
+        def on_replica(x, y):
+            with tf.GradientTape() as tape:
+                loss = model.compute_loss(
+                    x=x, y=y, y_pred=model(x, training=True)
+                )
+                loss = model.optimizer.scale_loss(loss)
+            gradients = tape.gradient(
+                loss, [v.value for v in model.trainable_variables]
+            )
+            model.optimizer.apply(gradients, model.trainable_variables)
+
+        model.distribute_strategy.run(on_replica, (x, y))
+
+    return step
+
+
+def distributed(strategy, batch_size=16, num_rows=64):
+    dataset = tf.data.Dataset.from_tensor_slices(data(num_rows))
+    return strategy.experimental_distribute_dataset(
+        dataset.batch(batch_size, drop_remainder=True)
+    )
+
+
+def trained(strategy, optimizer="adam", num_steps=4, groups=GROUPS):
+    model = compiled(strategy, optimizer, groups)
+    step = step_function(model)
+    for _, batch in zip(range(num_steps), distributed(strategy)):
+        step(*batch)
+    return model
+
+
+def variables(model):
+    """All that a training step reads."""
+    optimizers = [model.optimizer]
+    if hasattr(model.optimizer, "local_optimizer"):
+        optimizers.append(model.optimizer.local_optimizer)
+    found = [*model.variables, *model.metrics_variables]
+    for one in optimizers:
+        found += one.variables
+    return list({id(v): v for v in found}.values())
+
+
+def values(model):
+    """The value of every variable on every replica of this process."""
+    return [
+        replicas.values(model.distribute_strategy, v) for v in variables(model)
+    ]
+
+
+def assert_same(found, expected):
+    """The same bits, everywhere."""
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one.dtype == other.dtype and one.shape == other.shape
+            assert one.tobytes() == other.tobytes(), (one, other)
+
+
+def fit(model, callbacks, epochs=2, **options):
+    """The history of training, in one order."""
+    x, y = data()
+    return model.fit(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(16),
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+        **options,
+    ).history

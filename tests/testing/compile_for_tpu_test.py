@@ -1,0 +1,399 @@
+"""What the TPU compiler makes of a step: compiled for TPU, never run there."""
+
+import math
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.programs import tpu_compile_program
+from tests.support import paths
+from tests.support import replicas
+from tf_xshard import testing
+from tf_xshard.testing import compiled_hlo
+
+pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
+
+LAYOUTS = ("strided", "contiguous")
+ONE_ALL_REDUCE = ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4")
+
+
+def _model(strategy, groups=None, wrapped=True):
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam()
+        if wrapped:
+            optimizer = tf_xshard.CrossShardOptimizer(
+                optimizer, group_assignment=groups
+            )
+        model = keras.Sequential(
+            [
+                keras.layers.Input((16,)),
+                keras.layers.Dense(24, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile(
+            optimizer=optimizer,
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    return model
+
+
+def _batch(num_rows=16):
+    return np.zeros([num_rows, 16], "float32"), np.zeros([num_rows], "int32")
+
+
+def _assert_each_gradient_once(collectives, groups, shapes):
+    """Every gradient is reduced over its group, once, and nothing else is."""
+    operands = []
+    for kind, replica_groups, types, num_bytes in collectives:
+        assert kind == "all-reduce"
+        assert [list(g) for g in replica_groups] == groups, "other groups"
+        assert num_bytes == sum(map(_num_bytes, types))
+        operands += types
+    assert all(operand.startswith("f32[") for operand in operands)
+    # The compiler may reshape a gradient; what it holds stays.
+    assert sorted(map(_num_bytes, operands)) == sorted(
+        4 * math.prod(shape) for shape in shapes
+    ), "other gradients"
+
+
+def _num_bytes(operand):
+    dimensions = operand.removeprefix("f32[").removesuffix("]")
+    return 4 * math.prod(int(n) for n in dimensions.split(",") if n)
+
+
+def _fields(compiled):
+    return [
+        (c.kind, c.replica_groups, c.operands, c.num_bytes)
+        for c in compiled.collectives
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "v5e:2x4",
+        *(
+            pytest.param(topology, marks=pytest.mark.full)
+            for topology in ("v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+        ),
+    ],
+)
+def test_the_groups_are_exactly_the_assignment(topology, layout, report):
+    groups = getattr(tf_xshard.GroupAssignment, layout)(8, 4)
+    model = _model(replicas.tpu(8), groups)
+    compiled = testing.compile_for_tpu(model, *_batch(), topology=topology)
+    shapes = [v.shape for v in model.trainable_variables]
+    _assert_each_gradient_once(_fields(compiled), groups.to_list(), shapes)
+    if topology in ONE_ALL_REDUCE:
+        assert len(compiled.collectives) == 1
+    report(f"{layout}, compiled for TPU: {compiled}".replace("\n", "\n    "))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("topology", ["v5e:16x16", "v6e:16x16"])
+def test_256_replicas(topology, layout):
+    got = tpu_compile_program.run(
+        num_replicas=256, topology=topology, layout=layout
+    )
+    _assert_each_gradient_once(
+        got["collectives"], got["groups"], got["gradients"]
+    )
+    assert len(got["collectives"]) == 1
+
+
+def test_the_stacked_path_hands_over_num_groups_times_the_bytes():
+    groups = tf_xshard.GroupAssignment.contiguous(8, 2)
+    stacked = testing.compile_for_tpu(
+        _model(replicas.tpu_permuted(8), groups), *_batch()
+    )
+    native = testing.compile_for_tpu(_model(replicas.tpu(8), groups), *_batch())
+    for collective in stacked.collectives:
+        assert collective.kind == "all-reduce"
+        assert collective.replica_groups == (tuple(range(8)),)
+    stacked_bytes = sum(c.num_bytes for c in stacked.collectives)
+    native_bytes = sum(c.num_bytes for c in native.collectives)
+    assert stacked_bytes == groups.num_groups * native_bytes
+
+
+def test_plain_keras_reduces_over_all_and_counts_with_an_all_to_all():
+    model = _model(replicas.tpu(8), wrapped=False)
+    compiled = testing.compile_for_tpu(model, *_batch())
+    kinds = {c.kind: c.replica_groups for c in compiled.collectives}
+    assert set(kinds) == {"all-reduce", "all-to-all"}
+    assert kinds["all-reduce"] == (tuple(range(8)),)
+
+
+@pytest.mark.parametrize("mutant", ["other_groups", "twice", "left_out"])
+def test_the_assertion_fails_for_mutants(mutant):
+    groups = [[0, 1, 2, 3, 4, 5, 6, 7]]
+    model = _model(replicas.tpu(8))
+    compiled = testing.compile_for_tpu(model, *_batch())
+    shapes = [v.shape for v in model.trainable_variables]
+    _assert_each_gradient_once(_fields(compiled), groups, shapes)
+    if mutant == "other_groups":
+        groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
+    elif mutant == "twice":
+        shapes = shapes[1:]
+    else:
+        shapes = [*shapes, (3,)]
+    with pytest.raises(AssertionError, match="groups|gradients"):
+        _assert_each_gradient_once(_fields(compiled), groups, shapes)
+
+
+def test_what_is_returned():
+    strategy = replicas.tpu(8)
+    model = _model(strategy)
+    before = model.get_weights()
+    compiled = testing.compile_for_tpu(model, *_batch())
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert compiled.topology == "v5e:2x4" and compiled.num_replicas == 8
+    assert "v5" in compiled.device_kind
+    assert compiled.hlo_text.startswith("HloModule")
+    assert "stablehlo.all_reduce" in compiled.stablehlo_text
+    memory = compiled.memory
+    held = sum(v.numpy().nbytes for v in model.trainable_variables)
+    assert memory.argument_bytes >= 3 * held  # Adam's slots, too.
+    assert memory.peak_bytes >= memory.argument_bytes
+    assert memory.alias_bytes >= 3 * held  # Variables are updated in place.
+    assert compiled.flops >= 2 * 2 * (16 * 24 + 24 * 10)
+    text = str(compiled)
+    for part in (
+        "Compiled for TPU (did not run): v5e:2x4",
+        "8 replicas",
+        "memory of one core",
+        "flops",
+        "all-reduce of 6 arrays",
+        "groups [[0, 1, 2, 3, 4, 5, 6, 7]]",
+    ):
+        assert part in text, text
+
+
+def test_steps_of_a_model():
+    model = _model(replicas.tpu(8))
+    for step in ("test", "predict"):
+        compiled = testing.compile_for_tpu(model, *_batch(), step=step)
+        assert compiled.collectives == ()
+        # Two rows on each replica, through two layers.
+        assert compiled.flops >= 2 * 2 * (16 * 24 + 24 * 10)
+    with replicas.tpu(8).scope():
+        bare = keras.Sequential([keras.layers.Input((4,)), keras.layers.ReLU()])
+    x = np.zeros([8, 4], "float32")
+    assert not testing.compile_for_tpu(bare, x, step="predict").collectives
+    with pytest.raises(ValueError, match="is not compiled"):
+        testing.compile_for_tpu(bare, x, x)
+
+
+def test_functions():
+    strategy = replicas.tpu(8)
+    groups = [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+    def step(x):
+        return strategy.run(
+            lambda x: tf.raw_ops.CrossReplicaSum(
+                input=x, group_assignment=groups
+            ),
+            args=(x,),
+        )
+
+    for function in (step, tf.function(step)):
+        compiled = testing.compile_for_tpu(function, tf.ones([4, 128]))
+        (collective,) = compiled.collectives
+        assert collective.kind == "all-reduce"
+        assert [list(g) for g in collective.replica_groups] == groups
+        assert collective.num_bytes == 4 * 128 * 4
+        assert collective.operands == ("f32[4,128]",)
+    signature = [tf.TensorSpec([4, 128])]
+    with_signature = tf.function(step, input_signature=signature)
+    (collective,) = testing.compile_for_tpu(with_signature).collectives
+    assert collective.num_bytes == 4 * 128 * 4
+    # Recording is over: functions run again.
+    total = strategy.experimental_local_results(tf.function(step)(tf.ones([2])))
+    assert [v.numpy().tolist() for v in total] == [[2, 2]] * 8
+
+
+def test_a_program_that_computes_nothing():
+    strategy = replicas.tpu(8)
+    compiled = testing.compile_for_tpu(lambda: strategy.run(lambda: None))
+    assert compiled.flops is None and "flops of one replica: unknown" in str(
+        compiled
+    )
+
+
+def test_other_collectives():
+    strategy = replicas.tpu(8)
+    pairs = [[r, (r + 1) % 8] for r in range(8)]
+
+    def step(x):
+        def on_replica(x):
+            context = tf.distribute.get_replica_context()
+            return (
+                context.all_gather(tf.cast(x, tf.int64), axis=0),
+                tf.raw_ops.CollectivePermute(
+                    input=x, source_target_pairs=pairs
+                ),
+            )
+
+        return strategy.run(on_replica, args=(x,))
+
+    compiled = testing.compile_for_tpu(step, tf.ones([8]))
+    by_kind = {c.kind: c for c in compiled.collectives}
+    assert by_kind["all-to-all"].replica_groups == (tuple(range(8)),)
+    permute = by_kind["collective-permute"]
+    assert [list(pair) for pair in permute.replica_groups] == pairs
+
+
+def _run_once(x):
+    return replicas.tpu(8).run(lambda x: x + 1.0, args=(x,))
+
+
+def _run_twice(x):
+    _run_once(x)
+    return _run_once(x)
+
+
+def _unknown_shape(x):
+    return _run_once(tf.boolean_mask(x, x > 0))
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, error, match",
+    [
+        (("model",), {}, TypeError, "a function or a Keras model, got str"),
+        ((lambda x: x, tf.ones([2])), {}, ValueError, "run\\(\\) 0 times"),
+        ((_run_twice, tf.ones([2])), {}, ValueError, "run\\(\\) 2 times"),
+        ((_unknown_shape, tf.ones([2])), {}, ValueError, "unknown shape"),
+        (
+            (tf.function(_run_once).get_concrete_function(tf.ones([2])),),
+            {},
+            TypeError,
+            "which is traced already",
+        ),
+        (
+            (_run_once, tf.ones([2])),
+            dict(topology=None),
+            TypeError,
+            "topology must be a str",
+        ),
+        (
+            (_run_once, tf.ones([2])),
+            dict(topology=""),
+            ValueError,
+            "does not know the topology ''",
+        ),
+        (
+            (_run_once, tf.ones([2])),
+            dict(topology="v9:2x2"),
+            ValueError,
+            "does not know the topology 'v9:2x2'",
+        ),
+        (
+            (_run_once, tf.ones([2])),
+            dict(topology="v5e:4x4"),
+            ValueError,
+            "16 cores, and the program 8 replicas",
+        ),
+    ],
+    ids=[
+        "type",
+        "no_run",
+        "two_runs",
+        "shape",
+        "concrete",
+        "no_topology",
+        "empty_topology",
+        "topology",
+        "size",
+    ],
+)
+def test_bad_arguments(args, kwargs, error, match):
+    with pytest.raises(error, match=match):
+        testing.compile_for_tpu(*args, **kwargs)
+    # Nothing is left behind that would keep functions from running.
+    (first, *_) = replicas.tpu(8).experimental_local_results(
+        tf.function(_run_once)(tf.ones([2]))
+    )
+    assert first.numpy().tolist() == [2, 2]
+
+
+def test_bad_models():
+    model = _model(replicas.tpu(8))
+    with pytest.raises(ValueError, match="step must be one of"):
+        testing.compile_for_tpu(model, *_batch(), step="fit")
+    with pytest.raises(ValueError, match="the batch is missing"):
+        testing.compile_for_tpu(model)
+    x, y = _batch()
+    for batch in (_batch(12), (x, y[:8]), (x, y.tolist()), (x, y[:0])):
+        with pytest.raises(ValueError, match="multiple of 8.*NumPy arrays"):
+            testing.compile_for_tpu(model, *batch)
+    mirrored = _model(replicas.mirrored(2))
+    with pytest.raises(ValueError, match="created under MirroredStrategy"):
+        testing.compile_for_tpu(mirrored, *_batch())
+
+
+def test_the_environment_is_restored():
+    before = dict(os.environ)
+    testing.compile_for_tpu(_run_once, tf.ones([2]), topology="v5e:4x2")
+    assert dict(os.environ) == before
+
+
+HLO = """
+HloModule m, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[4,2], q: bf16[8]) -> f32[4,2] {
+  %p = f32[4,2]{1,0:T(8,128)} parameter(0)
+  %q = bf16[8]{0} parameter(1)
+  %s = (f32[4,2]{1,0:T(8,128)S(1)}, bf16[8]{0}) all-reduce-start(%p, /*i=1*/%q), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%sum
+  %d = (f32[4,2]{1,0}, bf16[8]{0}) all-reduce-done(%s)
+  %g = f32[16,2]{1,0} all-gather(%p), replica_groups=[2,4]<=[8], dimensions={0}
+  %r = f32[1,2]{1,0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, to_apply=%sum
+  %c = f32[4,2]{1,0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
+  ROOT %e = f32[4,2]{1,0} all-reduce(%p), replica_groups={}, to_apply=%sum
+}
+"""  # noqa: E501
+
+
+def test_reading_hlo():
+    start, gather, scatter, permute, everyone = compiled_hlo.collectives(HLO)
+    assert start.kind == "all-reduce" and start.name == "s"
+    assert start.replica_groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert start.operands == ("f32[4,2]", "bf16[8]")
+    assert start.num_bytes == 32 + 16
+    assert gather.replica_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert gather.num_bytes == scatter.num_bytes == 32
+    assert permute.replica_groups == ((0, 1), (1, 0))
+    assert everyone.replica_groups == ()
+    with pytest.raises(ValueError, match="unknown replica groups"):
+        compiled_hlo.collectives(HLO.replace("=[8], dim", "=?, dim"))
+
+
+@pytest.mark.full
+def test_the_genuine_tpu_kernels_lower_the_same_step(report):
+    """In an environment with tensorflow-tpu 2.20, which this makes."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.programs.tpu_kernels_check"],
+        cwd=paths.ROOT,
+        env={**os.environ, "PYTHONPATH": str(paths.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    report(result.stdout.splitlines()[-1])

@@ -1,0 +1,186 @@
+"""What the simulated TPU can't run, and bad arguments: named, not hung."""
+
+import pytest
+import tensorflow as tf
+
+from tests.support import paths
+from tests.support import replicas
+from tests.support import training
+from tf_xshard import testing
+from tf_xshard.testing import requirements
+
+
+def _table():
+    return tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer([1], [2]), 0
+    )
+
+
+def _outside_variable():
+    variable = tf.Variable(1.0)
+    return lambda x: x * variable
+
+
+REFUSED = {
+    "print": (lambda: lambda x: [tf.print(x), x][1], "tf.print"),
+    "python": (
+        lambda: lambda x: tf.numpy_function(lambda a: a, [x], tf.float32),
+        "tf.numpy_function",
+    ),
+    "py_function": (
+        lambda: lambda x: tf.py_function(lambda a: a, [x], tf.float32),
+        "tf.py_function",
+    ),
+    "table": (
+        lambda: (lambda t: lambda x: t.lookup(tf.cast(x, tf.int32)))(_table()),
+        "a resource that is no variable",
+    ),
+    "variable": (_outside_variable, "outside strategy.scope"),
+    "outside_compilation": (
+        lambda: lambda x: tf.compat.v1.tpu.outside_compilation(tf.sin, x),
+        "outside compilation",
+    ),
+    "strings": (
+        lambda: lambda x: tf.strings.length(tf.strings.as_string(x)),
+        "AsString",
+    ),
+    "infeed": (
+        lambda: lambda x: tf.raw_ops.InfeedDequeue(dtype=tf.float32, shape=[2]),
+        "infeed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    make, match = REFUSED[name]
+    function = make()
+    with pytest.raises(NotImplementedError, match=match):
+        replicas.run("tpu", function)
+
+
+def test_replicas_with_other_shapes_are_refused():
+    """Components of RaggedTensors are not padded."""
+    strategy = replicas.tpu(4)
+    ragged = tf.ragged.constant([[1], [2, 3], [4, 5, 6], []])
+    dataset = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices(ragged).batch(4),
+        tf.distribute.InputOptions(experimental_fetch_to_device=False),
+    )
+
+    @tf.function
+    def step(x):
+        return strategy.run(lambda x: tf.reduce_sum(x.flat_values), args=(x,))
+
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="arrays of different shapes"
+    ):
+        step(next(iter(dataset)))
+
+
+def test_refused_when_the_shape_is_known():
+    strategy = replicas.tpu(4)
+    values = strategy.experimental_distribute_values_from_function(
+        lambda c: tf.ones([c.replica_id_in_sync_group + 1])
+    )
+    for function, match in (
+        (lambda x: tf.strings.as_string(x), "AsString"),
+        (
+            lambda x: tf.distribute.get_replica_context().all_gather(x, axis=0),
+            "drop_remainder=True",
+        ),
+    ):
+        step = tf.function(
+            lambda x, function=function: strategy.run(function, args=(x,))
+        )
+        with pytest.raises(tf.errors.UnimplementedError, match=match):
+            step(values)
+
+
+def test_jit_compile_is_refused():
+    strategy = replicas.tpu(2)
+    step = tf.function(
+        lambda: strategy.run(replicas.power_of_ten), jit_compile=True
+    )
+    with pytest.raises(NotImplementedError, match="take off jit_compile=True"):
+        step()
+    with strategy.scope():
+        model = training.model()
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(NotImplementedError, match="jit_compile=False"):
+        model.fit(*training.data(), batch_size=64, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, match",
+    [
+        (dict(num_replicas=0), ValueError, "num_replicas must be positive"),
+        (dict(num_replicas="8"), TypeError, "must be an int, got '8'"),
+        (dict(num_replicas=True), TypeError, "must be an int, got True"),
+        (dict(num_replicas=8, num_hosts=3), ValueError, "spread evenly"),
+        (
+            dict(num_replicas=2, replica_permutation=[1, 0]),
+            ValueError,
+            "Pass device_assignment=False",
+        ),
+        (
+            dict(
+                num_replicas=2,
+                device_assignment=False,
+                replica_permutation=[1, 1],
+            ),
+            ValueError,
+            "each of 0 to 1 once",
+        ),
+        (
+            dict(
+                num_replicas=2,
+                device_assignment=False,
+                replica_permutation=[1.0, 0.0],
+            ),
+            ValueError,
+            "each of 0 to 1 once",
+        ),
+        (
+            dict(
+                num_replicas=2, device_assignment=False, replica_permutation=3
+            ),
+            ValueError,
+            "each of 0 to 1 once, got 3",
+        ),
+        (dict(num_replicas=9), RuntimeError, "needs 9 logical CPUs"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(kwargs, error, match):
+    with pytest.raises(error, match=match):
+        testing.simulated_tpu_strategy(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "versions, match",
+    [
+        ({"jax": None}, "needs jax 0.10.2, found none"),
+        ({"jax": "0.9.0"}, "needs jax 0.10.2, found 0.9.0"),
+        ({"jaxlib": "0.10.1"}, "needs jaxlib 0.10.2, found 0.10.1"),
+        ({"tensorflow-tpu": "2.20.0"}, "environment of its own"),
+        ({"libtpu": "0.0.51"}, "needs libtpu 0.0.42.1"),
+        ({"libtpu": None}, "Linux x86-64 only"),
+    ],
+    ids=str,
+)
+def test_versions(versions, match, monkeypatch):
+    version = requirements._version
+    monkeypatch.setattr(
+        requirements, "_version", lambda d: versions.get(d, version(d))
+    )
+    with pytest.raises(ImportError, match=match):
+        requirements.check_jax()
+        requirements.check_libtpu()
+
+
+def test_the_versions_are_those_of_the_extra():
+    text = (paths.ROOT / "setup.cfg").read_text()
+    assert f"jax =={requirements.JAX}\n" in text
+    assert f"jaxlib =={requirements.JAX}\n" in text
+    assert f"libtpu =={requirements.LIBTPU};" in text

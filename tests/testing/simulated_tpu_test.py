@@ -1,0 +1,515 @@
+"""`simulated_tpu_strategy` runs custom loops, with exact numbers."""
+
+import concurrent.futures
+import gc
+import json
+import subprocess
+import sys
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import paths
+from tests.support import replicas
+from tests.support import training
+from tf_xshard import testing
+from tf_xshard.testing import replicated_program
+from tf_xshard.testing import xla_cpu
+
+O = keras.optimizers  # noqa: E741
+
+on_both = pytest.mark.parametrize("kind", replicas.TPUS)
+
+
+def _context():
+    return tf.distribute.get_replica_context()
+
+
+def _cross_replica_sum(x, groups):
+    return tf.raw_ops.CrossReplicaSum(input=x, group_assignment=groups)
+
+
+@on_both
+def test_it_is_a_tpu_strategy(kind):
+    strategy = replicas.STRATEGIES[kind](4)
+    assert isinstance(strategy, tf.distribute.TPUStrategy)
+    assert strategy.num_replicas_in_sync == 4
+    assert strategy.extended.num_hosts == 1
+    assert len(set(strategy.extended.worker_devices)) == 4
+
+
+@on_both
+def test_collectives(kind):
+    """Exact: each replica's value names it."""
+
+    def function(x):
+        return (
+            _context().all_reduce("SUM", x),
+            _context().all_reduce("MEAN", x),
+            _context().all_gather(x, axis=0),
+            # int64 travels through an AllToAll.
+            _context().all_gather(tf.cast(x[:1], tf.int64), axis=0),
+            _context().replica_id_in_sync_group,
+        )
+
+    total, mean, gathered, integers, ids = replicas.run(kind, function)
+    assert total == [[1111, 1111]] * 4
+    assert mean == [[277.75, 277.75]] * 4
+    assert gathered == [[1, 1, 10, 10, 100, 100, 1000, 1000]] * 4
+    assert integers == [[1, 10, 100, 1000]] * 4
+    assert ids == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32"])
+def test_native_groups_with_a_device_assignment(dtype):
+    groups = [[2, 0], [1, 3]]
+
+    def function(x):
+        return tf.cast(
+            _cross_replica_sum(tf.cast(x, dtype), groups), tf.float32
+        )
+
+    got = replicas.run(
+        "tpu",
+        function,
+        value=lambda c: tf.fill([2], 2.0**c.replica_id_in_sync_group),
+    )
+    assert got == [[5, 5], [10, 10], [5, 5], [10, 10]]
+
+
+def test_native_groups_without_one_pair_other_replicas():
+    """The trap that a device assignment avoids is modelled."""
+    got = replicas.run(
+        "tpu_permuted", lambda x: _cross_replica_sum(x, [[0, 1], [2, 3]])
+    )
+    numbering = replicas.tpu_permuted(4).extended._xla_numbering
+    expected = [None] * 4
+    for pair in (numbering[:2], numbering[2:]):
+        for replica in pair:
+            expected[replica] = [float(sum(10**r for r in pair))] * 2
+    assert got == expected
+
+
+def test_a_permutation_that_splits_the_groups():
+    strategy = testing.simulated_tpu_strategy(
+        4, device_assignment=False, replica_permutation=[0, 2, 1, 3]
+    )
+
+    @tf.function
+    def step():
+        return strategy.run(
+            lambda: _cross_replica_sum(
+                replicas.power_of_ten(), [[0, 1], [2, 3]]
+            )
+        )
+
+    got = [float(v) for v in strategy.experimental_local_results(step())]
+    assert got == [101, 1010, 101, 1010]
+
+
+@on_both
+def test_control_flow(kind):
+    def function(x):
+        groups = [[0, 1, 2, 3]]
+
+        def body(i, y):
+            return i + 1, y + _cross_replica_sum(x, groups)
+
+        _, looped = tf.while_loop(
+            lambda i, y: i < 3, body, [tf.constant(0), tf.zeros([2])]
+        )
+        branched = tf.cond(
+            _context().replica_id_in_sync_group < 2, lambda: x, lambda: -x
+        )
+        gathered = tf.while_loop(
+            lambda i, y: i < 2,
+            lambda i, y: (
+                i + 1,
+                y + _context().all_gather(tf.cast(x[:1], tf.int64), axis=0),
+            ),
+            [tf.constant(0), tf.zeros([4], tf.int64)],
+        )[1]
+        return looped, branched, gathered
+
+    looped, branched, gathered = replicas.run(kind, function)
+    assert looped == [[3333, 3333]] * 4
+    assert branched == [[1, 1], [10, 10], [-100, -100], [-1000, -1000]]
+    assert gathered == [[2, 20, 200, 2000]] * 4
+
+
+def test_collective_permute():
+    pairs = [[0, 1], [1, 2], [2, 3], [3, 0]]
+    got = replicas.run(
+        "tpu",
+        lambda x: tf.raw_ops.CollectivePermute(
+            input=x, source_target_pairs=pairs
+        ),
+    )
+    assert got == [[1000, 1000], [1, 1], [10, 10], [100, 100]]
+
+
+@on_both
+def test_variables(kind):
+    strategy = replicas.STRATEGIES[kind](4)
+    with strategy.scope():
+        mirrored = tf.Variable([0.0, 0.0])
+        own = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.NONE)
+        summed = tf.Variable(
+            [0.0, 0.0],
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+        counter = tf.Variable(
+            0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+        )
+
+    @tf.function
+    def nested(x):
+        own.assign_add(x)
+
+    def function(x):
+        nested(x)
+        summed.assign_add(x)
+        counter.assign_add(1)
+        before = own.read_value()
+        own.assign_add(x)
+
+        def update(strategy, value):
+            return strategy.extended.update(
+                mirrored, lambda v, g: v.assign_sub(g), args=(value,)
+            )
+
+        _context().merge_call(update, args=(_context().all_reduce("SUM", x),))
+        return before, own.read_value()
+
+    before, after = replicas.run(kind, function)
+    assert before == [[10.0**r] * 2 for r in range(4)]
+    assert after == [[2 * 10.0**r] * 2 for r in range(4)]
+    assert [v[0] for v in replicas.values(strategy, mirrored)] == [-1111] * 4
+    assert [v[0] for v in replicas.values(strategy, own)] == [2, 20, 200, 2000]
+    assert summed.read_value().numpy().tolist() == [1111, 1111]
+    assert [int(v) for v in replicas.values(strategy, counter)] == [1] * 4
+
+
+@on_both
+def test_dynamic_shapes(kind):
+    """Replicas hold 3, 0, 2 and 1 rows of a batch."""
+    rows = [3, 0, 2, 1]
+
+    def function(x):
+        return (
+            tf.reduce_sum(x),
+            tf.shape(x)[0],
+            x * 2.0,
+            tf.reduce_mean(x),
+            tf.nn.softmax(tf.reshape(x, [-1]))[:1],
+            tf.where(x[:, 0] > 0)[:, 0],
+        )
+
+    total, size, doubled, mean, soft, positions = replicas.run(
+        kind,
+        function,
+        value=lambda c: tf.ones([rows[c.replica_id_in_sync_group], 2]),
+    )
+    assert total == [6, 0, 4, 2]
+    assert size == rows
+    assert doubled == [[[2.0, 2.0]] * n for n in rows]
+    assert mean[::2] == [1, 1] and np.isnan(mean[1])
+    assert [len(s) for s in soft] == [1, 0, 1, 1]
+    np.testing.assert_allclose(soft[2], [0.25])
+    assert positions == [list(range(n)) for n in rows]
+
+
+@on_both
+def test_kinds_of_results(kind):
+    def function(x):
+        return {
+            "types": [tf.cast(x, t) for t in (tf.bool, tf.uint8, tf.float64)],
+            "none": None,
+            "number": 3,
+            "slices": tf.IndexedSlices(x, tf.constant([1, 0])),
+        }
+
+    strategy = replicas.STRATEGIES[kind](4)
+    step = tf.function(lambda: strategy.run(function, args=(tf.ones([2]),)))
+    results = step()
+    assert results["none"] is None
+    for dtype, value in zip(
+        ("bool", "uint8", "float64"), results["types"], strict=True
+    ):
+        for one in strategy.experimental_local_results(value):
+            assert one.dtype == dtype and one.numpy().tolist() == [1, 1]
+    for one in strategy.experimental_local_results(results["slices"]):
+        assert one.indices.numpy().tolist() == [1, 0]
+
+
+def test_run_outside_a_function():
+    strategy = replicas.tpu(4)
+    function = tf.function(lambda: replicas.power_of_ten())
+    for _ in range(2):
+        got = strategy.experimental_local_results(strategy.run(function))
+        assert [float(v) for v in got] == [1, 10, 100, 1000]
+    with pytest.raises(NotImplementedError, match="pure eager execution"):
+        strategy.run(lambda: 1.0)
+
+
+def test_no_results_and_no_variables():
+    strategy = replicas.tpu(4)
+    assert tf.function(lambda: strategy.run(lambda: None))() is None
+
+
+def test_long_constants_of_bools():
+    """The bridge prints a bit for each, jaxlib reads a byte."""
+    for shape in ([11, 11], [3, 7, 13], [257]):
+        mask = np.random.default_rng(0).random(shape) > 0.5
+        got = replicas.run(
+            "tpu",
+            lambda x: tf.where(tf.constant(mask), x, 0.0),
+            value=lambda c: tf.fill(shape, c.replica_id_in_sync_group + 1.0),
+        )
+        for r in range(4):
+            np.testing.assert_array_equal(got[r], mask * (r + 1.0))
+
+
+def test_gradients_through_run_are_refused():
+    """As TPUReplicatedOutput refuses them; None would go unnoticed."""
+    strategy = replicas.tpu(4)
+
+    @tf.function(autograph=False)  # Its error hides the type.
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = strategy.run(lambda x: x * x, args=(x,))
+            y = strategy.reduce("SUM", y, axis=None)
+        return tape.gradient(y, x)
+
+    with pytest.raises(LookupError, match="open the GradientTape in the"):
+        step(tf.constant(2.0))
+
+
+def test_threads():
+    """Two threads' programs do not take each other's replicas."""
+    strategy = replicas.tpu(4)
+
+    @tf.function
+    def step(x):
+        return strategy.run(
+            lambda x: _context().all_reduce("SUM", x), args=(x,)
+        )
+
+    def steps(value):
+        return [
+            float(strategy.experimental_local_results(step(value))[3])
+            for _ in range(20)
+        ]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = pool.map(steps, [tf.constant(float(n)) for n in range(4)])
+        for n, got in enumerate(results):
+            assert got == [4.0 * n] * 20
+
+
+def test_variables_created_in_the_step():
+    strategy = replicas.tpu(4)
+    made = []
+
+    @tf.function
+    def step():
+        def function():
+            if not made:
+                made.append(tf.Variable([1.0]))
+            made[0].assign_add([replicas.power_of_ten()])
+
+        strategy.run(function)
+
+    step()
+    step()
+    assert [v[0] for v in replicas.values(strategy, made[0])] == [
+        3,
+        21,
+        201,
+        2001,
+    ]
+
+
+def test_variables_whose_initial_values_are_arguments():
+    strategy = replicas.tpu(4)
+    made = []
+
+    @tf.function
+    def step(x):
+        def function(x):
+            if not made:
+                made.append(tf.Variable(x * 2.0))
+            return made[0] + x
+
+        return strategy.run(function, args=(x,))
+
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="initial values depend on its"
+    ):
+        step(tf.ones([2]))
+
+
+# What it leaves alone, and what it keeps.
+
+
+def test_programs_are_compiled_once():
+    strategy = replicas.tpu(4)
+
+    def train():
+        model, _ = training.train(lambda: O.SGD(0.05), strategy, num_steps=3)
+        model.fit(*training.data(), batch_size=64, verbose=0)
+
+    train()
+    before = xla_cpu.compiled.cache_info().misses
+    train()
+    assert xla_cpu.compiled.cache_info().misses == before
+
+
+def test_a_context_manager_frees_programs():
+    with testing.simulated_tpu_strategy(2) as strategy:
+        step = tf.function(lambda: strategy.run(replicas.power_of_ten))
+        step()
+        assert xla_cpu.compiled.cache_info().currsize > 0
+    assert xla_cpu.compiled.cache_info().currsize == 0
+    got = strategy.experimental_local_results(step())
+    assert [float(v) for v in got] == [1, 10]
+
+
+def test_nothing_of_tensorflow_is_patched():
+    """The strategy's own methods run, all but one, and no module changes."""
+    from tensorflow.python.distribute import tpu_strategy
+    from tensorflow.python.tpu import tpu
+
+    strategy = replicas.tpu(2)
+    assert tpu_strategy.tpu is tpu
+    assert tpu.replicate.__module__ == tpu.__name__
+    kept = type(strategy.extended)
+    overridden = {
+        name
+        for name in vars(kept)
+        if not name.startswith("__") and hasattr(tpu_strategy.TPUExtended, name)
+    }
+    assert overridden == {"_tpu_function_creator"}
+
+
+def test_graphs_are_freed():
+    """No reference cycle keeps what a step needed for ever."""
+    strategy = replicas.tpu(2)
+    made = []
+    extract = replicated_program.extract
+
+    def extract_and_remember(*args):
+        extraction = extract(*args)
+        made.append(weakref.ref(extraction.program))
+        return extraction
+
+    replicated_program.extract = extract_and_remember
+    try:
+        step = tf.function(lambda: strategy.run(replicas.power_of_ten))
+        step()
+    finally:
+        replicated_program.extract = extract
+    assert made[0]() is not None
+    del step
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_an_inner_function_outlives_the_one_that_traced_it():
+    strategy = replicas.tpu(2)
+
+    @tf.function
+    def inner():
+        return strategy.run(replicas.power_of_ten)
+
+    def outer():
+        return inner()
+
+    for _ in range(2):
+        traced_in = tf.function(outer)
+        got = strategy.experimental_local_results(traced_in())
+        assert [float(v) for v in got] == [1, 10]
+        del traced_in
+        gc.collect()
+    assert inner.experimental_get_tracing_count() == 1
+
+
+def test_the_host_side_is_rebuilt_with_its_functions():
+    """Replicas with other numbers of rows: padding is a tf.cond on the host."""
+    strategy = replicas.tpu(4)
+
+    @tf.function
+    def step(x):
+        return strategy.run(tf.reduce_sum, args=(x,))
+
+    values = strategy.experimental_distribute_values_from_function(
+        lambda c: tf.ones([c.replica_id_in_sync_group + 1])
+    )
+    step.get_concrete_function(values)
+    gc.collect()
+    got = strategy.experimental_local_results(step(values))
+    assert [float(v) for v in got] == [1, 2, 3, 4]
+
+
+@pytest.mark.full
+def test_a_collective_that_some_replicas_miss_ends_the_process():
+    """A TPU would hang: one replica's loop runs more often than another's."""
+    program = """
+import tensorflow as tf
+from tf_xshard import testing
+strategy = testing.simulated_tpu_strategy(2)
+def on_replica():
+    context = tf.distribute.get_replica_context()
+    return tf.while_loop(
+        lambda i, y: i < context.replica_id_in_sync_group,
+        lambda i, y: (i + 1, context.all_reduce("SUM", y)),
+        [0, tf.ones([2])],
+    )[1]
+tf.function(lambda: strategy.run(on_replica))()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=paths.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode < 0
+    assert "Termination timeout for `all reduce" in result.stderr
+
+
+def test_a_new_process_needs_one_call():
+    """No flag, no logical CPUs, and jax is used by others beforehand."""
+    program = """
+import json
+import jax
+import tensorflow as tf
+from tf_xshard import testing
+devices = len(jax.devices())
+strategy = testing.simulated_tpu_strategy(3)
+step = tf.function(lambda: strategy.run(
+    lambda: tf.distribute.get_replica_context().all_reduce("SUM", 2.0)))
+got = [float(v) for v in strategy.experimental_local_results(step())]
+try:
+    testing.simulated_tpu_strategy(4)
+except RuntimeError as error:
+    message = str(error)
+print(json.dumps([got, devices, len(jax.devices()), message]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=paths.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    got, before, after, message = json.loads(result.stdout.splitlines()[-1])
+    assert got == [6.0] * 3
+    assert before == after
+    assert "needs 4 logical CPUs, and TensorFlow runs already with 3" in message

@@ -1,0 +1,257 @@
+"""A callback that saves every group in `fit`, and goes on from there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_xshard import group_assignment
+from tf_xshard.callbacks import group_validation
+from tf_xshard.group_state import checkpoint
+from tf_xshard.group_state import checkpoint_files
+from tf_xshard.group_state import state
+from tf_xshard.private import keras_models
+
+_NAMES = re.compile(r"epoch-(\d{5,})-step-(\d{8,})/?")
+
+
+class GroupCheckpoint(keras.callbacks.Callback):
+    """Saves every group in `fit`, and goes on where training ended.
+
+    As `keras.callbacks.BackupAndRestore`, for all replicas: when `fit` begins
+    and the directory has a save, all state of every replica is restored, and
+    training goes on with the epoch and the step behind it. The batches of that
+    epoch that were trained on are read and skipped.
+
+    So the data of an epoch have to come in the same order again: seed them. A
+    pipeline that goes on from epoch to epoch (`dataset.repeat()` with
+    `steps_per_epoch`) has to start at the saved epoch:
+    `dataset.skip(position.epoch * steps_per_epoch)`, with `position =
+    GroupCheckpoint.position(directory)`.
+
+    A `fit` that finds a finished run's save trains only epochs that are left.
+
+    Metrics go on in the middle of an epoch, too; only without a strategy, where
+    Keras makes them in the first step, logs of that epoch are of its rest.
+
+    Args:
+      directory: Where; each save is a directory in it, which
+        `GroupState.restore` reads. With several processes all must see it.
+      every: `"epoch"` (default), or a number of batches.
+      keep: How many saves to keep, the last ones. None for all. Default: 1.
+      regroup: See `GroupState.restore`; used where the saved groups are others.
+        Default: None.
+
+    Raises:
+      ValueError: If an argument has a wrong value; when `fit` begins, if the
+        save is damaged or of another model.
+
+    Example:
+
+    >>> import tempfile
+    >>> directory = tempfile.mkdtemp()
+    >>> model = keras.Sequential([keras.layers.Input((2,)),
+    ...                           keras.layers.Dense(1)])
+    >>> model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.1)),
+    ...               "mse")
+    >>> def train(epochs):
+    ...     history = model.fit(
+    ...         np.ones([8, 2]), np.ones([8, 1]), epochs=epochs, verbose=0,
+    ...         callbacks=[tf_xshard.GroupCheckpoint(directory)])
+    ...     return history.epoch
+    >>> train(2), train(5)
+    ([0, 1], [2, 3, 4])
+
+    Source: `keras.callbacks.BackupAndRestore`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        every: str | int = "epoch",
+        keep: int | None = 1,
+        *,
+        regroup: str | Mapping[int, int] | None = None,
+    ):
+        super().__init__()
+        group_validation.check_count("every", every, "epoch")
+        group_validation.check_count("keep", keep, None)
+        self._directory = os.fspath(directory)
+        self._every = every
+        self._keep = keep
+        self._regroup = regroup
+        self._state = None
+        self._epoch = 0
+        self._num_to_skip = 0
+        self._num_since_save = 0
+        self._metrics = []
+
+    @staticmethod
+    def position(
+        directory: str | os.PathLike,
+    ) -> checkpoint.Position | None:
+        """How far training was at the last save.
+
+        Args:
+          directory: The callback's directory.
+
+        Returns:
+          A `Position` with `epoch` and `step`, or None if there is no save.
+          `step` counts by what one call of the training function takes
+          (`steps_per_execution`), so it can be larger than the epoch.
+
+        Raises:
+          ValueError: If the last save is damaged.
+
+        Example:
+
+        >>> tf_xshard.GroupCheckpoint.position("/no/such/directory")
+        """
+        last = _last_save(os.fspath(directory))
+        return last and checkpoint.position(last)
+
+    def on_train_begin(self, logs=None):
+        """Restores the last save.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        self._state = state.GroupState(self.model)
+        self._num_to_skip = self._num_since_save = 0
+        replicas = self._state.replicas
+        # One process decides, should others not see the directory's last state.
+        [last, *_] = replicas.gather_json(
+            replicas.on_all(
+                f"Looking for saves in {self._directory!r}",
+                lambda: self._state.is_chief and _last_save(self._directory),
+            )
+        )
+        if not last:
+            return
+        position, saved_groups = replicas.on_all(
+            f"Reading {last!r}",
+            lambda: (
+                checkpoint.position(last),
+                checkpoint.saved_groups(last),
+            ),
+        )
+        steps = self.model.steps_per_execution
+        if position.step % steps:
+            raise ValueError(
+                f"{last!r} was saved after {position.step} steps of an epoch,"
+                f" and fit takes {steps} at once (steps_per_execution). Go on"
+                " with a number that divides it."
+            )
+        # Only the first time: what was regrouped has been saved with the new
+        # groups since.
+        regroup = None
+        if not group_assignment.same_groups(
+            saved_groups, self._state.group_assignment
+        ):
+            regroup = self._regroup
+        self._state.restore(last, regroup=regroup)
+        logging.info("Restored %s: %s", last, position)
+        keras_models.start_at_epoch(self.model, position.epoch)
+        self._num_to_skip = position.step
+        self._metrics = [
+            (variable, replicas.local(variable))
+            for variable in self.model.metrics_variables
+        ]
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Skips what has been trained on, in the first epoch.
+
+        Args:
+          epoch: Index of the epoch.
+          logs: From Keras; not used.
+        """
+        del logs
+        self._epoch = epoch
+        # `fit` has read it; one that ends in an error must not leave it behind.
+        keras_models.start_at_epoch(self.model, None)
+        if not self._num_to_skip:
+            return
+        # Keras has just reset them.
+        for variable, values in self._metrics:
+            self._state.replicas.assign(variable, values)
+        keras_models.skip_steps(self.model, self._num_to_skip)
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Saves, if so many batches are through.
+
+        Args:
+          batch: Index of the last batch.
+          logs: From Keras; not used.
+        """
+        del logs
+        if self._every == "epoch" or batch < self._num_to_skip:
+            return
+        self._num_since_save += self.model.steps_per_execution
+        if self._num_since_save >= self._every:
+            self._save(self._epoch, batch + 1)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves, if that is asked for.
+
+        Args:
+          epoch: Index of the epoch.
+          logs: From Keras; not used.
+        """
+        del logs
+        self._num_to_skip = 0
+        if self._every == "epoch":
+            self._save(epoch + 1, 0)
+
+    def on_train_end(self, logs=None):
+        """Leaves the model's next `fit` to itself.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        keras_models.start_at_epoch(self.model, None)
+        self._state = None
+
+    def _save(self, epoch: int, step: int) -> None:
+        self._num_since_save = 0
+        name = f"epoch-{epoch:05d}-step-{step:08d}"
+        path = os.path.join(self._directory, name)
+        self._state.save(path, epoch=epoch, step=step)
+        if self._keep is not None:
+            self._state.replicas.on_all(
+                "Removing older saves",
+                lambda: self._state.is_chief and self._remove_all_but(path),
+            )
+
+    def _remove_all_but(self, newest: str) -> None:
+        kept = {newest, *_saves(self._directory)[-self._keep :]}
+        for other in set(_all_saves(self._directory)) - kept:
+            checkpoint_files.remove(other)
+
+
+def _all_saves(directory: str) -> list[str]:
+    """Paths of saves, those not completed included, in order of training."""
+    if not tf.io.gfile.exists(directory):
+        return []
+    found = [
+        (int(match[1]), int(match[2]), name.rstrip("/"))
+        for name in tf.io.gfile.listdir(directory)
+        if (match := _NAMES.fullmatch(name))
+    ]
+    return [os.path.join(directory, name) for *_, name in sorted(found)]
+
+
+def _saves(directory: str) -> list[str]:
+    return [
+        one for one in _all_saves(directory) if checkpoint_files.has_save(one)
+    ]
+
+
+def _last_save(directory: str) -> str | None:
+    return next(reversed(_saves(directory)), None)

@@ -1,0 +1,118 @@
+"""A callback that shows AGNOptimizer's center to validation and saving."""
+
+from __future__ import annotations
+
+import keras
+
+from tf_xshard.optimizers import agn_optimizer
+from tf_xshard.optimizers import tree
+
+
+class SwapCenterWeights(keras.callbacks.Callback):
+    """Puts AGNOptimizer's center into the model where it is looked at.
+
+    During training the model holds each replica's local variables. This puts
+    the center there while the model is validated in `fit`, and with
+    `swap_on_epoch` from the end of an epoch to the start of the next, so that
+    callbacks behind it (`ModelCheckpoint`) save the center. Then it puts the
+    local variables of each replica back. As `keras.callbacks.SwapEMAWeights`
+    does with moving averages; do not use both, whose exchanges do not undo each
+    other.
+
+    A file that is saved while the center is shown holds the center as the
+    model's weights; training that goes on from it puts the local variables back
+    first.
+
+    Args:
+      swap_on_epoch: Whether the center is in the model between epochs. Put this
+        callback before those that save. Default: False.
+
+    Raises:
+      ValueError: When training begins, if the model's optimizer has no
+        AGNOptimizer.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.layers.Input((2,)),
+    ...                           keras.layers.Dense(1)])
+    >>> model.compile(tf_xshard.AGNOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    >>> history = model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0,
+    ...                     validation_data=(np.ones([8, 2]), np.ones([8, 1])),
+    ...                     callbacks=[tf_xshard.SwapCenterWeights()])
+
+    Source: `keras.callbacks.SwapEMAWeights`.
+    """
+
+    def __init__(self, swap_on_epoch: bool = False):
+        super().__init__()
+        self.swap_on_epoch = swap_on_epoch
+        self._optimizer = None
+
+    def on_train_begin(self, logs=None):
+        """Finds the optimizer.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        found = [
+            one
+            for one in tree.descendants(self.model.optimizer)
+            if isinstance(one, agn_optimizer.AGNOptimizer)
+        ]
+        if not found:
+            raise ValueError(
+                "SwapCenterWeights needs a model that is compiled with an"
+                f" AGNOptimizer, got {type(self.model.optimizer).__name__}."
+            )
+        self._optimizer = found[0]
+
+    def on_test_begin(self, logs=None):
+        """Puts the center into the model.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        if self._optimizer is not None:
+            self._optimizer.show_center(True)
+
+    def on_test_end(self, logs=None):
+        """Puts the local variables back.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        if self._optimizer is not None:
+            self._optimizer.show_center(False)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Puts the center into the model, if that is asked for.
+
+        Args:
+          epoch: From Keras; not used.
+          logs: From Keras; not used.
+        """
+        del epoch, logs
+        if self.swap_on_epoch:
+            self._optimizer.show_center(True)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Puts the local variables back.
+
+        Args:
+          epoch: From Keras; not used.
+          logs: From Keras; not used.
+        """
+        del epoch, logs
+        self._optimizer.show_center(False)
+
+    def on_train_end(self, logs=None):
+        """Lets the optimizer go; the model holds the center by now.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        self._optimizer = None

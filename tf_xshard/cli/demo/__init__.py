@@ -1,0 +1,103 @@
+"""The main job on real data: handwritten digits, one device against many.
+
+Trains one small convolutional classifier on one device and, with one of the
+three optimizers, under a strategy, and checks what the package promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from tf_xshard.cli import logical_devices
+from tf_xshard.cli.demo import agn
+from tf_xshard.cli.demo import cross_shard
+from tf_xshard.cli.demo import digits as digits_lib
+from tf_xshard.cli.demo import promises
+from tf_xshard.cli.demo import tower
+
+WRAPPERS = {
+    "cross_shard": cross_shard.show,
+    "tower": tower.show,
+    "agn": agn.show,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument(
+        "--optimizer-wrapper",
+        choices=list(WRAPPERS),
+        default="cross_shard",
+        help="whose promises to check",
+    )
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=2, help="cross_shard's")
+    parser.add_argument("--towers", type=int, default=4, help="tower's")
+    parser.add_argument("--period", type=int, default=5, help="agn's")
+    parser.add_argument("--epochs", type=int, default=promises.DEFAULT_EPOCHS)
+    parser.add_argument(
+        "--optimizer",
+        choices=sorted(digits_lib.OPTIMIZERS),
+        default="adam",
+        help="the inner optimizer",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="a picture of the groups' loss curves (cross_shard's)",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run=run)
+
+
+def _check_arguments(options, parser):
+    batch_size = digits_lib.BATCH_SIZE
+    if options.replicas < 2 or batch_size % options.replicas:
+        parser.error(
+            f"--replicas {options.replicas}: must be at least 2 and divide the"
+            f" batch of {batch_size}"
+        )
+    if options.groups < 1 or options.replicas % options.groups:
+        parser.error(
+            f"--groups {options.groups}: must be at least 1 and divide the"
+            f" {options.replicas} replicas"
+        )
+    if options.towers < 1 or batch_size // options.replicas % options.towers:
+        parser.error(
+            f"--towers {options.towers}: must be at least 1 and divide the"
+            f" {batch_size // options.replicas} rows of a replica's batch"
+        )
+    for name in ("period", "epochs"):
+        value = getattr(options, name)
+        if value < 1:
+            parser.error(f"--{name} {value}: must be at least 1")
+    if options.plot and options.optimizer_wrapper != "cross_shard":
+        parser.error("--plot shows groups, which only cross_shard has here")
+
+
+def run(options, parser) -> int:
+    """Trains, prints the table and checks the promises.
+
+    Args:
+      options: The command's arguments.
+      parser: Says what is wrong with them.
+
+    Returns:
+      0 if every promise holds, else 1.
+    """
+    _check_arguments(options, parser)
+    strategy = logical_devices.best_strategy(options.replicas)
+    num_replicas = strategy.num_replicas_in_sync
+    if num_replicas != options.replicas:
+        print(f"This machine's strategy has {num_replicas} replicas.")
+        options.replicas = num_replicas
+        _check_arguments(options, parser)
+    digits = digits_lib.load(options.epochs, options.seed)
+    print(
+        f"{logical_devices.describe(strategy)}; {options.optimizer};"
+        f" {options.epochs} epochs of {digits.steps_per_epoch} batches of"
+        f" {digits_lib.BATCH_SIZE} handwritten digits"
+    )
+    found = WRAPPERS[options.optimizer_wrapper](options, strategy, digits)
+    found.print_table()
+    return found.exit_code()

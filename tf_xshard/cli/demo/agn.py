@@ -1,0 +1,142 @@
+"""AGNOptimizer's promises: as one device at period 1, and as local SGD."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import tf_xshard
+from tf_xshard.cli.demo import digits as digits_lib
+from tf_xshard.cli.demo import promises as promises_lib
+from tf_xshard.cli.demo import training
+
+
+def show(options, strategy, digits) -> promises_lib.Promises:
+    """One device, period 1, local SGD against replicas one by one, and AGN.
+
+    Args:
+      options: The command's arguments.
+      strategy: The strategy that trains.
+      digits: The batches.
+
+    Returns:
+      What holds and what does not.
+    """
+    num_replicas, period = strategy.num_replicas_in_sync, options.period
+    num_steps = options.epochs * digits.steps_per_epoch
+    print(f"an exchange every {period} steps")
+
+    def agn(**kwargs):
+        return lambda inner: tf_xshard.AGNOptimizer(inner, **kwargs)
+
+    def local_sgd(**kwargs):
+        return lambda local: tf_xshard.AGNOptimizer(
+            keras.optimizers.SGD(1.0),
+            local_optimizer=local,
+            communication_period=period,
+            accumulate="updates",
+            normalize=False,
+            **kwargs,
+        )
+
+    one = training.Trained("One device, the same global batch", digits, options)
+    each_step = training.Trained(
+        "AGNOptimizer with an exchange after each step",
+        digits,
+        options,
+        strategy,
+        agn(communication_period=1),
+    )
+    averaged = _replicas_one_by_one(digits, options, num_replicas)
+    permuted = _replicas_one_by_one(
+        digits, options, num_replicas, permuted=True
+    )
+    updates = training.Trained(
+        f"AGNOptimizer as local SGD, period {period}",
+        digits,
+        options,
+        strategy,
+        local_sgd(),
+    )
+    wrong = training.Trained(
+        "The same in groups of one, which never average",
+        digits,
+        options,
+        strategy,
+        local_sgd(
+            group_assignment=tf_xshard.GroupAssignment.contiguous(
+                num_replicas, 1
+            )
+        ),
+    )
+    documented = training.Trained(
+        f"AGNOptimizer with its defaults, period {period}",
+        digits,
+        options,
+        strategy,
+        agn(communication_period=period),
+    )
+
+    promises = promises_lib.Promises("its reference")
+    promises.show("one device", one, "reference of the next")
+    promises.check("AGN, period 1", each_step, one.weights[0], one.tolerance())
+    tolerance = training.tolerance(training.difference(averaged, permuted))
+    promises.check(f"local SGD, period {period}", updates, averaged, tolerance)
+    promises.check(
+        "never averaged (on purpose)", wrong, averaged, tolerance, right=False
+    )
+    promises.show(f"AGN, period {period}", documented, "another algorithm")
+    expected = -(-num_steps // period)  # fit ends with an exchange.
+    for row, trained in (("local SGD", updates), ("AGN", documented)):
+        apart = training.deviation(trained.weights, trained.weights[0])
+        promises.check_that(
+            apart == 0, f"{row}: replicas differ by {apart:.1e} after fit"
+        )
+        exchanges = int(trained.model.optimizer.exchanges.numpy())
+        promises.check_that(
+            exchanges == expected,
+            f"{row}: {exchanges} exchanges, not {expected}",
+        )
+    promises.check_accuracy([one, each_step, updates], options.epochs)
+    return promises
+
+
+def _replicas_one_by_one(digits, options, num_replicas, permuted=False):
+    """Local SGD on one device: train each replica, average in NumPy, repeat."""
+    print(
+        "\nEach replica by itself on one device, averaged every"
+        f" {options.period} steps"
+        + (", with the rows of each batch in another order" * permuted),
+        flush=True,
+    )
+    shards = [
+        digits.of_shards([replica], num_replicas)
+        for replica in range(num_replicas)
+    ]
+    if permuted:
+        shards = [shard.with_permuted_batches(options.seed) for shard in shards]
+    models = [
+        digits_lib.compiled(
+            digits_lib.model(options.seed),
+            digits_lib.OPTIMIZERS[options.optimizer](),
+        )
+        for _ in shards
+    ]
+    size = shards[0].batch_size
+    num_steps = options.epochs * digits.steps_per_epoch
+    progress = keras.utils.Progbar(num_steps)
+    for step in range(num_steps):
+        rows = slice(step * size, (step + 1) * size)
+        for model, shard in zip(models, shards, strict=True):
+            model.train_on_batch(shard.x[rows], shard.y[rows])
+        if (step + 1) % options.period == 0 or step + 1 == num_steps:
+            average = [
+                np.mean(of_models, axis=0)
+                for of_models in zip(
+                    *(model.get_weights() for model in models), strict=True
+                )
+            ]
+            for model in models:
+                model.set_weights(average)
+        progress.update(step + 1)
+    return average

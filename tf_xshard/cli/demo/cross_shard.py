@@ -1,0 +1,168 @@
+"""CrossShardOptimizer's promises: as one device, and groups as theirs."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+
+import tf_xshard
+from tf_xshard.cli.demo import digits as digits_lib
+from tf_xshard.cli.demo import promises as promises_lib
+from tf_xshard.cli.demo import training
+
+MIN_GROUP_DIFFERENCE = 1e-3
+
+
+def show(options, strategy, digits) -> promises_lib.Promises:
+    """One device, plain Keras, all replicas, groups, and a wrong reduction.
+
+    Args:
+      options: The command's arguments.
+      strategy: The strategy that trains.
+      digits: The batches.
+
+    Returns:
+      What holds and what does not.
+    """
+    num_replicas = strategy.num_replicas_in_sync
+    groups = tf_xshard.GroupAssignment.strided(
+        num_replicas, num_replicas // options.groups
+    )
+    print(f"groups: {groups.to_list()}")
+
+    def grouped_by(assignment):
+        return lambda inner: tf_xshard.CrossShardOptimizer(
+            inner, group_assignment=assignment
+        )
+
+    losses = []
+    watch = _LossOfGroups(groups, digits, options.seed, losses)
+    one = training.Trained("One device, the same global batch", digits, options)
+    tolerance = one.tolerance()
+    plain = training.Trained(
+        "Plain Keras under the strategy", digits, options, strategy
+    )
+    everyone = training.Trained(
+        "CrossShardOptimizer over all replicas",
+        digits,
+        options,
+        strategy,
+        tf_xshard.CrossShardOptimizer,
+    )
+    grouped = training.Trained(
+        f"CrossShardOptimizer in {groups.num_groups} groups",
+        digits,
+        options,
+        strategy,
+        grouped_by(groups),
+        [watch.bound_to],
+    )
+    alone = [
+        training.Trained(
+            f"One device on the shards of group {index}",
+            digits.of_shards(members, num_replicas),
+            options,
+        )
+        for index, members in enumerate(groups)
+    ]
+    tolerances = [reference.tolerance() for reference in alone]
+    wrong = training.Trained(
+        "A wrong reduction: every replica by itself",
+        digits,
+        options,
+        strategy,
+        grouped_by(tf_xshard.GroupAssignment.contiguous(num_replicas, 1)),
+    )
+
+    promises = promises_lib.Promises("one device")
+    promises.show("one device", one, "reference")
+    promises.show(
+        "plain Keras under the strategy",
+        plain,
+        f"{training.deviation(plain.weights, one.weights[0]):.1e}",
+    )
+    promises.check(
+        "CrossShardOptimizer, all", everyone, one.weights[0], tolerance
+    )
+    for index, members in enumerate(groups):
+        promises.check(
+            f"group {index}, on its shards",
+            grouped,
+            alone[index].weights[0],
+            tolerances[index],
+            members,
+        )
+    promises.check(
+        "a wrong reduction (on purpose)",
+        wrong,
+        one.weights[0],
+        tolerance,
+        right=False,
+    )
+    promises.check_accuracy([one, everyone], options.epochs)
+    for first, second in itertools.combinations(groups, 2):
+        apart = training.difference(
+            grouped.weights[first[0]], grouped.weights[second[0]]
+        )
+        promises.check_that(
+            apart >= MIN_GROUP_DIFFERENCE,
+            f"groups {list(first)} and {list(second)} differ by {apart:.1e}"
+            f" only, expected {MIN_GROUP_DIFFERENCE:.0e} at least",
+        )
+    if options.plot:
+        _plot(losses, groups, options.plot)
+    return promises
+
+
+class _LossOfGroups(keras.callbacks.Callback):
+    """Each group's validation loss after every epoch."""
+
+    def __init__(self, groups, digits, seed, losses):
+        super().__init__()
+        self._groups, self._digits = groups, digits
+        self._seed, self._losses = seed, losses
+
+    def bound_to(self, model, strategy):
+        self._strategy = strategy
+        return self
+
+    def on_epoch_end(self, epoch, logs=None):
+        weights = training.of_replicas(self.model, self._strategy)
+        self._losses.append(
+            [
+                digits_lib.evaluate(
+                    weights[members[0]], self._digits, self._seed
+                )[0]
+                for members in self._groups
+            ]
+        )
+
+
+def _plot(losses, groups, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    epochs = range(1, len(losses) + 1)
+    for index, members in enumerate(groups):
+        axes.plot(
+            epochs,
+            [of_epoch[index] for of_epoch in losses],
+            marker="o",
+            label=f"group {index}: replicas {list(members)}",
+        )
+    axes.set(
+        xlabel="epoch",
+        ylabel="validation loss",
+        yscale="log",
+        title="Groups that train apart (handwritten digits)",
+    )
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"\nThe groups' loss curves are in {path}")

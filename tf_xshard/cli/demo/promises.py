@@ -1,0 +1,87 @@
+"""What a demo promises: a table of runs, and what does not hold."""
+
+from __future__ import annotations
+
+from tf_xshard.cli.demo import training
+
+DEFAULT_EPOCHS = 10
+MIN_ACCURACY = 0.95
+
+
+class Promises:
+    """The rows of the table and the failures.
+
+    Args:
+      reference: The title of the column with differences.
+    """
+
+    def __init__(self, reference: str):
+        self._head = ("run", "accuracy", "moved", f"max |dw| from {reference}")
+        self._rows = []
+        self._failures = []
+
+    def show(self, row, trained=None, remark="", replica_id=0) -> None:
+        """Adds a row of which nothing is promised."""
+        self._rows.append(
+            (
+                row,
+                f"{trained.accuracy(replica_id):8.4f}" if trained else "",
+                f"{trained.moved(replica_id):6.3f}" if trained else "",
+                remark,
+            )
+        )
+
+    def check(
+        self, row, trained, reference, tolerance, members=None, right=True
+    ) -> None:
+        """Promises that replicas hold a reference's weights, or that not."""
+        deviation = training.deviation(trained.weights, reference, members)
+        holds = deviation <= tolerance
+        self.show(
+            row,
+            trained,
+            f"{deviation:.1e} {'equal' if holds else 'WRONG'}, tolerance"
+            f" {tolerance:.1e}",
+            members[0] if members else 0,
+        )
+        self.check_that(
+            holds == right,
+            f"{row}: {deviation:.1e} from its reference, tolerance"
+            f" {tolerance:.1e}",
+        )
+
+    def check_that(self, holds, otherwise: str) -> None:
+        """Promises anything else."""
+        if not holds:
+            self._failures.append(otherwise)
+
+    def check_accuracy(self, runs, epochs) -> None:
+        """Promises that runs have learned."""
+        if epochs < DEFAULT_EPOCHS:
+            print(f"accuracy is promised from {DEFAULT_EPOCHS} epochs on")
+            return
+        least = min(trained.accuracy() for trained in runs)
+        self.check_that(
+            least >= MIN_ACCURACY,
+            f"accuracy {least:.4f} is below {MIN_ACCURACY}",
+        )
+
+    def print_table(self) -> None:
+        """Prints all rows."""
+        width = max(len(row[0]) for row in self._rows)
+        head = self._head
+        print(f"\n{head[0]:{width}}  {head[1]:>8}  {head[2]:>6}  {head[3]}")
+        for title, accuracy, moved, remark in self._rows:
+            print(f"{title:{width}}  {accuracy:8}  {moved:6}  {remark}")
+        print(
+            "tolerance: three times what another order of the rows inside each"
+            " batch changes on one device"
+        )
+
+    def exit_code(self) -> int:
+        """Prints what does not hold; 0 if that is nothing, else 1."""
+        for failure in self._failures:
+            print(f"FAILED: {failure}")
+        if not self._failures:
+            print("All promises hold.")
+        return 1 if self._failures else 0

@@ -1,0 +1,193 @@
+"""What is here, which path a group sum takes, and whether it is right."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+from tf_xshard import collectives
+from tf_xshard.cli import logical_devices
+from tf_xshard.distribute import replica_context
+from tf_xshard.multi_worker import local_cluster
+
+NUM_REPLICAS = 4
+TIMEOUT_SECONDS = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def _report(ok: bool, text: str) -> bool:
+    print(f"{'ok  ' if ok else 'FAIL'}  {text}", flush=True)
+    return ok
+
+
+def shuffled_groups(num_replicas: int) -> list[list[list[int]]]:
+    """Assignments that neither a transposed nor a sorted one passes for."""
+    order = np.random.default_rng(1).permutation(num_replicas)
+    sizes = [size for size in (2, num_replicas, 1) if num_replicas % size == 0]
+    return [order.reshape(-1, size).tolist() for size in dict.fromkeys(sizes)]
+
+
+def group_sums(strategy, groups, graph: bool) -> tuple[str, list[float]]:
+    """A real update on every replica with the gradient 10^replica.
+
+    Args:
+      strategy: Where to run.
+      groups: A nested list.
+      graph: In a `tf.function`, or eagerly.
+
+    Returns:
+      The path's name and minus the weight of every replica of this process.
+    """
+    assignment = tf_xshard.GroupAssignment(groups)
+    with strategy.scope():
+        weight = keras.Variable(0.0, dtype="float64")
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0),
+            "sum",
+            assignment,
+            loss_normalization="replica",
+            communication=tf_xshard.Communication(
+                timeout_seconds=TIMEOUT_SECONDS
+            ),
+        )
+    path = []
+
+    def on_replica():
+        context = tf.distribute.get_replica_context()
+        here = replica_context.current()
+        path.append(
+            "nothing travels"
+            if assignment.group_size == 1
+            else collectives.choose(here, assignment).name
+        )
+        gradient = tf.pow(
+            tf.constant(10.0, tf.float64),
+            tf.cast(context.replica_id_in_sync_group, tf.float64),
+        )
+        optimizer.apply([gradient], [weight])
+
+    def step():
+        strategy.run(on_replica)
+
+    (tf.function(step) if graph else step)()
+    values = strategy.experimental_local_results(weight.value)
+    return path[0], [-float(value) for value in values]
+
+
+def check_strategy(title, strategy, first_replica=0) -> bool:
+    """Group reductions against NumPy. Prints a line each.
+
+    Args:
+      title: What to call the strategy.
+      strategy: A strategy.
+      first_replica: The id of this process's first replica.
+
+    Returns:
+      Whether all are right.
+    """
+    right = True
+    num_replicas = strategy.num_replicas_in_sync
+    own = 10.0 ** np.arange(num_replicas)
+    for groups in shuffled_groups(num_replicas):
+        for graph in (True, False):
+            if not graph and isinstance(strategy, tf.distribute.TPUStrategy):
+                continue  # TPUStrategy.run needs a tf.function.
+            expected = np.zeros(num_replicas)
+            for members in groups:
+                expected[members] = own[members].sum()
+            where = f"{title}, {'tf.function' if graph else 'eager'}, {groups}"
+            try:
+                path, got = group_sums(strategy, groups, graph)
+            except Exception as error:  # Every failure is a finding here.
+                right = _report(
+                    False, f"{where}: {type(error).__name__}: {error}"
+                )
+                continue
+            wanted = expected[first_replica : first_replica + len(got)]
+            if np.array_equal(got, wanted):
+                _report(True, f"{where}: {path}")
+            else:
+                right = _report(
+                    False,
+                    f"{where}: {path} gave {got}, expected {wanted.tolist()}."
+                    " Report this with the lines above.",
+                )
+    return right
+
+
+def _check_processes() -> bool:
+    """MultiWorkerMirroredStrategy over four processes of this machine."""
+    nowhere = subprocess.DEVNULL
+    processes = local_cluster.start(
+        ["-m", "tf_xshard", "doctor", "--worker"],
+        [(None, nowhere)] + [(nowhere, nowhere)] * (NUM_REPLICAS - 1),
+        {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
+    )
+    try:
+        codes = [p.wait(timeout=3 * TIMEOUT_SECONDS) for p in processes]
+    except subprocess.TimeoutExpired:
+        return _report(
+            False,
+            f"MultiWorkerMirroredStrategy: no end in {3 * TIMEOUT_SECONDS} s."
+            " Is the loopback interface up, and are ports free?",
+        )
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return _report(
+        not any(codes),
+        f"MultiWorkerMirroredStrategy: {NUM_REPLICAS} processes on the loopback"
+        f" interface ended with {codes}",
+    )
+
+
+def run(options, parser) -> int:
+    """Prints one line a check.
+
+    Returns:
+      0 if all is right, else 1.
+    """
+    del parser
+    if options.worker:
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        rank = strategy.cluster_resolver.task_id
+        right = check_strategy("MultiWorkerMirroredStrategy", strategy, rank)
+        sys.stdout.flush()
+        # A worker that leaves in order waits for peers that may have failed.
+        os._exit(0 if right else 1)
+    print(
+        f"tf_xshard {tf_xshard.__version__}, TensorFlow {tf.__version__}, Keras"
+        f" {keras.__version__}, Python {sys.version.split()[0]}"
+    )
+    found = {
+        kind: len(tf.config.list_physical_devices(kind))
+        for kind in ("CPU", "GPU", "TPU")
+    }
+    print(f"Physical devices: {found}")
+    # `import tf_xshard` has found all private names that it rests on.
+    right = True
+    # Devices can't be changed once TensorFlow runs: the strategy comes first.
+    strategy = logical_devices.best_strategy(NUM_REPLICAS)
+    print(f"The demo would run on {logical_devices.describe(strategy)}")
+    right &= check_strategy("no strategy", tf.distribute.get_strategy())
+    right &= check_strategy(
+        "OneDeviceStrategy", tf.distribute.OneDeviceStrategy("CPU:0")
+    )
+    right &= check_strategy(logical_devices.describe(strategy), strategy)
+    right &= _check_processes()
+    if not found["TPU"]:
+        print("--    TPUStrategy: there is no TPU here")
+    return 0 if right else 1

@@ -1,0 +1,194 @@
+"""Subgroup collectives: `CollectiveReduceV2` with one group key per group.
+
+TensorFlow chooses NCCL (GPUs) or a ring (CPUs, hosts). Works in a `tf.function`
+only, there also inside `tf.cond`, `tf.while_loop` and steps_per_execution > 1.
+
+Keys. A group key names a set of devices, an instance key one operation of that
+set. Both are hashes of what they name and not counters: two optimizers over the
+same devices then agree by construction, as do processes that created their
+optimizers in another order, and a retrace on one worker can't shift the keys of
+the others. What pairs the calls is each device's program order, which the
+ordering tokens keep.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import zlib
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import transport
+from tf_xshard.collectives import watchdog
+from tf_xshard.distribute import replica_context
+
+# tf.distribute counts its group keys up from 1 (its tests from multiples of
+# 100,000). A key that is used with two group sizes aborts every collective of
+# the process, so ours start far above.
+_FIRST_GROUP_KEY = 1 << 30
+_GROUP_KEYS = 1 << 30
+# An instance key is bound to one shape for good. Rows of IndexedSlices are
+# padded to a power of two, whose exponent goes into the key's lowest bits.
+_EXPONENT_BITS = 5
+_FIRST_GATHER_KEY = 1 << 30
+_GATHER_KEYS = 1 << (30 - _EXPONENT_BITS)
+
+_tokens = {}
+_tokens_lock = threading.Lock()
+
+
+def _hash(*parts) -> int:
+    return zlib.crc32("|".join(map(str, parts)).encode())
+
+
+def _ordering_token(device: str, lane: int) -> tf.Tensor:
+    """The handle of a variable on `device`, made once per process.
+
+    Without a token on its own device, automatic control dependencies would
+    serialize the collectives of all devices, which then wait for each other.
+    """
+    with _tokens_lock:
+        if (device, lane) not in _tokens:
+            _tokens[device, lane] = watchdog.host_variable(
+                device, f"tf_xshard_ordering_token_{lane}", tf.float32
+            )
+        return _tokens[device, lane]
+
+
+class _Group:
+    """This replica's group, with what every collective of it needs."""
+
+    def __init__(self, here, groups, communication):
+        members = tuple(groups)[groups.group_of(here.replica_id)]
+        names = replica_context.device_names(here)
+        self._device = here.device
+        self._common = dict(
+            group_size=len(members),
+            group_key=_FIRST_GROUP_KEY
+            + _hash(*(names[r] for r in members)) % _GROUP_KEYS,
+            communication_hint="auto",
+            # See watchdog for the timeout.
+            timeout_seconds=0,
+        )
+        self._timeout_seconds = float(communication.timeout_seconds)
+        # Operations on one token run one after another, so several tokens are
+        # several buckets in flight. NCCL needs one order on all devices, hence
+        # one token there.
+        in_flight = communication.buckets_in_flight
+        self._lanes = 1 if "GPU" in here.device else in_flight
+
+    def _run(self, operation, position, tensor, instance_key) -> tf.Tensor:
+        lane = position % self._lanes
+        return watchdog.run(
+            lambda: operation(
+                input=tensor,
+                instance_key=instance_key(lane),
+                ordering_token=[_ordering_token(self._device, lane)],
+            ),
+            tensor,
+            self._device,
+            lane,
+            self._timeout_seconds,
+        )
+
+    def all_reduce(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
+        return self._run(
+            functools.partial(
+                tf.raw_ops.CollectiveReduceV2,
+                merge_op="Add",
+                final_op="Id",
+                **self._common,
+            ),
+            position,
+            tensor,
+            lambda lane: (
+                _hash(lane, tensor.dtype.name, tensor.shape.as_list())
+                % _FIRST_GATHER_KEY
+            ),
+        )
+
+    def all_gather(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
+        """Concatenates; an unknown number of rows must be a power of two."""
+        name, shape = tensor.dtype.name, tensor.shape.as_list()
+        exponent = 0
+        if shape[0] is None:
+            rows = tf.cast(tf.shape(tensor)[0], tf.float32)
+            exponent = tf.cast(
+                tf.math.round(tf.math.log(rows) / tf.math.log(2.0)), tf.int32
+            )
+
+        def instance_key(lane):
+            key = _hash(lane, name, shape) % _GATHER_KEYS << _EXPONENT_BITS
+            return _FIRST_GATHER_KEY + key + exponent
+
+        # CollectiveGatherV2 takes no bfloat16. It moves bytes and computes
+        # nothing, so they may pass for float16's.
+        dtype = tensor.dtype
+        if dtype == tf.bfloat16:
+            tensor = tf.bitcast(tensor, tf.float16)
+        operation = functools.partial(
+            tf.raw_ops.CollectiveGatherV2, **self._common
+        )
+        return tf.bitcast(
+            self._run(operation, position, tensor, instance_key), dtype
+        )
+
+
+def _group_sum(
+    tensors: Sequence[tf.Tensor],
+    here: replica_context.Here,
+    groups: group_assignment_lib.GroupAssignment,
+    communication: communication_lib.Communication,
+) -> list[tf.Tensor]:
+    group = _Group(here, groups, communication)
+    return [
+        group.all_reduce(position, tensor)
+        for position, tensor in enumerate(tensors)
+    ]
+
+
+def _next_power_of_two(rows: tf.Tensor) -> tf.Tensor:
+    doubled = functools.reduce(
+        lambda bits, shift: tf.bitwise.bitwise_or(
+            bits, tf.bitwise.right_shift(bits, tf.constant(shift, tf.int64))
+        ),
+        (1, 2, 4, 8, 16),
+        tf.maximum(rows - 1, 0),
+    )
+    return doubled + 1
+
+
+def _group_gather(
+    tensors: Sequence[tf.Tensor],
+    here: replica_context.Here,
+    groups: group_assignment_lib.GroupAssignment,
+    communication: communication_lib.Communication,
+) -> list[tf.Tensor]:
+    group = _Group(here, groups, communication)
+    num_rows = tf.stack([tf.shape(t, tf.int64)[0] for t in tensors])
+    # [group_size, len(tensors)]: how many rows each member has of each tensor.
+    all_rows = group.all_gather(0, num_rows[tf.newaxis])
+    gathered = []
+    for position, tensor in enumerate(tensors):
+        rows = all_rows[:, position]
+        padded_rows = _next_power_of_two(tf.reduce_max(rows))
+        padding = [[0, padded_rows - num_rows[position]]]
+        padding += [[0, 0]] * (tensor.shape.rank - 1)
+        padded = tf.pad(tensor, padding)
+        padded = tf.ensure_shape(padded, [None, *tensor.shape[1:]])
+        blocks = group.all_gather(position, padded)
+        is_row = tf.reshape(tf.sequence_mask(rows, padded_rows), [-1])
+        gathered.append(tf.boolean_mask(blocks, is_row))
+    return gathered
+
+
+TRANSPORT = transport.Transport(
+    name="subgroup collectives (CollectiveReduceV2)",
+    group_sum=_group_sum,
+    group_gather=_group_gather,
+    packs=True,
+)

@@ -1,0 +1,6 @@
+"""What one replica knows of itself, and its own copies of variables.
+
+Enters: the current `tf.distribute` context. Leaves: a `Here` (which strategy,
+which replica, which process), this replica's values, and gradients as
+IndexedSlices. Nothing here communicates. Imports `private`.
+"""

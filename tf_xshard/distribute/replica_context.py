@@ -1,0 +1,259 @@
+"""What TensorFlow says about "here": strategy, replica count, replica id."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from tf_xshard.private import tensorflow as private_tensorflow
+
+_MULTI_WORKER = (
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.experimental.MultiWorkerMirroredStrategy,
+)
+_MIRRORED = (
+    tf.distribute.MirroredStrategy,
+    tf.compat.v1.distribute.MirroredStrategy,
+)
+_TPU = (
+    tf.distribute.TPUStrategy,
+    tf.distribute.experimental.TPUStrategy,
+)
+_ONE_DEVICE = (
+    tf.distribute.OneDeviceStrategy,
+    tf.compat.v1.distribute.OneDeviceStrategy,
+)
+SUPPORTED = (
+    "no strategy, OneDeviceStrategy, MirroredStrategy,"
+    " MultiWorkerMirroredStrategy and TPUStrategy"
+)
+
+
+def kind_of(strategy: tf.distribute.Strategy) -> str:
+    """`"single"`, `"mirrored"`, `"multi_worker"` or `"tpu"`.
+
+    Args:
+      strategy: A `tf.distribute.Strategy`, the default one included.
+
+    Returns:
+      The kind of strategy, which decides how a group sum travels.
+
+    Raises:
+      ValueError: For every other strategy. One that is not known might have one
+        synchronous replica and still share variables between workers, as
+        ParameterServerStrategy does, so nothing is assumed.
+    """
+    if isinstance(strategy, _MULTI_WORKER):
+        return "multi_worker"
+    if isinstance(strategy, _MIRRORED):
+        return "mirrored"
+    if isinstance(strategy, _TPU):
+        return "tpu"
+    if isinstance(strategy, _ONE_DEVICE) or is_default(strategy):
+        return "single"
+    raise ValueError(
+        f"tf_xshard does not support {type(strategy).__name__}. Supported:"
+        f" {SUPPORTED}. Create the model and its optimizer in the scope of one"
+        " of these."
+    )
+
+
+def spans_processes(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas of a strategy are in several processes, each with some.
+
+    So it is with MultiWorkerMirroredStrategy; of others nothing is assumed.
+    """
+    return (
+        isinstance(strategy, _MULTI_WORKER)
+        and len(strategy.extended.worker_devices)
+        < strategy.num_replicas_in_sync
+    )
+
+
+def local_replica_ids(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
+    """The ids of the replicas that this process drives, in their order."""
+    ids = strategy.experimental_local_results(
+        strategy.experimental_distribute_values_from_function(
+            lambda context: int(context.replica_id_in_sync_group)
+        )
+    )
+    return tuple(int(one) for one in ids)
+
+
+def process_id(strategy: tf.distribute.Strategy) -> int:
+    """The number of this process among a strategy's; the chief's is 0."""
+    ids = local_replica_ids(strategy)
+    return ids[0] // len(ids)
+
+
+def is_default(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this is the strategy of code outside any scope."""
+    # The default strategy's class is not exported, the object itself is: it is
+    # what get_strategy answers in a new thread of control, outside any scope.
+    return strategy is _default_strategy()
+
+
+@functools.cache
+def _default_strategy() -> tf.distribute.Strategy:
+    with tf.Graph().as_default():
+        return tf.distribute.get_strategy()
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """Where the calling code runs, in the words of `tf.distribute`.
+
+    Attributes:
+      strategy: The current `tf.distribute.Strategy`.
+      kind: See `kind_of`.
+      num_replicas: `strategy.num_replicas_in_sync`.
+      replica_id: `replica_id_in_sync_group`, or None where it is known at run
+        time only (TPUStrategy traces one program for all replicas).
+      device: The replica's device, a string; empty where it has no single one.
+      num_local_replicas: How many of the replicas this process drives.
+      graph: The graph of the replica function where replicas are traced one by
+        one, else None. Code in `tf.cond` is traced in a graph inside it.
+    """
+
+    strategy: Any
+    kind: str
+    num_replicas: int
+    replica_id: int | None
+    device: str
+    num_local_replicas: int
+    graph: tf.Graph | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes the replicas are spread over."""
+        return self.num_replicas // self.num_local_replicas
+
+    @property
+    def process_id(self) -> int:
+        """Which of these processes this one is."""
+        return (self.replica_id or 0) // self.num_local_replicas
+
+
+def refuse_replica_context(what: str) -> None:
+    """Checks that code runs outside of `strategy.run`.
+
+    Args:
+      what: What is called, for the error.
+
+    Raises:
+      RuntimeError: In replica context of a strategy.
+    """
+    if tf.distribute.has_strategy() and not (
+        tf.distribute.in_cross_replica_context()
+    ):
+        raise RuntimeError(
+            f"{what} is called in replica context. Call it outside of"
+            " strategy.run()."
+        )
+
+
+def outermost_graph() -> tf.Graph | None:
+    """The graph of the function that is being traced, of nested ones the outer.
+
+    Returns:
+      A graph, or None in eager code.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    # Only functions' graphs have one; the last is the surrounding program's.
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    return graph
+
+
+def current() -> Here:
+    """Where the calling code runs.
+
+    Returns:
+      A `Here`.
+
+    Raises:
+      RuntimeError: In cross-replica context, where there is no "this replica",
+        and where replicas can't communicate: in a loop or a `tf.function`
+        inside the replica function.
+      ValueError: Under a strategy that is not supported.
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise RuntimeError(
+            "Gradients can't be applied in cross-replica context: there,"
+            " TensorFlow can't tell one replica's gradients from another's."
+            " Call apply() or apply_gradients() inside the function that you"
+            " pass to strategy.run()."
+        )
+    strategy = context.strategy
+    kind = kind_of(strategy)
+    num_replicas = strategy.num_replicas_in_sync
+    if kind == "single" or num_replicas == 1:
+        return Here(strategy, kind, 1, 0, "", 1)
+    if kind == "tpu":
+        return Here(strategy, kind, num_replicas, None, "", num_replicas)
+    replica_id = int(tf.get_static_value(context.replica_id_in_sync_group))
+    devices = strategy.extended.worker_devices
+    device = devices[replica_id % len(devices)]
+    return Here(
+        strategy,
+        kind,
+        num_replicas,
+        replica_id,
+        device,
+        len(devices),
+        _replica_graph(),
+    )
+
+
+def device_names(here: Here) -> tuple[str, ...]:
+    """A name for the device of every replica, equal in all processes.
+
+    Collective group keys are derived from these, so two strategies over the
+    same devices name the same group alike, and over other devices do not.
+    """
+    local = here.strategy.extended.worker_devices
+    if here.num_processes == 1:
+        return tuple(local)
+    cluster = here.strategy.cluster_resolver.cluster_spec().as_dict()
+    suffixes = [device.split("/")[-1] for device in local]
+    return tuple(
+        f"{sorted(cluster.items())}/{process}/{suffix}"
+        for process in range(here.num_processes)
+        for suffix in suffixes
+    )
+
+
+def _replica_graph() -> tf.Graph | None:
+    """The graph of the replica function, None in eager mode.
+
+    Raises:
+      RuntimeError: Where replicas can't communicate.
+    """
+    if tf.executing_eagerly():
+        return None
+    replica_graph = private_tensorflow.replica_graph()
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not replica_graph:
+        if private_tensorflow.is_loop_body(graph):
+            # A collective's key holds the name of the loop that it is in, and
+            # each replica's loop has another one: they would wait forever.
+            raise RuntimeError(
+                "Gradients are applied in a loop (tf.while_loop, or `for` over"
+                " tf.range) inside the replica function, where replicas cannot"
+                " communicate. Put the loop around strategy.run() instead."
+            )
+        if not getattr(graph, "is_control_flow_graph", False):
+            raise RuntimeError(
+                "Gradients are applied in a tf.function that is called inside"
+                " the replica function, where replicas cannot communicate."
+                " Decorate the function that calls strategy.run() with"
+                " tf.function instead, and take the decorator off the inner one."
+            )
+        graph = graph.outer_graph
+    return graph

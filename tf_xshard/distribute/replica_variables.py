@@ -1,0 +1,205 @@
+"""State of an optimizer that each replica has for itself.
+
+Such a variable holds another value on each replica. TensorFlow shows and saves
+the mean over the replicas and restores it on all, which keeps every sum that a
+reduction makes of it later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def make(shape, dtype: str, name: str) -> keras.Variable:
+    """A variable of zeros that each replica updates by itself.
+
+    Args:
+      shape: Its shape.
+      dtype: Its type.
+      name: Its name.
+
+    Returns:
+      A Keras variable; made in a strategy's scope it has a copy per replica.
+    """
+    is_float = tf.as_dtype(dtype).is_floating
+    return keras.Variable(
+        tf.zeros(shape, dtype),
+        dtype=dtype,
+        trainable=False,
+        autocast=False,
+        # Counters count alike on all replicas.
+        aggregation="mean" if is_float else "only_first_replica",
+        synchronization="on_read",
+        name=name,
+    )
+
+
+def read(variable: keras.Variable) -> tf.Tensor:
+    """This replica's value."""
+    return tf.raw_ops.ReadVariableOp(
+        resource=_handle(variable), dtype=variable.dtype
+    )
+
+
+def assign(variable: keras.Variable, value) -> None:
+    """Sets this replica's value."""
+    tf.raw_ops.AssignVariableOp(
+        resource=_handle(variable), value=tf.cast(value, variable.dtype)
+    )
+
+
+def assign_all(targets, sources) -> None:
+    """Gives each variable this replica's value of another."""
+    for target, source in zip(targets, sources, strict=True):
+        assign(target, read(source))
+
+
+def add(variable: keras.Variable, value) -> None:
+    """Adds a tensor or IndexedSlices to this replica's value."""
+    handle = _handle(variable)
+    if isinstance(value, tf.IndexedSlices):
+        tf.raw_ops.ResourceScatterAdd(
+            resource=handle,
+            indices=value.indices,
+            updates=tf.cast(value.values, variable.dtype),
+        )
+        return
+    tf.raw_ops.AssignAddVariableOp(
+        resource=handle, value=tf.cast(value, variable.dtype)
+    )
+
+
+def accumulator_of(variable, name: str) -> keras.Variable:
+    """Zeros of a variable's shape, for sums of its gradients.
+
+    float32 for 16-bit variables, whose sums would lose digits.
+    """
+    dtype = tf.as_dtype(variable.dtype)
+    return make(
+        variable.shape, "float32" if dtype.size < 4 else dtype.name, name
+    )
+
+
+def copy_of(variable) -> keras.Variable:
+    """A variable of the same path, constraint, and value on each replica.
+
+    The path, so that what an optimizer knows of a variable by its name
+    (MultiOptimizer, weight decay) holds for its copy.
+    """
+    *scopes, name = _path(variable).split("/")
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        result = keras.Variable(
+            tf.zeros(variable.shape, variable.dtype),
+            dtype=variable.dtype,
+            trainable=False,
+            autocast=False,
+            name=name,
+        )
+    result.constraint = getattr(variable, "constraint", None)
+    copy(variable, result, tf.distribute.get_strategy())
+    return result
+
+
+def copy(source, target, strategy) -> None:
+    """Gives a variable the value that another one has on each replica."""
+    if tf.distribute.in_cross_replica_context():
+        strategy.extended.update(
+            tensorflow_variable(target),
+            lambda one, value: one.assign(value),
+            args=(tensorflow_variable(source),),
+        )
+    else:
+        assign(target, read(source))
+
+
+def swap(one, other, strategy) -> None:
+    """Exchanges the values of two variables on each replica."""
+
+    def exchange(variable, second):
+        value = tf.identity(variable)
+        variable.assign(second)
+        second.assign(value)
+
+    strategy.extended.update(
+        tensorflow_variable(one), exchange, args=(tensorflow_variable(other),)
+    )
+
+
+def swap_here(one, other) -> None:
+    """Exchanges this replica's values of two variables."""
+    values = read(one), read(other)
+    for variable, value in zip((other, one), values, strict=True):
+        assign(variable, value)
+
+
+def when(predicate, function) -> None:
+    """Calls a function without arguments or result where a tensor is true."""
+    if tf.executing_eagerly():
+        if predicate:
+            function()
+        return
+
+    def call():
+        function()
+        return tf.constant(True)
+
+    tf.cond(predicate, call, lambda: tf.constant(False))
+
+
+def flat_name(variable) -> str:
+    """A variable's name, for those that are made from it."""
+    return _path(variable).replace("/", "_")
+
+
+def _path(variable) -> str:
+    path = getattr(variable, "path", None) or variable.name.split(":")[0]
+    return path.replace(":", "_")
+
+
+def tensorflow_variable(variable):
+    """What TensorFlow has of a Keras or TensorFlow variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _handle(variable) -> tf.Tensor:
+    # In replica context a distributed variable's handle is this replica's.
+    return tensorflow_variable(variable).handle
+
+
+def copies(variable) -> tuple[tf.Variable, ...]:
+    """The copies of a variable on this process's replicas, in their order.
+
+    One copy where it was made outside of a strategy's scope.
+    """
+    value = tensorflow_variable(variable)
+    if isinstance(value, tf.distribute.DistributedValues):
+        return tuple(value.values)
+    return (value,)
+
+
+def strategy_of(variable) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope a variable was made, None if in none's."""
+    value = tensorflow_variable(variable)
+    return getattr(value, "distribute_strategy", None)
+
+
+def may_differ(variables: Sequence) -> bool:
+    """Whether replicas hold different values of one of several variables.
+
+    Other processes are not asked: theirs may differ.
+    """
+    for variable in variables:
+        values = [np.asarray(copy).tobytes() for copy in copies(variable)]
+        strategy = strategy_of(variable)
+        if len(set(values)) > 1 or (
+            strategy and len(values) < strategy.num_replicas_in_sync
+        ):
+            return True
+    return False

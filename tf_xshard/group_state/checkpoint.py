@@ -1,0 +1,300 @@
+"""Every variable of every replica, to a directory and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.group_state import catalog
+from tf_xshard.group_state import checkpoint_files
+from tf_xshard.group_state import combine
+from tf_xshard.group_state import group_variables
+
+
+class Position(NamedTuple):
+    """How far training was when a state was saved.
+
+    Attributes:
+      epoch: Epochs that were complete.
+      step: Steps of the next epoch that were complete.
+    """
+
+    epoch: int
+    step: int
+
+
+def save(
+    state: group_variables.GroupVariables,
+    directory: str,
+    epoch: int,
+    step: int,
+) -> None:
+    """See `GroupState.save`."""
+    replicas, listed = state.replicas, state.listed()
+    digests = replicas.digests([one.variable for one in listed])
+    # The first replica that holds a value saves it for all.
+    owners = [[row.index(digest) for digest in row] for row in digests]
+    [token, *_] = replicas.gather_json(checkpoint_files.new_token())
+    what = f"Saving to {directory!r}"
+    files = replicas.on_all(
+        what,
+        lambda: checkpoint_files.write_values(
+            directory,
+            token,
+            replicas.process_id,
+            _own_values(state, listed, owners),
+        ),
+    )
+    manifest = {
+        "group_assignment": state.group_assignment.to_list(),
+        "epoch": epoch,
+        "step": step,
+        "optimizers": state.optimizer_classes(),
+        "files": {
+            name: checksum
+            for of_process in replicas.gather_json(files)
+            for name, checksum in of_process.items()
+        },
+        "variables": [
+            {
+                "part": one.part,
+                "name": one.name,
+                "kind": one.kind,
+                "of_optimizer": one.of_optimizer,
+                "dtype": one.dtype,
+                "shape": one.shape,
+                "owners": row,
+            }
+            for one, row in zip(listed, owners, strict=True)
+        ],
+    }
+    replicas.on_all(
+        what,
+        lambda: (
+            state.is_chief
+            and checkpoint_files.commit(directory, token, manifest)
+        ),
+    )
+
+
+def _own_values(state, listed, owners) -> dict:
+    values = {}
+    for index, one in enumerate(listed):
+        ids = state.replicas.local_ids
+        if not set(owners[index]) & set(ids):
+            continue
+        local = state.replicas.local(one.variable)
+        for r, value in zip(ids, local, strict=True):
+            if r in owners[index]:
+                values[_key(index, r)] = value
+    return values
+
+
+def _key(index: int, replica_id: int) -> str:
+    return f"{index}/replica_{replica_id}"
+
+
+def position(directory: str) -> Position:
+    """See `GroupState.position`."""
+    manifest = checkpoint_files.read_manifest(directory)
+    return Position(manifest["epoch"], manifest["step"])
+
+
+def saved_groups(directory: str) -> group_assignment_lib.GroupAssignment:
+    """The groups of a save."""
+    manifest = checkpoint_files.read_manifest(directory)
+    return group_assignment_lib.GroupAssignment(manifest["group_assignment"])
+
+
+def restore(
+    state: group_variables.GroupVariables,
+    directory: str,
+    regroup: str | Mapping[int, int] | None,
+) -> Position:
+    """See `GroupState.restore`."""
+    listed = state.listed()
+    found, assignments = state.replicas.on_all(
+        f"Restoring from {directory!r}",
+        lambda: _read(state, listed, directory, regroup),
+    )
+    for variable, values in assignments:
+        state.replicas.assign(variable, values)
+    return found
+
+
+def _read(state, listed, directory, regroup) -> tuple[Position, list]:
+    """Everything that is to be assigned, all of it checked."""
+    manifest = checkpoint_files.read_manifest(directory)
+    groups = group_assignment_lib.GroupAssignment(manifest["group_assignment"])
+    sources = _sources(state, directory, groups, regroup)
+    own, its = state.optimizer_classes(), manifest["optimizers"]
+    if own != its:
+        raise ValueError(
+            f"{directory!r} was saved from other optimizers: it has {its}, and"
+            f" here are {own} (of models inside and in attributes those that"
+            " are built)."
+        )
+    pairs = _matched(listed, manifest["variables"], directory)
+    if sources is not None:
+        pairs = [pair for pair in pairs if pair[0].kind != "metric"]
+    ids = state.replicas.local_ids
+    names = {
+        _key(index, saved["owners"][r])
+        for _, index, saved in pairs
+        for r in (ids if sources is None else range(groups.num_replicas))
+    }
+    values = checkpoint_files.read_values(directory, manifest, sorted(names))
+    assignments = []
+    for one, index, saved in pairs:
+
+        def of_replica(r, index=index, saved=saved):
+            return values[_key(index, saved["owners"][r])]
+
+        if sources is None:
+            found = [of_replica(r) for r in ids]
+        else:
+            of_group = combine.by_group(
+                [of_replica(r) for r in range(groups.num_replicas)], groups
+            )
+            found = [
+                combine.combined(
+                    [of_group[g] for g in sources[state.group_of(r)]]
+                )
+                for r in ids
+            ]
+        assignments.append((one.variable, found))
+    return Position(manifest["epoch"], manifest["step"]), assignments
+
+
+def _sources(state, directory, saved_groups, regroup):
+    """The saved groups that each group takes; None for exactly what was."""
+    groups = state.group_assignment
+    if regroup is None:
+        if group_assignment_lib.same_groups(groups, saved_groups):
+            return None
+        raise ValueError(
+            f"{directory!r} was saved with the groups"
+            f" {saved_groups.to_list()} of {saved_groups.num_replicas}"
+            f" replicas, and here are {groups.to_list()} of"
+            f' {groups.num_replicas}. Give regroup="mean", "first" or a dict'
+            " {group: saved group} to restore it to other groups."
+        )
+    every = range(saved_groups.num_groups)
+    if regroup == "mean":
+        return [list(every)] * groups.num_groups
+    if regroup == "first":
+        return [[0]] * groups.num_groups
+    if (
+        not isinstance(regroup, Mapping)
+        or set(regroup) != set(range(groups.num_groups))
+        or not set(regroup.values()) <= set(every)
+    ):
+        raise ValueError(
+            'regroup must be "mean", "first", or a dict that gives each group'
+            f" from 0 to {groups.num_groups - 1} a saved group from 0 to"
+            f" {saved_groups.num_groups - 1}, got {regroup!r}."
+        )
+    return [[regroup[group]] for group in range(groups.num_groups)]
+
+
+def _matched(
+    listed: list[catalog.StateVariable],
+    saved: list[dict[str, Any]],
+    directory: str,
+) -> list[tuple[catalog.StateVariable, int, dict]]:
+    """Variables with what was saved of them.
+
+    Raises:
+      ValueError: If the save is not of these variables.
+    """
+    own = [one for one in listed if one.kind != "metric"]
+    its = [
+        (index, one)
+        for index, one in enumerate(saved)
+        if one["kind"] != "metric"
+    ]
+    # Names that users give are in another order, though all there: Keras'
+    # numbers are no more than numbers only where that is not so.
+    mine, theirs = (
+        [_last(n) for n in names]
+        for names in (
+            [one.name for one in own if not one.of_optimizer],
+            [other["name"] for _, other in its if not other["of_optimizer"]],
+        )
+    )
+    if mine != theirs and sorted(mine) == sorted(theirs):
+        first = next(a for a, b in zip(mine, theirs, strict=True) if a != b)
+        raise ValueError(
+            f"{directory!r} was saved from a model whose variables are in"
+            f" another order; the first that differs here is {first!r}."
+        )
+    for one, (_, other) in zip(own, its, strict=False):
+        mine = (
+            *(one.part, one.shape, one.dtype),
+            _own_name(one.name, one.of_optimizer),
+        )
+        theirs = (
+            other["part"],
+            tuple(other["shape"]),
+            other["dtype"],
+            _own_name(other["name"], other["of_optimizer"]),
+        )
+        if mine != theirs:
+            raise ValueError(
+                f"{directory!r} was saved from another model or optimizer:"
+                f" where here is {one.name!r} of {one.part!r},"
+                f" {one.dtype} {list(one.shape)}, it has {other['name']!r} of"
+                f" {other['part']!r}, {other['dtype']} {other['shape']}."
+            )
+    if len(own) != len(its):
+        longer = (
+            [one.name for one in own]
+            if len(own) > len(its)
+            else [other["name"] for _, other in its]
+        )
+        raise ValueError(
+            f"{directory!r} was saved from another model or optimizer: it has"
+            f" {len(its)} variables, and here are {len(own)}. The first that"
+            f" is missing is {longer[min(len(own), len(its))]!r}."
+        )
+    return [
+        (one, index, other)
+        for one, (index, other) in zip(own, its, strict=True)
+    ] + _matched_metrics(listed, saved)
+
+
+def _matched_metrics(listed, saved):
+    # Keras makes them when training begins, and resets them then. Several have
+    # one name, so all are the same, or none counts.
+    own = [one for one in listed if one.kind == "metric"]
+    its = [
+        (index, other)
+        for index, other in enumerate(saved)
+        if other["kind"] == "metric"
+    ]
+    if [(one.part, one.name, one.shape) for one in own] != [
+        (other["part"], other["name"], tuple(other["shape"]))
+        for _, other in its
+    ]:
+        return []
+    return [(one, *other) for one, other in zip(own, its, strict=True)]
+
+
+def _last(path: str) -> str:
+    """A variable's name and its layer's, without what is around these.
+
+    A model's name is a part of the path or not, depending on how it was made.
+    """
+    return "/".join(path.split("/")[-2:])
+
+
+def _own_name(path: str, of_optimizer: bool) -> str:
+    """What is always the same in a variable's path.
+
+    Keras numbers equal names: `sequential_1/dense_2/kernel`. Of an optimizer's
+    variable, whose name has that in front, it is the last word.
+    """
+    own = re.sub(r"_\d+", "", _last(path))
+    return re.split("[/_]", own)[-1] if of_optimizer else own

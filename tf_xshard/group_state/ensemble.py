@@ -1,0 +1,213 @@
+"""A group's weights, or all groups' together, as a Keras model."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard.group_state import catalog
+from tf_xshard.optimizers import agn_optimizer
+from tf_xshard.optimizers import tree
+from tf_xshard.private import keras_models
+from tf_xshard.private import keras_optimizers
+
+
+class Ensemble(keras.Model):
+    """A model whose outputs are the mean of several models' outputs.
+
+    It computes with the loss and metrics of the model that it is made of, and
+    with the mean of the members' regularization losses.
+
+    Args:
+      model: A compiled or uncompiled `keras.Model`.
+      num_members: How many models it has room for.
+    """
+
+    def __init__(self, model: keras.Model, num_members: int):
+        super().__init__(name=f"{model.name}_ensemble")
+        with keras_optimizers.untracked():
+            self._of = model
+            self._variables_of = _ordered(model)
+            self._metrics_of = list(model.metrics)
+            self._members = [
+                [
+                    keras.Variable(
+                        tf.zeros(like.shape, like.dtype),
+                        dtype=like.dtype,
+                        trainable=False,
+                    )
+                    for like in self._variables_of
+                ]
+                for _ in range(num_members)
+            ]
+        parameters = inspect.signature(model.call).parameters.values()
+        self._options = (
+            {"training": False}
+            if any(
+                p.name == "training" or p.kind == p.VAR_KEYWORD
+                for p in parameters
+            )
+            else {}
+        )
+        self.compile()
+
+    def is_of(self, model: keras.Model) -> bool:
+        """Whether the model has these variables and metrics still."""
+        return _are(self._variables_of, _ordered(model)) and _are(
+            self._metrics_of, model.metrics
+        )
+
+    def show(self, weights: Sequence[Sequence[np.ndarray]]) -> None:
+        """Gives every member its weights.
+
+        Args:
+          weights: For each member the values of `model.weights`.
+        """
+        for member, values in zip(self._members, weights, strict=True):
+            of_weight = {
+                id(weight): value
+                for weight, value in zip(self._of.weights, values, strict=True)
+            }
+            for like, variable in zip(self._variables_of, member, strict=True):
+                # Random states are no weights; a prediction draws nothing.
+                if id(like) in of_weight:
+                    variable.assign(of_weight[id(like)])
+
+    def _outputs_and_losses(self, x):
+        """The mean of the outputs, and of what regularizers add."""
+        outputs, losses = [], []
+        for member in self._members:
+            mapping = zip(self._variables_of, member, strict=True)
+            with keras.StatelessScope(
+                [(like, one.value) for like, one in mapping],
+                collect_losses=True,
+            ):
+                outputs.append(self._of(x, **self._options))
+                losses.append([tf.reduce_sum(one) for one in self._of.losses])
+        mean = keras.tree.map_structure(_mean, *outputs)
+        return mean, [_mean(*parts) for parts in zip(*losses, strict=True)]
+
+    def call(self, x):
+        """The mean of what the members return.
+
+        Args:
+          x: The model's input.
+
+        Returns:
+          The model's outputs, averaged.
+        """
+        return self._outputs_and_losses(x)[0]
+
+    @property
+    def metrics(self):
+        """The model's."""
+        return self._of.metrics
+
+    def test_step(self, data):
+        """One step of `evaluate`.
+
+        Args:
+          data: From Keras.
+
+        Returns:
+          The metrics so far.
+        """
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        outputs, losses = self._outputs_and_losses(x)
+        with keras_models.losses_instead(self._of, losses):
+            loss = self._of.compute_loss(
+                x=x,
+                y=y,
+                y_pred=outputs,
+                sample_weight=sample_weight,
+                training=False,
+            )
+        for metric in self._of.metrics:
+            if metric.name == "loss":
+                # Keras divides every loss by the number of replicas.
+                metric.update_state(
+                    loss * tf.distribute.get_strategy().num_replicas_in_sync,
+                    sample_weight=tf.shape(keras.tree.flatten(x)[0])[0],
+                )
+        return self._of.compute_metrics(x, y, outputs, sample_weight)
+
+
+def _ordered(model: keras.Model) -> list:
+    return [*model.trainable_variables, *model.non_trainable_variables]
+
+
+def _are(some: Sequence, others: Sequence) -> bool:
+    return len(some) == len(others) and all(
+        one is other for one, other in zip(some, others, strict=True)
+    )
+
+
+def _mean(*outputs):
+    total = outputs[0]
+    for output in outputs[1:]:
+        total = total + output
+    return total / len(outputs)
+
+
+@contextlib.contextmanager
+def with_plain_optimizer(model: keras.Model, value_of) -> Iterator[keras.Model]:
+    """A model that is saved as if it knew no tf_xshard, while this is entered.
+
+    Args:
+      model: The model, compiled or not.
+      value_of: Returns the value of a variable of its optimizer.
+
+    Yields:
+      The model, compiled with a copy of the innermost optimizer.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    config = model.get_compile_config() if optimizer is not None else None
+    if not config or not tree.is_wrapper(optimizer):
+        yield model
+        return
+    innermost = _unwrapped(optimizer)
+    config["optimizer"] = keras.saving.serialize_keras_object(innermost)
+    # Some optimizers' from_config takes things out of what it gets.
+    plain = keras.saving.deserialize_keras_object(
+        copy.deepcopy(config["optimizer"])
+    )
+    if innermost.built:
+        plain.build(model.trainable_variables)
+        for mine, its in _paired(innermost, plain):
+            its.assign(value_of(mine))
+    with keras_models.compiled_with(model, plain, config):
+        yield model
+
+
+def _paired(optimizer, other) -> Iterator[tuple]:
+    """The variables of two optimizers of one class, side by side."""
+    # By names, since layers may have been frozen since the first was built; the
+    # second's file has to fit the model as it is now.
+    by_name = collections.defaultdict(list)
+    for variable in catalog.of_optimizer(optimizer):
+        by_name[_last(variable)].append(variable)
+    for variable in catalog.of_optimizer(other):
+        if by_name[_last(variable)]:
+            yield by_name[_last(variable)].pop(0), variable
+
+
+def _last(variable) -> str:
+    return variable.path.split("/")[-1]
+
+
+def _unwrapped(optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer that updates the model, of a stack of wrappers."""
+    while tree.is_wrapper(optimizer):
+        optimizer = (
+            optimizer.local_optimizer
+            if isinstance(optimizer, agn_optimizer.AGNOptimizer)
+            else optimizer.inner_optimizer
+        )
+    return optimizer

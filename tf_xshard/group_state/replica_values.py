@@ -1,0 +1,226 @@
+"""What each replica holds, read and written outside of `strategy.run`.
+
+TensorFlow shows replica 0's value of a distributed variable and writes a value
+to all replicas. Here every replica's own is read and written, bit by bit; that
+of another process travels over the strategy's collectives, as gradients do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import collectives
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import replica_variables
+
+# Values travel between processes in parts of about this many bytes (a larger
+# variable as one), so that not all of a model's are in memory at once.
+_CHUNK_BYTES = 32 << 20
+
+
+class ReplicaValues:
+    """Reads and writes variables of a strategy, replica by replica.
+
+    With several processes every method that says so is a collective: all call
+    it, with the same variables.
+
+    Args:
+      strategy: A `tf.distribute.Strategy`.
+      communication: A `Communication`, whose timeout holds.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        communication: communication_lib.Communication,
+    ):
+        self.strategy = strategy
+        self.num_replicas = strategy.num_replicas_in_sync
+        self.communication = communication
+        # In the order of `copies`.
+        self.local_ids = replica_context.local_replica_ids(strategy)
+        self.num_processes = self.num_replicas // len(self.local_ids)
+        self.process_id = replica_context.process_id(strategy)
+
+    def process_of(self, replica_id: int) -> int:
+        """The process that drives a replica."""
+        return replica_id // len(self.local_ids)
+
+    def local(self, variable) -> list[np.ndarray]:
+        """This process's values, one for each of `local_ids`."""
+        values = [
+            np.asarray(copy) for copy in replica_variables.copies(variable)
+        ]
+        return values if len(values) > 1 else values * len(self.local_ids)
+
+    def assign(self, variable, values: Sequence[np.ndarray]) -> None:
+        """Writes this process's values, one for each of `local_ids`."""
+        # One copy: all replicas' value is the same.
+        for copy, value in zip(
+            replica_variables.copies(variable), values, strict=False
+        ):
+            copy.assign(tf.constant(value, copy.dtype))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What every process gives, in the order of processes. Collective."""
+        if self.num_processes == 1:
+            return [payload]
+        sizes = self._all_gather(np.array([len(payload)], np.int64))
+        # Powers of two, so that few shapes are traced.
+        width = 1 << int(max(sizes) // 8).bit_length()
+        padded = payload + bytes(8 * width - len(payload))
+        rows = self._all_gather(np.frombuffer(padded, np.int64))
+        return [
+            row.tobytes()[:size]
+            for row, size in zip(
+                rows.reshape(self.num_processes, width), sizes, strict=True
+            )
+        ]
+
+    def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
+        """Concatenates the int64 numbers of all processes."""
+        # One replica of each process speaks for it.
+        own = self.strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                numbers
+                if int(context.replica_id_in_sync_group) == self.local_ids[0]
+                else numbers[:0]
+            )
+        )
+        # As a graph, also where tf.config.run_functions_eagerly(True) holds.
+        gathered = self._gather_function.get_concrete_function(own)(own)
+        return np.asarray(self.strategy.experimental_local_results(gathered)[0])
+
+    @functools.cached_property
+    def _gather_function(self):
+        every = group_assignment_lib.GroupAssignment.contiguous(
+            self.num_replicas, self.num_replicas
+        )
+
+        def on_replica(value):
+            here = replica_context.current()
+            gather = collectives.choose(here, every).group_gather
+            [gathered] = gather([value], here, every, self.communication)
+            return gathered
+
+        return tf.function(lambda own: self.strategy.run(on_replica, (own,)))
+
+    def gather_json(self, value) -> list:
+        """The same for values that JSON can hold. Collective."""
+        return [
+            json.loads(payload)
+            for payload in self.gather(json.dumps(value).encode())
+        ]
+
+    def on_all(self, what: str, function: Callable[[], Any]) -> Any:
+        """Calls a function, and raises on all if it fails on one. Collective.
+
+        Args:
+          what: What it tries, for the error.
+          function: What is to be done on every process. Not a collective.
+
+        Returns:
+          What it returns here.
+
+        Raises:
+          Its own error, or RuntimeError for that of another process.
+        """
+        error = result = None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        texts = self.gather_json(error and f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for process, text in enumerate(texts):
+            if text is not None:
+                raise RuntimeError(f"{what} failed on worker {process}: {text}")
+        return result
+
+    def of_replicas(
+        self, variables: Sequence, replica_ids: Sequence[int]
+    ) -> Iterator[list[np.ndarray]]:
+        """The values that some replicas hold, for one variable after another.
+
+        Args:
+          variables: The variables.
+          replica_ids: Ids of replicas.
+
+        Yields:
+          For each variable a list of values, in the order of `replica_ids`.
+          Collective.
+        """
+        if self.num_processes == 1:
+            for variable in variables:
+                local = self.local(variable)
+                yield [local[r] for r in replica_ids]
+            return
+        chunk, size = [], 0
+        for index, variable in enumerate(variables):
+            chunk.append(variable)
+            size += replica_variables.copies(variable)[0].dtype.size * int(
+                np.prod(variable.shape)
+            )
+            if size >= _CHUNK_BYTES or index == len(variables) - 1:
+                yield from self._gathered(chunk, replica_ids)
+                chunk, size = [], 0
+
+    def _gathered(self, variables, replica_ids):
+        """`of_replicas` for a few variables, in one exchange."""
+        own = [r for r in replica_ids if r in self.local_ids]
+        parts = []
+        for variable in variables:
+            local = dict(zip(self.local_ids, self.local(variable), strict=True))
+            parts += [local[r].tobytes() for r in own]
+        payloads = self.gather(b"".join(parts))
+        offsets = [0] * self.num_processes
+        for variable in variables:
+            found = {}
+            dtype = replica_variables.copies(variable)[0].dtype.as_numpy_dtype
+            shape = tuple(variable.shape)
+            count = int(np.prod(shape))
+            for r in replica_ids:
+                process = self.process_of(r)
+                found[r] = np.frombuffer(
+                    payloads[process], dtype, count, offsets[process]
+                ).reshape(shape)
+                offsets[process] += found[r].nbytes
+            yield [found[r] for r in replica_ids]
+
+    def digests(self, variables: Sequence) -> list[list[str]]:
+        """A digest of the value of every variable on every replica.
+
+        Equal digests are equal bits. Collective.
+
+        Returns:
+          For each variable a list, in the order of replica ids.
+        """
+        own = []
+        for variable in variables:
+            seen = {}
+            for one in self.local(variable):
+                # Where a variable has one copy, its values are one object.
+                if id(one) not in seen:
+                    seen[id(one)] = _digest(one)
+                own.append(seen[id(one)])
+        width = len(self.local_ids)
+        result = [[] for _ in variables]
+        for process in self.gather_json(own):
+            for index, row in enumerate(result):
+                row += process[index * width : (index + 1) * width]
+        return result
+
+
+def _digest(value: np.ndarray) -> str:
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

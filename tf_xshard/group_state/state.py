@@ -1,0 +1,433 @@
+"""GroupState: what each group holds, read, saved, restored and merged."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+
+import keras
+import numpy as np
+
+from tf_xshard.group_state import checkpoint
+from tf_xshard.group_state import divergence
+from tf_xshard.group_state import ensemble
+from tf_xshard.group_state import group_variables
+from tf_xshard.group_state import table
+from tf_xshard.multi_worker import fit
+
+
+def refuse_generator(data) -> None:
+    """Checks that data can be read several times.
+
+    Raises:
+      TypeError: If it is a generator.
+    """
+    if inspect.isgenerator(data):
+        raise TypeError(
+            "The data are read once for each group, and a generator can be read"
+            " only once. Give arrays or a tf.data.Dataset."
+        )
+
+
+class GroupState(group_variables.GroupVariables):
+    """What each group of replicas holds: read, evaluate, save, restore, merge.
+
+    With several groups, and with AGNOptimizer between exchanges, replicas hold
+    different values on purpose. TensorFlow and Keras show, save and restore
+    those of replica 0. This sees every replica.
+
+    ```
+                 group 0            group 1
+    replica      0         1        2         3
+    weights      a         a        b         b      get_weights(0) -> a
+    slots        m         m        n         n      export(1, path) -> b, n
+    moving mean  s0        s1       s2        s3     its value in group 1 is
+                                                     the mean of s2 and s3
+    save()       a, m, s0, s1, b, n, s2, s3: every value that differs, once
+    ```
+
+    A group has one value of each variable: the replicas' own where these are
+    equal to the bit, else (moving statistics, AGN's local slots) their mean, or
+    the first replica's where there is no mean (counters). The weights of a
+    model that AGNOptimizer trains are the center.
+
+    Call it outside of `strategy.run`, and with several processes
+    (MultiWorkerMirroredStrategy) in all of them: what is needed travels over
+    the strategy's own collectives. Only `save` and `restore` need a directory
+    that all processes share.
+
+    Args:
+      model: A built `keras.Model`, with the optimizer that it is compiled with.
+        Or, for loops of your own, a dict of names and what holds variables
+        (models, layers, optimizers, metrics, variables, `tf.Module`s,
+        generators of random numbers, and lists of them), or a list of
+        variables.
+      group_assignment: A `GroupAssignment`, or a `[num_groups,
+        replicas_per_group]` nested list of replica ids. None (default) for that
+        of the model's optimizer; of nested ones, who reduces with whom in the
+        end.
+
+    Raises:
+      TypeError: If `model` holds no variables.
+      ValueError: If variables are of different strategies, or the groups are
+        not for the strategy.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.layers.Input((2,)),
+    ...                           keras.layers.Dense(1)])
+    >>> model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()))
+    >>> state = tf_xshard.GroupState(model)
+    >>> state.num_groups, [w.shape for w in state.get_weights(0)["model"]]
+    (1, [(2, 1), (1,)])
+
+    Source: "save, restore, merge" of the groups that `group_assignment` of
+    `tf.compat.v1.tpu.CrossShardOptimizer` makes; TensorFlow has no counterpart.
+    """
+
+    _made_ensemble = None
+
+    @contextlib.contextmanager
+    def _preserved(self) -> Iterator[None]:
+        """Puts the model's variables back as they were, metrics included."""
+        if self._model is None:
+            raise ValueError(
+                "GroupState was made without a keras.Model: there is nothing to"
+                " evaluate, predict with or export."
+            )
+        self.listed()
+        kept = [
+            (variable, self.replicas.local(variable))
+            for variable in (
+                *self._model.variables,
+                *self._model.metrics_variables,
+            )
+        ]
+        several = self.replicas.num_processes > 1
+        try:
+            with (
+                fit.multi_worker_fit(self.replicas.communication)
+                if several
+                else contextlib.nullcontext()
+            ):
+                yield
+        finally:
+            for variable, values in kept:
+                self.replicas.assign(variable, values)
+
+    def _model_weights(self, group: int) -> list[np.ndarray]:
+        by_id = {id(one.variable): one for one in self.listed()}
+        ordered = [by_id[id(variable)] for variable in self._model.weights]
+        return self._group_values(self._shown(ordered), group)
+
+    def _show(self, weights) -> None:
+        """Puts weights into the model, on all replicas."""
+        if len(weights) != len(self._model.weights):
+            raise ValueError(
+                f"The model {self._model.name!r} has layers that have not been"
+                " built. Call it on a batch first."
+            )
+        for variable, value in zip(self._model.weights, weights, strict=True):
+            self.assign_groups(
+                variable, dict.fromkeys(range(self.num_groups), value)
+            )
+
+    def _ensemble(self, weights) -> ensemble.Ensemble:
+        # Made once, so that its functions are traced once.
+        made = self._made_ensemble
+        with self.replicas.strategy.scope():
+            if made is None or not made.is_of(self._model):
+                made = ensemble.Ensemble(self._model, self.num_groups)
+            made.show(weights)
+        self._made_ensemble = made
+        return made
+
+    def evaluate(
+        self,
+        data,
+        y=None,
+        *,
+        batch_size: int | None = None,
+        sample_weight=None,
+        steps: int | None = None,
+        verbose: int = 0,
+        ensemble: bool = True,
+    ) -> table.Table:
+        """The metrics of each group, on the same whole data.
+
+        All replicas evaluate one group after the other, with `model.evaluate`;
+        then the model is as it was.
+
+        Args:
+          data: A `tf.data.Dataset`, arrays, or a tuple `(x, y)` or `(x, y,
+            sample_weight)`; not a generator, which can be read only once. With
+            `steps` it has to come in the same order each time.
+          y: The targets, if `data` is arrays of inputs.
+          batch_size: See `keras.Model.evaluate`.
+          sample_weight: See `keras.Model.evaluate`.
+          steps: See `keras.Model.evaluate`.
+          verbose: See `keras.Model.evaluate`. Default: 0.
+          ensemble: Whether there is a row for the ensemble, whose outputs are
+            the mean of the groups' `model(x)`. It takes the memory of all
+            groups' weights on each replica. Default: True. There is none for
+            one group, nor where the model has a `test_step` of its own.
+
+        Returns:
+          A row for each group, with `group` and the metrics, and one with
+          `group` "ensemble". It prints as a table.
+
+        Raises:
+          TypeError: If `data` is a generator.
+          ValueError: If there is no compiled model, or `data` has a
+            `sample_weight` and another is given.
+
+        Example:
+
+        >>> model = keras.Sequential([keras.layers.Input((2,)),
+        ...     keras.layers.Dense(1, kernel_initializer="zeros")])
+        >>> model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()),
+        ...               "mse")
+        >>> tf_xshard.GroupState(model).evaluate(np.ones([4, 2]), np.ones(4))
+        group  loss
+        0      1
+        """
+        refuse_generator(data)
+        if isinstance(data, tuple) and y is None:
+            data, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+            if weight is not None and sample_weight is not None:
+                raise ValueError(
+                    "evaluate() got a sample_weight in the data, and another."
+                )
+            sample_weight = weight if weight is not None else sample_weight
+        options = {
+            "y": y,
+            "batch_size": batch_size,
+            "sample_weight": sample_weight,
+            "steps": steps,
+            "verbose": verbose,
+            "return_dict": True,
+        }
+        rows, members = table.Table(), []
+        with self._preserved():
+            for group in range(self.num_groups):
+                members.append(self._model_weights(group))
+            for group, weights in enumerate(members):
+                self._show(weights)
+                rows.append(
+                    table.row_of(group, self._model.evaluate(data, **options))
+                )
+            own_step = type(self._model).test_step is not keras.Model.test_step
+            if ensemble and self.num_groups > 1 and not own_step:
+                logs = self._ensemble(members).evaluate(data, **options)
+                rows.append(table.row_of("ensemble", logs))
+        return rows
+
+    def predict(
+        self,
+        data,
+        group: int | None = None,
+        *,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        verbose: int = 0,
+    ):
+        """What a group, or the ensemble of all, predicts.
+
+        All replicas compute with the group's weights; then the model is as it
+        was.
+
+        Args:
+          data: Inputs, see `keras.Model.predict`.
+          group: The group's index, or None (default) for the ensemble: the mean
+            of the groups' outputs (of `model(x)`, if `predict_step` is
+            overridden).
+          batch_size: See `keras.Model.predict`.
+          steps: See `keras.Model.predict`.
+          verbose: See `keras.Model.predict`. Default: 0.
+
+        Returns:
+          The outputs, as from `keras.Model.predict`.
+
+        Raises:
+          ValueError: If there is no such group, or no model.
+
+        Example:
+
+        >>> model = keras.Sequential([keras.layers.Input((2,)),
+        ...     keras.layers.Dense(1, kernel_initializer="ones")])
+        >>> tf_xshard.GroupState(model).predict(np.ones([1, 2]), group=0)
+        array([[2.]], dtype=float32)
+        """
+        options = {"batch_size": batch_size, "steps": steps, "verbose": verbose}
+        if group is not None:
+            group = self._checked(group)
+        elif self.num_groups == 1:
+            group = 0
+        with self._preserved():
+            if group is None:
+                weights = [
+                    self._model_weights(one) for one in range(self.num_groups)
+                ]
+                return self._ensemble(weights).predict(data, **options)
+            self._show(self._model_weights(group))
+            return self._model.predict(data, **options)
+
+    def divergence(self) -> table.Table:
+        """How far replicas are apart, variable by variable.
+
+        Returns:
+          A row per variable, which prints as a table. `within_group`: the
+          largest absolute difference between replicas of one group, which is
+          expected to be 0, and `between_groups`, for trainable weights, slots
+          and AGN's center. What is meant to differ has columns of its own, over
+          the replicas of a group: `local` (what AGN trains, open rounds of
+          towers) and `statistic` (moving statistics).
+
+        Example:
+
+        >>> tf_xshard.GroupState([keras.Variable(1.0, name="w")]).divergence()
+        variable  kind    within_group  between_groups  local  statistic
+        w         weight  0             0               -      -
+        """
+        return divergence.measured(self)
+
+    def export(self, group: int, path: str | os.PathLike) -> None:
+        """Saves a group as an ordinary `.keras` model.
+
+        It loads anywhere, with no strategy and no tf_xshard. It is compiled
+        with the optimizer inside the wrappers (AGN's local one), whose state is
+        the group's. With several processes the chief writes.
+
+        Args:
+          group: The group's index.
+          path: A path that ends in `.keras`.
+
+        Raises:
+          ValueError: If there is no such group, no model, or another ending.
+          NotImplementedError: If the model can't be made from a config, see
+            `keras.Model.save`, which writes the file.
+          OSError: If the file can't be written; with several processes a
+            RuntimeError on those that did not write it.
+
+        Example:
+
+        >>> import os, tempfile
+        >>> model = keras.Sequential([keras.layers.Input((2,)),
+        ...                           keras.layers.Dense(1)])
+        >>> path = os.path.join(tempfile.mkdtemp(), "group_0.keras")
+        >>> tf_xshard.GroupState(model).export(0, path)
+        >>> keras.models.load_model(path).count_params()
+        3
+        """
+        group = self._checked(group)
+        path = os.fspath(path)
+        if not path.endswith(".keras"):
+            raise ValueError(f"export() writes .keras files, got {path!r}.")
+
+        def value_of(variable):
+            [value] = self._group_values([variable], group)
+            return value
+
+        with self._preserved():
+            self._show(self._model_weights(group))
+            with ensemble.with_plain_optimizer(self._model, value_of) as model:
+                self.replicas.on_all(
+                    f"Exporting to {path!r}",
+                    lambda: self.is_chief and model.save(path),
+                )
+
+    def save(
+        self, directory: str | os.PathLike, *, epoch: int = 0, step: int = 0
+    ) -> None:
+        """Saves every variable of every replica, whole at every instant.
+
+        What a training step reads: weights, moving statistics, random states,
+        metrics, and all state of optimizers; of replicas that hold the same,
+        once. A crash, at any instant, leaves the save before it or this one.
+
+        Args:
+          directory: Where; is made. It holds one save, the last. Several
+            processes must see the same directory.
+          epoch: How many epochs are complete. Default: 0.
+          step: How many steps of the next one are. Default: 0.
+
+        Raises:
+          OSError, tf.errors.OpError or ValueError: If it can't be written, or
+            the processes don't see one directory; the save before stays, and
+            with several processes there is a RuntimeError on the others.
+
+        Example:
+
+        >>> import tempfile
+        >>> directory = tempfile.mkdtemp()
+        >>> weight = keras.Variable(1.0)
+        >>> state = tf_xshard.GroupState([weight])
+        >>> state.save(directory, epoch=3)
+        >>> _ = weight.assign(7.0)
+        >>> state.restore(directory)
+        Position(epoch=3, step=0)
+        >>> float(weight)
+        1.0
+        """
+        checkpoint.save(self, os.fspath(directory), int(epoch), int(step))
+
+    def restore(
+        self,
+        directory: str | os.PathLike,
+        *,
+        regroup: str | Mapping[int, int] | None = None,
+    ) -> checkpoint.Position:
+        """Restores what `save` saved, on every replica, to the bit.
+
+        All is read and checked before anything changes. Metrics that are not
+        built yet are left out.
+
+        Args:
+          directory: Where it was saved.
+          regroup: None (default) if groups and replicas are those of the save.
+            Else, on purpose: `"mean"`, every group takes the mean of the saved
+            groups; `"first"`, every group takes the first one's values; or a
+            dict of every group and the saved group that it takes.
+
+        Returns:
+          A `Position`, whose `epoch` and `step` were given to `save`.
+
+        Raises:
+          FileNotFoundError: If nothing was saved there.
+          ValueError: If the save is damaged, of another model, or of other
+            groups; the message names what differs.
+          RuntimeError: If it failed on another process.
+
+        Example:
+
+        See `save`.
+        """
+        return checkpoint.restore(self, os.fspath(directory), regroup)
+
+    @staticmethod
+    def position(directory: str | os.PathLike) -> checkpoint.Position:
+        """How far training was when a state was saved.
+
+        For a pipeline that has to start there, before there is a model.
+
+        Args:
+          directory: Where it was saved.
+
+        Returns:
+          A `Position`: `epoch` and `step`, ints.
+
+        Raises:
+          FileNotFoundError: If nothing was saved there.
+          ValueError: If the save is damaged.
+
+        Example:
+
+        >>> import tempfile
+        >>> directory = tempfile.mkdtemp()
+        >>> tf_xshard.GroupState([keras.Variable(1.0)]).save(directory, epoch=2)
+        >>> tf_xshard.GroupState.position(directory).epoch
+        2
+        """
+        return checkpoint.position(os.fspath(directory))

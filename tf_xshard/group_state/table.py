@@ -1,0 +1,69 @@
+"""Rows of results that print as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+class Table(list):
+    """A list of dicts with the same keys, which prints as a table.
+
+    Example:
+
+    >>> from tf_xshard.group_state import table
+    >>> table.Table([{"group": 0, "loss": 0.5}, {"group": 1, "loss": None}])
+    group  loss
+    0      0.5
+    1      -
+    """
+
+    def __repr__(self) -> str:
+        if not self:
+            return "(no rows)"
+        columns = list(self[0])
+        cells = [columns] + [
+            [_shown(row[column]) for column in columns] for row in self
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width)
+                for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
+            for row in cells
+        )
+
+    __str__ = __repr__
+
+    def column(self, name: str) -> list:
+        """The values of one column.
+
+        Args:
+          name: A key of the rows.
+
+        Returns:
+          A list with one value per row.
+        """
+        return [row[name] for row in self]
+
+
+def row_of(group, values: Mapping[str, Any]) -> dict:
+    """A row that begins with its group; numbers are floats, others arrays."""
+    row = {"group": group}
+    for name, value in values.items():
+        value = np.asarray(value)
+        # Not to hide the group's number behind a metric of that name.
+        name = "group (metric)" if name == "group" else name
+        row[name] = float(value) if value.ndim == 0 else value
+    return row
+
+
+def _shown(value) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, np.ndarray):
+        return " ".join(f"{one:.4g}" for one in value.ravel())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

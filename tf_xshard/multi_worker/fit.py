@@ -1,0 +1,194 @@
+"""Keras' `fit`, `evaluate` and `predict` over several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard import collectives
+from tf_xshard import communication as communication_lib
+from tf_xshard.collectives import watchdog
+from tf_xshard.distribute import replica_context
+from tf_xshard.multi_worker import chief_callbacks
+from tf_xshard.optimizers import cross_shard_optimizer
+from tf_xshard.private import keras_training_loops
+from tf_xshard.reduction import group_sum
+
+# The communication of every call that has not been undone.
+_active = []
+
+
+class MultiWorkerFit:
+    """What `multi_worker_fit` returns: a context manager, and `undo`."""
+
+    def __init__(self, undo: Callable[[], None]):
+        self._undo = undo
+
+    def undo(self) -> None:
+        """Makes Keras what it was. A second call does nothing."""
+        undo, self._undo = self._undo, lambda: None
+        undo()
+
+    def __enter__(self) -> MultiWorkerFit:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.undo()
+
+
+def multi_worker_fit(
+    communication: communication_lib.Communication | None = None,
+) -> MultiWorkerFit:
+    """Makes Keras' training loops work over several processes.
+
+    Under MultiWorkerMirroredStrategy with several processes `fit` and
+    `evaluate` of Keras 3.12 to 3.15 fail in two places, which this replaces
+    until `undo` is called, or the `with` block ends. Then metrics are over all
+    workers, and a last batch may be one that they can't share evenly. Nothing
+    changes for other strategies. A place that Keras has mended stays as it is,
+    and the log says so.
+
+    Workers other than the chief print nothing, unless `verbose` is given, leave
+    out `CSVLogger`, `TensorBoard` and `RemoteMonitor`, and write what
+    `ModelCheckpoint` saves into a temporary directory (all have to take part,
+    since reading a variable can be a collective). `BackupAndRestore` has a
+    directory for each of them, with `_worker_1` and so on at the end; a crash
+    between two workers' writes leaves them different epochs, which
+    `GroupCheckpoint` never does.
+
+    A batch that waits for data, or for another worker that hangs, longer than
+    the timeout (this one or the optimizer's, the longer) ends with an error, as
+    a collective does.
+
+    Args:
+      communication: How metrics travel at each step, in float32 at least; its
+        timeout holds for them and for a batch. None (default) for the
+        enclosing call's, else `Communication()`.
+
+    Returns:
+      A `MultiWorkerFit`, which is a context manager and has `undo()`.
+
+    Raises:
+      RuntimeError: If this Keras has changed these places in a way that is not
+        known, so that nothing can be said about them; if their source can't be
+        read.
+
+    Example:
+
+    >>> with tf_xshard.multi_worker_fit():
+    ...     pass  # model.fit(...)
+
+    Source: keras#20585.
+    """
+    if communication is None and _active:
+        communication = _active[-1]
+    # Metrics travel in their own type, which has to count exactly.
+    communication = dataclasses.replace(
+        communication or communication_lib.Communication(), dtype=None
+    )
+    undo = (
+        keras_training_loops.replace(
+            _loop_of_worker, _mean_of_replicas, replica_context.spans_processes
+        )
+        if not _active
+        else lambda: None
+    )
+    _active.append(communication)
+
+    def leave():
+        _active.remove(communication)
+        undo()
+
+    return MultiWorkerFit(leave)
+
+
+def _loop_of_worker(loop: Callable) -> Callable:
+    """`fit`, `evaluate` or `predict`, for one of several processes."""
+    signature = inspect.signature(loop)
+
+    @functools.wraps(loop)
+    def loop_of_worker(self, *args, **kwargs):
+        rank = _rank(self.distribute_strategy)
+        if rank is None:
+            return loop(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        if rank and bound.arguments["verbose"] == "auto":
+            bound.arguments["verbose"] = 0
+        callbacks = bound.arguments["callbacks"]
+        # `fit` gives `evaluate` its own.
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return loop(*bound.args, **bound.kwargs)
+        if isinstance(callbacks, keras.callbacks.Callback):
+            callbacks = [callbacks]
+        watched = _Watched(self)
+        with chief_callbacks.of_worker(callbacks or (), rank) as own:
+            # First, so that what others do at an end is not in the batch.
+            bound.arguments["callbacks"] = [watched, *own]
+            try:
+                return loop(*bound.args, **bound.kwargs)
+            finally:
+                watched.work.end()
+
+    return loop_of_worker
+
+
+def _rank(strategy) -> int | None:
+    """This process's number among several, the chief's is 0."""
+    if not replica_context.spans_processes(strategy):
+        return None
+    return replica_context.process_id(strategy)
+
+
+class _Watched(keras.callbacks.Callback):
+    """A batch may not wait for ever, for data or for another worker."""
+
+    def __init__(self, model: keras.Model):
+        super().__init__()
+        own = getattr(
+            getattr(model, "optimizer", None), "communication", _active[-1]
+        )
+        self.work = watchdog.Work(
+            max(own.timeout_seconds, _active[-1].timeout_seconds)
+        )
+
+    def _begin(self, *_, **__):
+        self.work.begin()
+
+    def _end(self, *_, **__):
+        self.work.end()
+
+    on_train_batch_begin = on_test_batch_begin = on_predict_batch_begin = _begin
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = _end
+    # Data that end after a batch has begun.
+    on_epoch_end = on_test_end = on_predict_end = _end
+
+
+def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
+    """The mean over all replicas, of what each returned from a step."""
+    communication = _active[-1]
+
+    def on_replica(parts):
+        here = replica_context.current()
+        groups = cross_shard_optimizer.groups_for(None, here.num_replicas)
+        parts = [
+            part if part.dtype.is_floating else tf.cast(part, tf.float32)
+            for part in map(tf.convert_to_tensor, parts)
+        ]
+        sums = group_sum.sum_dense(
+            parts,
+            collectives.choose(here, groups),
+            (here, groups, communication),
+        )
+        return [total / here.num_replicas for total in sums]
+
+    means = strategy.run(on_replica, (keras.tree.flatten(values),))
+    return keras.tree.pack_sequence_as(
+        values, [strategy.experimental_local_results(one)[0] for one in means]
+    )

@@ -1,0 +1,199 @@
+"""What is set, read and saved on a wrapper is the inner optimizer's.
+
+Each attribute is forwarded by name; nothing is by `__getattr__`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+
+from tf_xshard.private import tensorflow as private_tensorflow
+
+
+def _forwarded(name: str) -> property:
+    """An attribute that lives on the optimizer that updates the variables."""
+
+    def get(self):
+        return getattr(self._updating_optimizer, name)
+
+    def set_(self, value):
+        # The base class' constructor sets its defaults before there is an inner
+        # optimizer; they say nothing.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self._updating_optimizer, name, value)
+
+    return property(get, set_, doc=f"The inner optimizer's `{name}`.")
+
+
+class Delegation(keras.optimizers.Optimizer):
+    """The part of a wrapper that speaks for `inner_optimizer`."""
+
+    @property
+    def _updating_optimizer(self) -> keras.optimizers.Optimizer:
+        inner = self.inner_optimizer
+        while isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            inner = inner.inner_optimizer
+        return inner
+
+    weight_decay = _forwarded("weight_decay")
+    clipnorm = _forwarded("clipnorm")
+    global_clipnorm = _forwarded("global_clipnorm")
+    clipvalue = _forwarded("clipvalue")
+    use_ema = _forwarded("use_ema")
+    ema_momentum = _forwarded("ema_momentum")
+    ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
+    loss_scale_factor = _forwarded("loss_scale_factor")
+    gradient_accumulation_steps = _forwarded("gradient_accumulation_steps")
+    # SwapEMAWeights unwraps one level and reads this.
+    _model_variables_moving_average = _forwarded(
+        "_model_variables_moving_average"
+    )
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """A MultiOptimizer's optimizers; other inner optimizers have none."""
+        return self._updating_optimizer.optimizers
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """This optimizer's variables, then the inner optimizer's."""
+        return self._own_variables + self.inner_optimizer.variables
+
+    @property
+    def _own_variables(self) -> list[keras.Variable]:
+        # Without the base class' step counter, which stays 0: the inner
+        # optimizer counts.
+        return [v for v in self._variables if v is not self._iterations]
+
+    @property
+    def learning_rate(self):
+        """The inner optimizer's learning rate; can be set."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value):
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self):
+        """The inner optimizer's number of updates."""
+        return self.inner_optimizer.iterations
+
+    @private_tensorflow.entry_point
+    def scale_loss(self, loss):
+        """The loss times the inner optimizer's loss scale.
+
+        Args:
+          loss: A scalar tensor.
+
+        Returns:
+          A scalar tensor.
+
+        Example:
+
+        >>> inner = keras.optimizers.SGD(loss_scale_factor=8.0)
+        >>> tf_xshard.CrossShardOptimizer(inner).scale_loss(2.0)
+        16.0
+        """
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list) -> None:
+        """Lets the inner optimizer set final values (its moving averages).
+
+        Args:
+          var_list: The model's trainable variables.
+        """
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None) -> None:
+        """Excludes variables from the inner optimizer's weight decay.
+
+        Args:
+          var_list: Variables to exclude, or None.
+          var_names: Strings; a variable whose name contains one is excluded.
+
+        Raises:
+          ValueError: If the inner optimizer has been built.
+        """
+        self._updating_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def set_weights(self, weights: Sequence) -> None:
+        """Sets the values of `variables`, the inner optimizer's included.
+
+        Before the optimizer is built they are kept, and set when it is.
+
+        Args:
+          weights: One array per variable, in the order of `variables`.
+
+        Raises:
+          ValueError: If the number of arrays or a shape differs; nothing is
+            changed then.
+        """
+        # Copies, since a loader closes its file before they are used.
+        weights = [np.array(weight) for weight in weights]
+        if not self.built:
+            self._set_untracked("_pending_weights", weights)
+            return
+        variables = self.variables
+        if len(weights) != len(variables):
+            raise ValueError(
+                f"{self.name} has {len(variables)} variables, got"
+                f" {len(weights)} weights. Was it saved with another inner"
+                " optimizer?"
+            )
+        for variable, weight in zip(variables, weights, strict=True):
+            if tuple(variable.shape) != weight.shape:
+                raise ValueError(
+                    f"{self.name}: variable {variable.path!r} has shape"
+                    f" {tuple(variable.shape)}, got a weight of shape"
+                    f" {weight.shape}."
+                )
+        for variable, weight in zip(variables, weights, strict=True):
+            variable.assign(weight)
+
+    def save_own_variables(self, store) -> None:
+        """Saves this optimizer's own variables; Keras walks to the inner one.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        for index, variable in enumerate(self._own_variables):
+            store[str(index)] = variable.numpy()
+
+    def load_own_variables(self, store) -> None:
+        """Loads what `save_own_variables` saved.
+
+        Before the optimizer is built there is nothing to load into, which a
+        warning says, as Keras' optimizers do.
+
+        Args:
+          store: A dict-like object, from Keras.
+
+        Raises:
+          ValueError: If the number of variables differs.
+        """
+        variables = self._own_variables
+        if not self.built and len(store.keys()):
+            warnings.warn(
+                f"{self.name} has not been built, so its state in the file is"
+                " not loaded. To load it, call optimizer.build("
+                "model.trainable_variables) first.",
+                stacklevel=2,
+            )
+            return
+        if len(store.keys()) != len(variables):
+            raise ValueError(
+                f"{self.name} has {len(variables)} variables of its own,"
+                f" the file has {len(store.keys())}: it was saved by another"
+                " optimizer."
+            )
+        for index, variable in enumerate(variables):
+            variable.assign(store[str(index)])
+
+    def _set_untracked(self, name: str, value) -> None:
+        """Sets an attribute that Keras and TensorFlow neither wrap nor save."""
+        object.__setattr__(self, name, value)

@@ -1,0 +1,59 @@
+"""Nested optimizers: one walker for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+
+def children(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """The optimizers that `optimizer` hands gradients to.
+
+    Args:
+      optimizer: A Keras optimizer, a wrapper of ours or Keras' included.
+
+    Yields:
+      The inner optimizer, or all of a MultiOptimizer's.
+    """
+    if hasattr(optimizer, "inner_optimizer"):
+        yield optimizer.inner_optimizer
+    elif hasattr(optimizer, "optimizers"):
+        yield from optimizer.optimizers
+
+
+def descendants(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """`optimizer` and every optimizer that its gradients can reach."""
+    yield optimizer
+    for child in children(optimizer):
+        yield from descendants(child)
+
+
+def with_local_optimizers(
+    optimizer: Any,
+) -> Iterator[keras.optimizers.Optimizer]:
+    """`descendants`, and behind each AGNOptimizer those of its local steps."""
+    for one in descendants(optimizer):
+        yield one
+        local = getattr(one, "local_optimizer", None)
+        if local is not None:
+            yield from descendants(local)
+
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Whether this is one of tf_xshard's own optimizers."""
+    return getattr(optimizer, "is_tf_xshard_wrapper", False)
+
+
+def wrappers(optimizer: Any) -> list[Any]:
+    """tf_xshard's own optimizers among `descendants`."""
+    return [one for one in descendants(optimizer) if is_wrapper(one)]
+
+
+def has_loss_scale_optimizer(optimizer: Any) -> bool:
+    """Whether a LossScaleOptimizer is among `descendants`."""
+    return any(
+        isinstance(one, keras.optimizers.LossScaleOptimizer)
+        for one in descendants(optimizer)
+    )

@@ -1,0 +1,14 @@
+"""What TensorFlow, Keras and jax do not export, and nothing else does touch.
+
+Enters: objects of TensorFlow and Keras. Leaves: plain functions over them, each
+private name with a comment that says why and which versions have it. When a new
+version moves one, the import of `tf_xshard` raises with its name, and the place
+to change is here. Imports the values beside the folders only.
+
+- `tensorflow`: AutoGraph, the key-value store, aborting collectives, threads.
+- `keras_optimizers`: optimizers made local, and their private attributes.
+- `keras_models`: attributes of a model while `fit` runs and while it is saved.
+- `keras_training_loops`: the loops of `fit` over several processes.
+- `tensorflow_v1`: TF1 graphs and optimizers.
+- `tpu_simulation`: TPUStrategy and jax, for `tf_xshard.testing` only.
+"""

@@ -1,0 +1,389 @@
+"""What Keras' optimizers do not export, and optimizers made local.
+
+Keras sums gradients over all replicas inside every optimizer, after clipping
+and weight decay, and has no public switch for that (keras#19308). Here an
+optimizer is made local: it updates each replica's own copy of the variables, in
+replica context, from the gradients that it is given. Then everything it does
+works inside `tf.cond` too, where Keras' own way through merge_call fails
+(gradient accumulation, EMA overwriting: keras#20582).
+
+The type of the object becomes a subclass, which answers to `__class__` with the
+original, so that configs, files and `isinstance` stay as they were:
+
+    keras.optimizers.SGD                     LossScaleOptimizer
+      |                                        |
+    SGD (local)                              LossScaleOptimizer (local)
+      |-- keras.optimizers.SGD                 |-- _LocalLossScale
+      |-- _Local                               |-- LossScaleOptimizer
+      |-- keras.optimizers.Optimizer           |-- keras.optimizers.Optimizer
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer as _TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer as _BaseOptimizer
+from keras.src.utils import tracking as _tracking
+
+from tf_xshard import dependencies
+
+# Keras' private names, each with the reason. Seen in 3.12 to 3.15.
+# tests/conformance/private_names_test.py fails with the name of one that moved.
+KERAS_PRIVATE_NAMES = (
+    # The sum over all replicas, which must not happen a second time.
+    (_TFOptimizer, "_all_reduce_sum_gradients"),
+    # These go through merge_call in TFOptimizer; BaseOptimizer's versions do
+    # the same on whatever variable they are given.
+    (_TFOptimizer, "_backend_update_step"),
+    (_TFOptimizer, "_apply_weight_decay"),
+    (_TFOptimizer, "_backend_increment_gradient_accumulators"),
+    (_BaseOptimizer, "_backend_update_step"),
+    (_BaseOptimizer, "_apply_weight_decay"),
+    (_BaseOptimizer, "_backend_increment_gradient_accumulators"),
+    (_BaseOptimizer, "_overwrite_model_variables_with_average_value"),
+    # LossScaleOptimizer's way through merge_call, and the one without.
+    (keras.optimizers.LossScaleOptimizer, "_tf_apply"),
+    (keras.optimizers.LossScaleOptimizer, "_common_apply"),
+    # The write behind every assign of a Keras variable.
+    (keras.Variable, "_direct_assign"),
+    # What an optimizer is built with belongs to the model. Assigned while Keras
+    # tracks, it would become the optimizer's own.
+    (_tracking, "DotNotTrackScope"),
+)
+# Attributes of every optimizer, used the same way.
+KERAS_PRIVATE_ATTRIBUTES = (
+    # The variable or schedule behind learning_rate.
+    "_learning_rate",
+    # The step counter, of aggregation ONLY_FIRST_REPLICA: each increment would
+    # go through merge_call.
+    "_iterations",
+    # The strategy in whose scope the optimizer was made.
+    "_distribution_strategy",
+    # What a subclass of Optimizer has to keep in order.
+    "_trainable_variables",
+    "_trainable_variables_indices",
+    "_var_key",
+    "_check_variables_are_known",
+    "_variables",
+    "_track_trackable",
+    # What SwapEMAWeights reads; it unwraps one level of nesting only.
+    "_model_variables_moving_average",
+)
+
+_REDUCING_METHODS = (
+    "apply",
+    "apply_gradients",
+    "update_step",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+)
+
+
+def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
+    """Makes optimizers update this replica only. Idempotent.
+
+    Args:
+      optimizers: Keras' own or a user's, none of this package's wrappers.
+
+    Raises:
+      TypeError: If an optimizer reduces gradients by itself in a way that
+        cannot be taken out. None has been changed then.
+    """
+    found = list(optimizers)
+    for one in found:
+        _refuse_own_reduction(one)
+    for one in found:
+        if isinstance(one, keras.optimizers.LossScaleOptimizer):
+            _change_class(one, _LocalLossScale)
+            continue
+        _change_class(one, _Local)
+        if type(one._iterations) is keras.Variable:
+            one._iterations.__class__ = _ReplicaLocalVariable
+
+
+def _refuse_own_reduction(optimizer) -> None:
+    own = type(optimizer)
+    if issubclass(own, _Local):
+        return
+    found = None
+    if own._all_reduce_sum_gradients is not (
+        _TFOptimizer._all_reduce_sum_gradients
+    ):
+        found = "_all_reduce_sum_gradients"
+    for name in _REDUCING_METHODS:
+        names = getattr(getattr(own, name), "__code__", None)
+        if (
+            not getattr(own, name).__module__.startswith("keras.src.")
+            and names is not None
+            and "all_reduce" in names.co_names
+        ):
+            found = name
+    if found:
+        raise TypeError(
+            f"{own.__name__}.{found} reduces gradients over the replicas by"
+            " itself; inside a tf_xshard optimizer they would be reduced twice."
+            " Take the reduction out of the inner optimizer."
+        )
+
+
+@functools.cache
+def _local_class(base: type, mixin: type) -> type:
+    # `_Local` goes behind the class (see there), `_LocalLossScale` before it.
+    bases = (base, mixin) if mixin is _Local else (mixin, base)
+    return type(
+        base.__name__,
+        bases,
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            # Keras looks up by `obj.__class__` under which name a class is
+            # registered; the original's is what belongs into a file.
+            "__class__": property(lambda self: base),
+        },
+    )
+
+
+def _change_class(optimizer, mixin) -> None:
+    if not issubclass(type(optimizer), mixin):
+        object.__setattr__(
+            optimizer, "__class__", _local_class(type(optimizer), mixin)
+        )
+
+
+class _Local(keras.optimizers.Optimizer):
+    """Comes between an optimizer's class and `keras.optimizers.Optimizer`.
+
+    As the last class before the base in the method resolution order, it leaves
+    what a subclass overrides in force (Nadam and Muon do).
+    """
+
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        return list(grads_and_vars)
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        return _BaseOptimizer._backend_update_step(
+            self, grads, trainable_variables, learning_rate
+        )
+
+    def _apply_weight_decay(self, variables):
+        return _BaseOptimizer._apply_weight_decay(self, variables)
+
+    def _backend_increment_gradient_accumulators(self, grads, acc_grads):
+        return _BaseOptimizer._backend_increment_gradient_accumulators(
+            self, grads, acc_grads
+        )
+
+    def _overwrite_model_variables_with_average_value(
+        self, trainable_variables
+    ):
+        strategy = self._distribution_strategy
+        if strategy.num_replicas_in_sync == 1 or (
+            tf.distribute.has_strategy()
+            and not tf.distribute.in_cross_replica_context()
+        ):
+            return _BaseOptimizer._overwrite_model_variables_with_average_value(
+                self, trainable_variables
+            )
+        # At the end of fit: each replica's average into its own variable.
+        # Keras' own versions write replica 0's into all.
+        with strategy.scope():
+            for variable, average in zip(
+                trainable_variables,
+                self._model_variables_moving_average,
+                strict=True,
+            ):
+                if average is not None:
+                    strategy.extended.update(
+                        getattr(variable, "value", variable),
+                        lambda copy, value: copy.assign(value),
+                        args=(average.value,),
+                    )
+
+
+class _LocalLossScale(keras.optimizers.LossScaleOptimizer):
+    """LossScaleOptimizer that decides on each replica for itself.
+
+    Keras' way decides on replica 0's gradients for all. The wrapper makes all
+    replicas see a non-finite gradient where one does, so each decides alike.
+    """
+
+    def _tf_apply(self, grads, trainable_variables=None):
+        return self._common_apply(grads, trainable_variables)
+
+
+class _ReplicaLocalVariable(keras.Variable):
+    """A counter that each replica counts in its own copy.
+
+    Keras' step counter is ONLY_FIRST_REPLICA: each increment asks replica 0 by
+    merge_call, which fails in `tf.cond` and is an AllToAll on a TPU. All
+    replicas count alike, so none needs to ask.
+    """
+
+    def _direct_assign(self, value):
+        variable = self._value
+        if (
+            not isinstance(variable, tf.distribute.DistributedValues)
+            or tf.distribute.in_cross_replica_context()
+            or not tf.distribute.has_strategy()
+        ):
+            return super()._direct_assign(value)
+        # In replica context a distributed variable's handle is this replica's.
+        tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=tf.cast(value, variable.dtype)
+        )
+
+
+def untracked() -> Any:
+    """A context in which attributes take variables without owning them."""
+    return _tracking.DotNotTrackScope()
+
+
+def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
+    """Makes `tf.train.Checkpoint` find an object below an optimizer.
+
+    Args:
+      optimizer: The optimizer.
+      child: What it is to find.
+      name: Under which name; a second object of that name replaces the first.
+    """
+    optimizer._track_trackable(child, name, overwrite=True)
+
+
+def strategy_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> tf.distribute.Strategy:
+    """The strategy in whose scope an optimizer was made."""
+    return optimizer._distribution_strategy
+
+
+def trainable_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+    """The variables that an optimizer was built with; none before that."""
+    return optimizer._trainable_variables or []
+
+
+def set_trainable_variables(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
+    """Does what the base class' `build` does, without making variables.
+
+    With `use_ema` and the like forwarded, that would make the inner
+    optimizer's a second time.
+
+    Args:
+      optimizer: A wrapper.
+      variables: What it is built with.
+    """
+    for index, variable in enumerate(variables):
+        key = optimizer._var_key(variable)
+        optimizer._trainable_variables_indices[key] = index
+    with untracked():
+        optimizer._trainable_variables = variables
+    optimizer.built = True
+
+
+def check_variables_are_known(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence
+) -> None:
+    """Checks that an optimizer was built with all of these variables.
+
+    Args:
+      optimizer: The optimizer.
+      variables: The variables.
+
+    Raises:
+      ValueError: If it was not; Keras' own.
+    """
+    optimizer._check_variables_are_known(variables)
+
+
+def index_of(
+    optimizer: keras.optimizers.Optimizer, variable: Any
+) -> int | None:
+    """A variable's position among those that an optimizer was built with.
+
+    Args:
+      optimizer: The optimizer.
+      variable: A variable.
+
+    Returns:
+      Its position, or None if the optimizer was not built with it.
+    """
+    return optimizer._trainable_variables_indices.get(
+        optimizer._var_key(variable)
+    )
+
+
+def own_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+    """The variables that a wrapper has made itself.
+
+    Without the base class' step counter, which stays 0: the inner optimizer
+    counts.
+    """
+    return [v for v in optimizer._variables if v is not optimizer._iterations]
+
+
+def set_iterations(optimizer, iterations: int) -> None:
+    """Sets how many updates an optimizer has made."""
+    # With accumulation Keras counts calls, and divides when it is asked.
+    steps = optimizer.gradient_accumulation_steps or 1
+    optimizer._iterations.assign(iterations * steps)
+
+
+def learning_rate_at(optimizer, iterations: int) -> float:
+    """The learning rate of the update after `iterations` updates."""
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        return float(rate(iterations))
+    return float(optimizer.learning_rate)
+
+
+def loss_scale_optimizer_above(
+    is_inside: Any,
+) -> bool:
+    """Whether a LossScaleOptimizer is among the callers of this function.
+
+    Keras tells an inner optimizer nothing about what is around it, except by
+    calling build: LossScaleOptimizer.build calls the inner one's, also where a
+    MultiOptimizer is between them. One that is directly around an optimizer
+    sets its `loss_scale_factor`, which needs no such search.
+
+    Args:
+      is_inside: Whether the optimizer is inside of a LossScaleOptimizer, a
+        function of the latter.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(
+            caller, keras.optimizers.LossScaleOptimizer
+        ) and is_inside(caller):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_writing_legacy_file() -> bool:
+    """Whether Keras writes a legacy .h5 file right now.
+
+    Its writer asks an optimizer for nothing that others do not ask for.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "save_model_to_hdf5":
+            return True
+        frame = frame.f_back
+    return False
+
+
+dependencies.check_names(KERAS_PRIVATE_NAMES)

@@ -1,0 +1,161 @@
+"""The places of Keras' training loops that fail over several processes.
+
+What is right there instead is the business of `multi_worker.fit`; here is what
+Keras does not export, and how it is recognized and replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+from keras.src.backend.tensorflow import trainer as _trainer
+
+from tf_xshard import dependencies
+
+# Keras' private names, each with the reason. Seen in 3.12 to 3.15.
+KERAS_PRIVATE_NAMES = (
+    # Takes the mean of a tuple of PerReplica values, which
+    # MultiWorkerMirroredStrategy refuses (keras#20585).
+    (_trainer.TensorFlowTrainer, "_maybe_symbolic_build"),
+    # Reduces scalars over their dimension 0, which they do not have.
+    (_trainer, "reduce_per_replica"),
+    # What follows the first, which is right.
+    (_trainer.TensorFlowTrainer, "_symbolic_build"),
+)
+dependencies.check_names(KERAS_PRIVATE_NAMES)
+
+# Sources that are known to be wrong, by their SHA-256: Keras 3.12 to 3.15.
+_KNOWN_WRONG = {
+    "_maybe_symbolic_build": "92a504f5eba9b29f",
+    "reduce_per_replica": "2e7d54b1e6edc29a",
+}
+# The calls in them that are wrong. A source without them is another one.
+_WRONG_CALLS = {
+    "_maybe_symbolic_build": "distribute_strategy.reduce(",
+    "reduce_per_replica": 'strategy.reduce("MEAN", v, axis=0)',
+}
+LOOPS = ("fit", "evaluate", "predict")
+
+
+def state_of(name: str, function: Callable) -> str:
+    """`"wrong"`, `"right"` or `"unknown"`: a place of this Keras."""
+    source = inspect.getsource(function)
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    if digest.startswith(_KNOWN_WRONG[name]):
+        return "wrong"
+    return "unknown" if _WRONG_CALLS[name] in source else "right"
+
+
+def replace(
+    loop_of_worker: Callable[[Callable], Callable],
+    mean_of_replicas: Callable[[Any, tf.distribute.Strategy], Any],
+    spans_processes: Callable[[tf.distribute.Strategy], bool],
+) -> Callable[[], None]:
+    """Replaces what is wrong where replicas are in several processes.
+
+    Args:
+      loop_of_worker: Makes of `fit`, `evaluate` or `predict` the one that
+        replaces it.
+      mean_of_replicas: The mean over all replicas of what each returned from a
+        step, a structure of tensors.
+      spans_processes: Whether replicas of a strategy are in several processes.
+        Under another strategy nothing changes.
+
+    Returns:
+      A function without arguments that makes Keras what it was.
+
+    Raises:
+      RuntimeError: If this Keras is not known.
+    """
+    places = {
+        "_maybe_symbolic_build": (
+            _trainer.TensorFlowTrainer,
+            lambda original: _maybe_symbolic_build(original, spans_processes),
+        ),
+        "reduce_per_replica": (
+            _trainer,
+            lambda original: _reduce_per_replica(
+                original, spans_processes, mean_of_replicas
+            ),
+        ),
+    }
+    originals = {
+        name: getattr(owner, name) for name, (owner, _) in places.items()
+    }
+    try:
+        states = {name: state_of(name, one) for name, one in originals.items()}
+    except OSError as error:
+        states = {"source": f"unknown ({error})"}
+    if any(state.startswith("unknown") for state in states.values()):
+        raise RuntimeError(
+            "tf_xshard.multi_worker_fit() can't tell whether fit works over"
+            f" several processes in Keras {keras.__version__}: {states}. It is"
+            f" known of Keras {dependencies.KERAS[0]} to {dependencies.KERAS[1]}; leave"
+            " the call out to see."
+        )
+    wrong = [name for name, state in states.items() if state == "wrong"]
+    for name in set(states) - set(wrong):
+        logging.warning(
+            "Keras %s has changed %s, and the call that was wrong is gone from"
+            " it: multi_worker_fit() leaves it as it is.",
+            keras.__version__,
+            name,
+        )
+    for name in wrong:
+        owner, make = places[name]
+        setattr(owner, name, make(originals[name]))
+    loops = {name: getattr(_trainer.TensorFlowTrainer, name) for name in LOOPS}
+    for name, loop in loops.items():
+        setattr(_trainer.TensorFlowTrainer, name, loop_of_worker(loop))
+
+    def undo() -> None:
+        for name in wrong:
+            setattr(places[name][0], name, originals[name])
+        for name, loop in loops.items():
+            setattr(_trainer.TensorFlowTrainer, name, loop)
+
+    return undo
+
+
+def _maybe_symbolic_build(
+    original: Callable, spans_processes: Callable
+) -> Callable:
+    def maybe_symbolic_build(self, iterator=None, data_batch=None):
+        strategy = self._distribute_strategy
+        if (
+            strategy is None
+            or iterator is None
+            or not spans_processes(strategy)
+        ):
+            return original(self, iterator, data_batch)
+        for _, _, batches in iterator:
+            # Only shapes and types count, and one replica's are as good as all.
+            data_batch = tf.nest.map_structure(
+                lambda one: strategy.experimental_local_results(one)[0],
+                next(batches),
+            )
+            break
+        with strategy.scope():
+            self._symbolic_build(data_batch=data_batch)
+
+    return maybe_symbolic_build
+
+
+def _reduce_per_replica(
+    original: Callable, spans_processes: Callable, mean_of_replicas: Callable
+) -> Callable:
+    def reduce_per_replica(values, strategy, reduction):
+        if spans_processes(strategy) and reduction in (
+            "auto",
+            "mean",
+        ):
+            return mean_of_replicas(values, strategy)
+        return original(values, strategy, reduction)
+
+    return reduce_per_replica

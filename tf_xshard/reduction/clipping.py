@@ -1,0 +1,193 @@
+"""Ready-made, serializable functions for `pre_reduce` and `post_reduce`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.distribute import indexed_slices
+
+GradientsAndVariables = Sequence[tuple]
+
+
+def _positive(function: str, name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{function}({name}=...) takes a number, got {value!r}."
+        )
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"{function}({name}={value!r}) must be positive and finite."
+        )
+    return float(value)
+
+
+def _ratio(norm, bound):
+    """What to multiply with. A norm that is not finite makes a nan of it, so
+    that an overflow stays visible."""
+    ratio = tf.cast(bound, norm.dtype) / tf.maximum(
+        norm, tf.cast(bound, norm.dtype)
+    )
+    return tf.where(tf.math.is_finite(norm), ratio, math.nan)
+
+
+class _Clipping:
+    """A callable on (gradient, variable) pairs that Keras can serialize."""
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_config(cls, config: dict):
+        """The reverse of `get_config`.
+
+        Args:
+          config: What `get_config` returned.
+        """
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable("tf_xshard")
+class clip_by_global_norm(_Clipping):
+    """Scales all gradients together so that their joint L2 norm is bounded.
+
+    As `pre_reduce` each replica's own gradients are clipped before they are
+    combined, so that one replica's huge gradients can't drown the others'. As
+    `post_reduce` the reduced gradient is, which is the `global_clipnorm` of the
+    inner optimizer.
+
+    Args:
+      norm: The largest joint norm, a float > 0, in units of the gradient of a
+        replica's own loss (1/N undone, loss scale divided out).
+
+    Returns:
+      A callable that takes and returns a list of (gradient, variable) pairs. If
+      any gradient is not finite, all become nan.
+
+    Raises:
+      TypeError: If `norm` is not a number.
+      ValueError: If `norm` is not positive and finite.
+
+    Example:
+
+    >>> clip = tf_xshard.clip_by_global_norm(1.0)
+    >>> [(gradient, _)] = clip([(tf.constant([3.0, 4.0]), None)])
+    >>> [round(float(x), 3) for x in gradient]
+    [0.6, 0.8]
+
+    Source: Pascanu et al., "On the difficulty of training Recurrent Neural
+    Networks", arXiv 1211.5063; `tf.clip_by_global_norm`.
+    """
+
+    def __init__(self, norm: float):
+        self.norm = _positive("clip_by_global_norm", "norm", norm)
+
+    def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+        present = [g for g, _ in grads_and_vars if g is not None]
+        if not present:
+            return list(grads_and_vars)
+        ratio = _ratio(tf.linalg.global_norm(present), self.norm)
+        return [
+            (
+                indexed_slices.map_values(
+                    lambda x: x * tf.cast(ratio, x.dtype), gradient
+                ),
+                variable,
+            )
+            for gradient, variable in grads_and_vars
+        ]
+
+
+@keras.saving.register_keras_serializable("tf_xshard")
+class clip_by_norm(_Clipping):
+    """Scales each gradient by itself so that its L2 norm is bounded.
+
+    Args:
+      norm: The largest norm of one variable's gradient, a float > 0, in units
+        of the gradient of a replica's own loss.
+
+    Returns:
+      A callable that takes and returns a list of (gradient, variable) pairs. A
+      gradient that is not finite becomes nan.
+
+    Raises:
+      TypeError: If `norm` is not a number.
+      ValueError: If `norm` is not positive and finite.
+
+    Example:
+
+    >>> clip = tf_xshard.clip_by_norm(1.0)
+    >>> [(gradient, _)] = clip([(tf.constant([3.0, 4.0]), None)])
+    >>> [round(float(x), 3) for x in gradient]
+    [0.6, 0.8]
+
+    Source: `tf.clip_by_norm`.
+    """
+
+    def __init__(self, norm: float):
+        self.norm = _positive("clip_by_norm", "norm", norm)
+
+    def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+        return [
+            (indexed_slices.map_values(self._clip, gradient), variable)
+            for gradient, variable in grads_and_vars
+        ]
+
+    def _clip(self, x):
+        return x * _ratio(tf.norm(x), self.norm)
+
+
+@keras.saving.register_keras_serializable("tf_xshard")
+class clip_by_value(_Clipping):
+    """Bounds every element of every gradient.
+
+    Args:
+      low: The smallest element, a float, in units of the gradient of a
+        replica's own loss.
+      high: The largest element, a float > `low`.
+
+    Returns:
+      A callable that takes and returns a list of (gradient, variable) pairs.
+      Elements that are not finite stay as they are (`tf.clip_by_value` would
+      hide an overflow).
+
+    Raises:
+      TypeError: If a bound is not a number.
+      ValueError: If `low` is not below `high`, or one is not finite.
+
+    Example:
+
+    >>> clip = tf_xshard.clip_by_value(-1.0, 1.0)
+    >>> [(gradient, _)] = clip([(tf.constant([-3.0, 0.5]), None)])
+    >>> gradient.numpy().tolist()
+    [-1.0, 0.5]
+
+    Source: `tf.clip_by_value`.
+    """
+
+    def __init__(self, low: float, high: float):
+        for name, value in (("low", low), ("high", high)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(
+                    f"clip_by_value({name}=...) takes a number, got {value!r}."
+                )
+        if not -math.inf < low < high < math.inf:
+            raise ValueError(
+                f"clip_by_value(low={low!r}, high={high!r}): low must be below"
+                " high, and both finite."
+            )
+        self.low, self.high = float(low), float(high)
+
+    def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+        return [
+            (indexed_slices.map_values(self._clip, gradient), variable)
+            for gradient, variable in grads_and_vars
+        ]
+
+    def _clip(self, x):
+        clipped = tf.clip_by_value(x, self.low, self.high)
+        return tf.where(tf.math.is_finite(x), clipped, x)

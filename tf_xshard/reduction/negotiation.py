@@ -1,0 +1,176 @@
+"""Which replica has a gradient for which variable, agreed by all of them.
+
+A variable may have a gradient on some replicas of a group only. A replica that
+has none must still take part in the sum, or the others wait for it in vain. So
+before they reduce, the replicas tell each other what they hold: none, a dense
+tensor or IndexedSlices, and of which type. That is known while the step is
+traced, and the exchange costs nothing at run time.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_xshard.distribute import replica_context
+from tf_xshard.private import tensorflow as private_tensorflow
+
+NONE, DENSE, SPARSE = "none", "dense", "sparse"
+
+Entry = tuple[str, str]  # (NONE | DENSE | SPARSE, dtype name)
+Pattern = tuple[Entry, ...]  # one entry per variable
+
+_rounds = {}
+_lock = threading.Lock()
+
+
+class _Opaque:
+    """Carries a Python value through merge_call, which maps structures."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def of(gradients: Sequence) -> Pattern:
+    """What this replica holds."""
+    return tuple(
+        (NONE, "")
+        if g is None
+        else (
+            SPARSE if isinstance(g, tf.IndexedSlices) else DENSE,
+            g.dtype.name,
+        )
+        for g in gradients
+    )
+
+
+def agree(
+    gradients: Sequence,
+    variables: Sequence,
+    here: replica_context.Here,
+    timeout_seconds: float,
+    known: dict,
+) -> tuple[Pattern, ...]:
+    """Every replica's pattern, in the order of replica ids.
+
+    Args:
+      gradients: This replica's, one per variable.
+      variables: The variables they belong to.
+      here: Where the code runs.
+      timeout_seconds: How long to wait for other processes.
+      known: The answers that one optimizer got while it was traced, kept by it.
+        A pattern that was exchanged is not exchanged again: one worker may
+        trace a step once more by itself (a ragged batch), and the others would
+        not answer. In eager mode every call is exchanged.
+
+    Returns:
+      One `Pattern` per replica.
+
+    Raises:
+      RuntimeError: If another process does not answer in time.
+      ValueError: If replicas apply other numbers of gradients or other types.
+    """
+    own = of(gradients)
+    names = [getattr(v, "path", v.name) for v in variables]
+    shapes = [list(v.shape) for v in variables]
+    if here.kind == "tpu":
+        # One program is traced for all replicas.
+        return (own,) * here.num_replicas
+
+    def in_cross_replica_context(strategy, pattern):
+        local = tuple(
+            box.value for box in strategy.experimental_local_results(pattern)
+        )
+        if here.num_processes == 1:
+            return _Opaque(local)
+        key = tuple(names), local
+        if eager or key not in known:
+            known[key] = _exchange(local, names, shapes, here, timeout_seconds)
+        return _Opaque(known[key])
+
+    eager = tf.executing_eagerly()
+    patterns = _merge_call(in_cross_replica_context, _Opaque(own), here).value
+    _check_consistent(patterns, names)
+    return patterns
+
+
+def _merge_call(fn, argument, here):
+    context = tf.distribute.get_replica_context()
+    if here.graph is None:
+        return context.merge_call(fn, args=(argument,))
+    # merge_call refuses to run while a branch of tf.cond is traced, since its
+    # tensors belong to another graph. No tensor passes here, so the replicas
+    # may meet in the graph around it.
+    with here.graph.as_default():
+        return context.merge_call(fn, args=(argument,))
+
+
+def _check_consistent(patterns, names):
+    first = patterns[0]
+    for replica_id, pattern in enumerate(patterns):
+        if len(pattern) != len(first):
+            raise ValueError(
+                f"Replica {replica_id} applies {len(pattern)} gradients and"
+                f" replica 0 applies {len(first)}. All replicas must apply the"
+                " same variables in one call; pass None for a gradient that a"
+                " replica does not have."
+            )
+    for index, name in enumerate(names):
+        dtypes = {
+            pattern[index][1] for pattern in patterns if pattern[index][1]
+        }
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"Replicas hold gradients of different types {sorted(dtypes)}"
+                f" for variable {name!r}. Cast them to one type."
+            )
+
+
+def _exchange(local, names, shapes, here, timeout_seconds):
+    """Tells the other processes about this one's replicas, and hears of them.
+
+    Exchanges are paired by their number, counted per number of variables.
+    """
+    with _lock:
+        number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
+    prefix = f"tf_xshard/gradient_pattern/{len(names)}"
+    private_tensorflow.publish(
+        f"{prefix}/{number}/{here.process_id}", json.dumps([shapes, local])
+    )
+    patterns = []
+    for process in range(here.num_processes):
+        patterns += _hear(
+            f"{prefix}/{number}/{process}",
+            process,
+            names,
+            shapes,
+            timeout_seconds,
+        )
+    if number:
+        # Whoever answered in this round has read all of the one before.
+        private_tensorflow.withdraw(f"{prefix}/{number - 1}/{here.process_id}")
+    return tuple(patterns)
+
+
+def _hear(key, process, names, shapes, timeout_seconds):
+    try:
+        answer = private_tensorflow.lookup(key, timeout_seconds)
+    except tf.errors.OpError as error:
+        raise RuntimeError(
+            f"Worker {process} did not say within {timeout_seconds} seconds"
+            " which of these variables it has gradients for:"
+            f" {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. It"
+            " ended, hangs, or traces another step than this worker. See its"
+            " output; all workers must run the same steps."
+        ) from error
+    their_shapes, patterns = json.loads(answer)
+    if their_shapes != shapes:
+        raise RuntimeError(
+            f"Worker {process} applies gradients of shapes {their_shapes} where"
+            f" this one applies {shapes} ({', '.join(names[:5])}). All workers"
+            " must call their optimizers in the same order."
+        )
+    return [tuple(tuple(entry) for entry in pattern) for pattern in patterns]

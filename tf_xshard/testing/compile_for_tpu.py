@@ -1,0 +1,277 @@
+"""Compiles a TPUStrategy step with the TPU compiler, with no TPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard.private import tpu_simulation
+from tf_xshard.testing import compiled
+from tf_xshard.testing import compiled_hlo
+from tf_xshard.testing import requirements
+from tf_xshard.testing import simulated_strategy
+from tf_xshard.testing import stablehlo
+
+# What libtpu wants to know about the machine it believes to be on, so that it
+# does not ask a metadata server for it.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    # Only one process at a time may hold a TPU, and libtpu's lock file sees to
+    # it; several may compile.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+_STEPS = ("train", "test", "predict")
+
+
+def compile_for_tpu(
+    fn_or_model: Callable | keras.Model,
+    *args: Any,
+    topology: str = "v5e:2x4",
+    step: str = "train",
+) -> compiled.CompiledForTPU:
+    """Compiles a step of TPUStrategy with the real TPU compiler, with no TPU.
+
+    The program is the one that `simulated_tpu_strategy` executes: TPUStrategy
+    traces it, TensorFlow lowers it, and libtpu's compiler makes of it what
+    would be loaded onto TPU cores. It shows what a step will communicate, how
+    much memory it needs, and whether it compiles at all. Nothing is executed,
+    and no variable changes.
+
+    Args:
+      fn_or_model: A function that calls `strategy.run()` once (a `tf.function`
+        or not), or a compiled Keras model; its strategy comes from
+        `simulated_tpu_strategy`.
+      *args: For a function, its arguments. For a model, one global batch as
+        `train_on_batch` takes it: x, y and sample weights (y and weights where
+        the step uses them), nested structures of arrays whose first dimension
+        is a multiple of the number of replicas.
+      topology: The TPUs, as "<generation>:<chips>x<chips>[x<chips>]". A v5e or
+        v6e chip ("v5e:2x4") and a v5p chip ("v5p:2x2x2") is one core; a v4 or
+        tpu7x chip ("v4:2x2x1", "tpu7x:2x2x1") has two. The number of cores must
+        be the number of replicas, up to 256 are proven.
+      step: For a model: "train" (default), "test" (as `evaluate`) or "predict".
+
+    Returns:
+      A `CompiledForTPU`: the optimized HLO, its collectives, memory statistics
+      and flops. `print` it for a report.
+
+    Raises:
+      ImportError: If libtpu is missing or of another version than proven.
+      TypeError: If the first argument is neither a function nor a model, or is
+        a ConcreteFunction, or topology is no str.
+      ValueError: If the function does not call `strategy.run()` exactly once
+        under a simulated strategy, a shape is unknown, the model is not
+        compiled, the batch can't be split evenly, or the topology does not fit.
+      NotImplementedError: If the step can't be compiled; the text names the
+        construct.
+      jax.errors.JaxRuntimeError: What the TPU compiler says if it refuses the
+        program, such as one that needs more memory than a core has.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from tf_xshard import testing
+    >>> strategy = testing.simulated_tpu_strategy(8)
+    >>> with strategy.scope():
+    ...     model = keras.Sequential(
+    ...         [keras.layers.Input((4,)), keras.layers.Dense(1)]
+    ...     )
+    ...     model.compile(optimizer="adam", loss="mse")
+    >>> batch = np.zeros([16, 4], "float32"), np.zeros([16, 1], "float32")
+    >>> compiled = testing.compile_for_tpu(model, *batch, topology="v5e:2x4")
+    >>> sorted({collective.kind for collective in compiled.collectives})
+    ['all-reduce', 'all-to-all']
+
+    Source: `jax.experimental.topologies`, which describes TPUs to the same
+    compiler ahead of time.
+    """
+    requirements.check_libtpu()
+    if not isinstance(topology, str):
+        raise TypeError(f"topology must be a str, got {topology!r}.")
+    signature = None
+    if isinstance(fn_or_model, keras.Model):
+        function = _step_of(fn_or_model, args, step)
+        args = ()
+    elif isinstance(fn_or_model, tf.types.experimental.ConcreteFunction):
+        raise TypeError(
+            "compile_for_tpu got a ConcreteFunction, which is traced already."
+            " Give it the tf.function, or the Python function."
+        )
+    elif callable(fn_or_model):
+        function = getattr(fn_or_model, "python_function", fn_or_model)
+        signature = getattr(fn_or_model, "input_signature", None)
+    else:
+        raise TypeError(
+            "compile_for_tpu takes a function or a Keras model, got"
+            f" {type(fn_or_model).__name__}."
+        )
+    with simulated_strategy.recorded() as programs:
+        tf.function(function, input_signature=signature).get_concrete_function(
+            *args
+        )
+    if len(programs) != 1:
+        raise ValueError(
+            f"The function called strategy.run() {len(programs)} times under a"
+            " strategy of simulated_tpu_strategy(). It must do so once: give"
+            " compile_for_tpu the function that calls strategy.run(), not the"
+            " one that strategy.run() gets."
+        )
+    (extraction,) = programs
+    program = extraction.program
+    shapes = tuple(tensors[0].shape for tensors in extraction.arguments)
+    for shape in shapes:
+        if not shape.is_fully_defined():
+            raise ValueError(
+                f"An argument of strategy.run() has the unknown shape {shape}."
+                " A TPU program is compiled for one shape: batch with"
+                " drop_remainder=True, or give every replica equal arrays."
+            )
+    devices = _devices(topology, program.num_replicas)
+    lowered = stablehlo.lower(program, tuple(tuple(s) for s in shapes))
+    return _compile(lowered.text, devices, topology)
+
+
+def _step_of(model: keras.Model, batch: tuple, step: str) -> Callable:
+    if step not in _STEPS:
+        raise ValueError(f"step must be one of {_STEPS}, got {step!r}.")
+    strategy = model.distribute_strategy
+    if not isinstance(strategy, simulated_strategy.SimulatedTPUStrategy):
+        raise ValueError(
+            f"The model was created under {type(strategy).__name__}. Create it"
+            " in the scope of a strategy of simulated_tpu_strategy()."
+        )
+    if not model.compiled and step != "predict":
+        raise ValueError(
+            f"The model is not compiled, and its {step} step needs it: call"
+            " model.compile() first."
+        )
+    if not batch:
+        raise ValueError("compile_for_tpu(model, x, y): the batch is missing.")
+    num_replicas = strategy.num_replicas_in_sync
+    batch = tf.nest.map_structure(np.asarray, batch)
+    shapes = [array.shape for array in tf.nest.flatten(batch)]
+    lengths = {shape[0] if shape else 0 for shape in shapes}
+    if len(lengths) > 1 or 0 in lengths or max(lengths) % num_replicas:
+        raise ValueError(
+            f"The arrays of the batch have the shapes {shapes}. All must have"
+            " the same first dimension, a positive multiple of"
+            f" {num_replicas}, the number of replicas. (Lists are structures"
+            " of arrays: give NumPy arrays.)"
+        )
+
+    def shard(replica_id):
+        def rows(array):
+            count = len(array) // num_replicas
+            return array[count * replica_id : count * (replica_id + 1)]
+
+        return tf.nest.map_structure(rows, batch)
+
+    if model.compiled:
+        with strategy.scope():
+            tpu_simulation.build_keras_model(model, shard(0))
+    data = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.nest.map_structure(
+            tf.constant, shard(context.replica_id_in_sync_group)
+        )
+    )
+    run = {
+        "train": model.train_step,
+        "test": model.test_step,
+        "predict": model.predict_step,
+    }[step]
+    return lambda: strategy.run(run, args=(data,))
+
+
+@contextlib.contextmanager
+def _environment():
+    added = [name for name in _ENVIRONMENT if name not in os.environ]
+    os.environ.update({name: _ENVIRONMENT[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@functools.cache
+def _all_devices(topology: str) -> tuple:
+    # jax.experimental.topologies is public; it takes part in no backend.
+    from jax.experimental import topologies
+
+    with _environment():
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology
+        )
+    return tuple(description.devices)
+
+
+def _devices(topology: str, num_replicas: int) -> tuple:
+    try:
+        # The compiler takes an empty name for some default.
+        devices = _all_devices(topology or "(empty)")
+    except RuntimeError as error:
+        raise ValueError(
+            f"The TPU compiler does not know the topology {topology!r}:"
+            f" {error}. Examples: v4:2x2x1, v5e:2x4, v5p:2x2x2, v6e:2x4 and"
+            " tpu7x:2x2x1 have 8 cores, v5e:16x16 has 256."
+        ) from error
+    if len(devices) != num_replicas:
+        raise ValueError(
+            f"Topology {topology} has {len(devices)} cores, and the program"
+            f" {num_replicas} replicas. Use simulated_tpu_strategy("
+            f"{len(devices)}), or a topology of {num_replicas} cores."
+        )
+    return devices
+
+
+def _compile(
+    text: str, devices: tuple, topology: str
+) -> compiled.CompiledForTPU:
+    xla_client = tpu_simulation.xla_client
+    options = xla_client.CompileOptions()
+    options.num_replicas = len(devices)
+    options.num_partitions = 1
+    options.device_assignment = xla_client.DeviceAssignment.create(
+        np.array([[device.id] for device in devices], np.int32)
+    )
+    start = time.perf_counter()
+    with tpu_simulation.make_ir_context():
+        executable = devices[0].client.compile(
+            tpu_simulation.ir.Module.parse(text),
+            xla_client.DeviceList(devices),
+            options,
+        )
+    seconds = time.perf_counter() - start
+    (module,) = executable.hlo_modules()
+    hlo_text = module.to_string()
+    memory = executable.get_compiled_memory_stats()
+    flops = executable.cost_analysis().get("flops")
+    return compiled.CompiledForTPU(
+        topology=topology,
+        device_kind=devices[0].device_kind,
+        num_replicas=len(devices),
+        hlo_text=hlo_text,
+        stablehlo_text=text,
+        collectives=compiled_hlo.collectives(hlo_text),
+        memory=compiled.MemoryStatistics(
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+        ),
+        # It is missing where nothing is computed, negative where unknown.
+        flops=flops if flops is not None and flops >= 0 else None,
+        compile_seconds=seconds,
+    )
