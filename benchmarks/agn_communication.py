@@ -23,6 +23,7 @@ from absl import logging
 
 import tf_xshard
 from benchmarks import measuring
+from tests.support import counting
 from tf_xshard.cli import logical_devices
 from tf_xshard.cli.demo import digits as digits_lib
 
@@ -92,7 +93,7 @@ class _Run:
 
 
 def _train(strategy, digits, make_optimizer, seed) -> _Run:
-    with measuring.group_sums(strategy) as counted:
+    with counting.group_sums(strategy) as counted:
         with strategy.scope():
             model = digits_lib.model(seed)
             optimizer = make_optimizer()

@@ -27,13 +27,14 @@ from absl import flags
 from absl import logging
 
 from benchmarks import measuring
+from tests.support import counting
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment
 from tf_xshard.collectives import one_hot
 from tf_xshard.collectives import subgroups
 from tf_xshard.distribute import replica_context
 from tf_xshard.multi_worker import local_cluster
-from tf_xshard.reduction import group_sum
+from tf_xshard.reduction import buckets
 
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "interleaved blocks", 5)
 _STEPS = flags.DEFINE_integer("steps", 2, "steps a block")
@@ -55,9 +56,9 @@ AGAIN, BFLOAT16 = "ours, float32, again", "ours, bfloat16"
 EVERYONE = "strategy's all_reduce over all four"
 
 
-def _ours(tensors, here, transport=subgroups.TRANSPORT, **communication):
-    where = communication_lib.Communication(**communication)
-    return group_sum.sum_dense(tensors, transport, (here, GROUPS, where))
+def _ours(tensors, here, transport=subgroups.Subgroups, **communication):
+    how = communication_lib.Communication(**communication)
+    return buckets.sum_dense(tensors, transport(here, GROUPS, how))
 
 
 def _all_gather(tensors, here):
@@ -97,7 +98,7 @@ VARIANTS = {
         name: functools.partial(_ours, **setting)
         for name, setting in SETTINGS.items()
     },
-    ONE_HOT: functools.partial(_ours, transport=one_hot.TRANSPORT),
+    ONE_HOT: functools.partial(_ours, transport=one_hot.OneHot),
     ALL_GATHER: _all_gather,
     EVERYONE: _everyone,
 }
@@ -168,17 +169,17 @@ def _sent(step, barrier) -> float:
     """Bytes that each process sends a step."""
     barrier().numpy()
     time.sleep(1.0)
-    before = measuring.loopback_bytes()
+    before = counting.loopback_bytes()
     time.sleep(1.0)
-    idle = measuring.loopback_bytes() - before
+    idle = counting.loopback_bytes() - before
     barrier().numpy()
-    before = measuring.loopback_bytes()
+    before = counting.loopback_bytes()
     for _ in range(_STEPS.value):
         step().numpy()
     barrier().numpy()
     time.sleep(1.0)
     # What the idle cluster sends in a second goes off; the barriers stay in.
-    sent = measuring.loopback_bytes() - before - idle
+    sent = counting.loopback_bytes() - before - idle
     return sent / NUM_WORKERS / _STEPS.value
 
 

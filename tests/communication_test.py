@@ -10,7 +10,7 @@ import tf_xshard
 from tests.support import replicas
 from tf_xshard.collectives import transport
 from tf_xshard.distribute import replica_context
-from tf_xshard.reduction import group_sum as reduction
+from tf_xshard.reduction import buckets
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 LARGEST = {"bfloat16": 16, "float16": 128}
@@ -69,17 +69,21 @@ def test_float32_is_kept_in_larger_groups(dtype):
 def test_what_a_transport_gets(group_size, expected, packs):
     """Gradients are scaled and applied in their own type again."""
     seen = []
+    will_pack = packs
 
-    def group_sum(tensors, here, groups, communication):
-        seen.extend(tensor.dtype.name for tensor in tensors)
-        return tensors
+    class Recording(transport.Transport):
+        name = "recording"
+        packs = will_pack
+
+        def _sum(self, tensors):
+            seen.extend(tensor.dtype.name for tensor in tensors)
+            return tensors
 
     groups = tf_xshard.GroupAssignment.contiguous(2 * group_size, group_size)
     here = replica_context.Here(None, "mirrored", 2 * group_size, 0, "", 1)
-    sums = reduction.sum_dense(
-        [tf.ones([3]), tf.ones([2, 2])],
-        transport.Transport("", group_sum, packs=packs),
-        (here, groups, tf_xshard.Communication(dtype="bfloat16")),
+    communication = tf_xshard.Communication(dtype="bfloat16")
+    sums = buckets.sum_dense(
+        [tf.ones([3]), tf.ones([2, 2])], Recording(here, groups, communication)
     )
     assert set(seen) == {expected}
     assert [one.dtype for one in sums] == [tf.float32, tf.float32]

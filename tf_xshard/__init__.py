@@ -22,8 +22,8 @@ _versions.check()
 
 # The rest needs what the line above has found.
 from tf_xshard import compat  # noqa: E402
+from tf_xshard.callbacks.divergence_sentinel import DivergenceSentinel  # noqa: E402
 from tf_xshard.callbacks.group_checkpoint import GroupCheckpoint  # noqa: E402
-from tf_xshard.callbacks.group_validation import DivergenceSentinel  # noqa: E402
 from tf_xshard.callbacks.group_validation import GroupValidation  # noqa: E402
 from tf_xshard.callbacks.swap_center_weights import SwapCenterWeights  # noqa: E402
 from tf_xshard.communication import Communication  # noqa: E402

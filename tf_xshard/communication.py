@@ -1,8 +1,10 @@
-"""How gradients travel between replicas: one frozen value."""
+"""How gradients are communicated between replicas: one frozen value."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from tf_xshard import checks
 
 _DTYPES = (None, "bfloat16", "float16", "float32", "float64")
 # Half the distance from 1 to the next number: what one rounding is wrong by.
@@ -12,21 +14,21 @@ _MAX_SUM_ERROR = 1 / 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
-    """How gradients travel between replicas.
+    """How gradients are communicated between replicas.
 
     The default suits most jobs. Give another value where the network is slow
     (`dtype`), or where workers wait for each other long (`timeout_seconds`).
 
     Args:
-      dtype: The type in which floating point gradients travel: `"bfloat16"`,
-        `"float16"`, `"float32"`, `"float64"`, or None (default) for each
-        gradient's own. They are scaled and applied in their own type again.
+      dtype: The type in which floating point gradients are communicated:
+        `"bfloat16"`, `"float16"`, `"float32"`, `"float64"`, or None (default)
+        for each gradient's own. They are scaled and applied in their own type.
         16-bit types halve the bytes of float32 and round every partial sum:
-        those of `group_size` replicas are wrong by up to `group_size` * 2^-8
-        (bfloat16) or 2^-11 (float16) of the sum of magnitudes. Where that could
-        be more than 1/16, in groups of more than 16 (bfloat16) or 128 (float16)
-        replicas, sums travel as float32; gradients whose own type has 16 bits
-        are summed in that. float16 ends at 65504.
+        the error of a sum over `group_size` replicas is up to `group_size` *
+        2^-8 (bfloat16) or 2^-11 (float16) of the sum of magnitudes. Where that
+        could be more than 1/16, in groups of more than 16 (bfloat16) or 128
+        (float16) replicas, gradients are summed in float32; those whose own
+        type has 16 bits are summed in that. float16 overflows above 65504.
       bytes_per_bucket: Gradients are packed into buckets of about this many
         bytes, an int >= 1, default 16 MiB. One gradient is never split. Several
         buckets are in flight at once, the last layers' first, so that
@@ -35,8 +37,8 @@ class Communication:
       timeout_seconds: A replica that waits longer than this many seconds for
         the others fails with an error instead of hanging. A number > 0, default
         300.
-      buckets_in_flight: How many buckets travel at once, an int >= 1, default
-        4. NCCL (GPUs) has one after the other.
+      buckets_in_flight: How many buckets are communicated at once, an int >= 1,
+        default 4. NCCL (GPUs) has one after the other.
 
     Raises:
       TypeError: If an argument has another type.
@@ -57,7 +59,7 @@ class Communication:
     timeout_seconds: float = 300
     buckets_in_flight: int = 4
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dtype is not None and not isinstance(self.dtype, str):
             raise TypeError(
                 "Communication(dtype=...) must be a string or None, got"
@@ -68,22 +70,13 @@ class Communication:
                 f"Communication(dtype={self.dtype!r}) is not supported."
                 f" Supported: {_DTYPES}."
             )
-        for name, kinds in (
-            ("bytes_per_bucket", int),
-            ("buckets_in_flight", int),
-            ("timeout_seconds", (int, float)),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                raise TypeError(
-                    f"Communication({name}=...) must be a number, got"
-                    f" {value!r}."
-                )
-            if not 0 < value < float("inf"):
-                raise ValueError(
-                    f"Communication({name}={value!r}) must be positive and"
-                    " finite."
-                )
+        for name in ("bytes_per_bucket", "buckets_in_flight"):
+            checks.positive_integer(
+                f"Communication({name}=...)", getattr(self, name)
+            )
+        checks.positive_number(
+            "Communication(timeout_seconds=...)", self.timeout_seconds
+        )
 
     def dtype_of_sum(self, dtype: str, group_size: int) -> str:
         """The type in which gradients of one type are summed over a group.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+
+from tf_xshard import checks
 
 _HINT = (
     "Expected a [num_groups, replicas_per_group] nested list of replica ids,"
@@ -122,7 +124,28 @@ class GroupAssignment:
         return cls(np.arange(num_replicas).reshape(group_size, num_groups).T)
 
     @classmethod
-    def by_host(cls, strategy) -> GroupAssignment:
+    def single(cls, num_replicas: int) -> GroupAssignment:
+        """One group of all replicas.
+
+        Args:
+          num_replicas: Number of replicas, an int >= 1.
+
+        Returns:
+          A `GroupAssignment` of one group.
+
+        Raises:
+          TypeError: If `num_replicas` is not an int.
+          ValueError: If `num_replicas` is less than 1.
+
+        Example:
+
+        >>> tf_xshard.GroupAssignment.single(4)
+        GroupAssignment([[0, 1, 2, 3]])
+        """
+        return cls.contiguous(num_replicas, num_replicas)
+
+    @classmethod
+    def by_host(cls, strategy: Any) -> GroupAssignment:
         """One group a host: who can reduce without the network.
 
         From the strategy's own view: the hosts of the cluster's addresses
@@ -225,29 +248,60 @@ class GroupAssignment:
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         return iter(self._groups)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
             f"GroupAssignment is frozen: {name!r} can't be set. Make a new one."
         )
 
-    def __delattr__(self, name):
+    def __delattr__(self, name: str) -> None:
         raise AttributeError(
             f"GroupAssignment is frozen: {name!r} can't be deleted."
         )
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return GroupAssignment, (self.to_list(),)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         if not isinstance(other, GroupAssignment):
             return NotImplemented
         return self._groups == other._groups
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(self._groups)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"GroupAssignment({self.to_list()})"
+
+
+def for_replicas(
+    groups: GroupAssignment | None,
+    num_replicas: int,
+    where: str = "the strategy",
+) -> GroupAssignment:
+    """The groups, or one group of all replicas.
+
+    Args:
+      groups: A `GroupAssignment`, or None for one group.
+      num_replicas: How many replicas there are.
+      where: What has these replicas, for the error.
+
+    Returns:
+      A `GroupAssignment` for `num_replicas` replicas.
+
+    Raises:
+      ValueError: If `groups` is for another number of replicas.
+    """
+    if groups is None:
+        return GroupAssignment.single(num_replicas)
+    if groups.num_replicas != num_replicas:
+        raise ValueError(
+            f"group_assignment {groups.to_list()} is for"
+            f" {groups.num_replicas} replicas, and {where} has {num_replicas}."
+            f" Give one for {num_replicas} (a saved model: load it with"
+            " compile=False and compile it anew), and use the optimizer under"
+            " the strategy that it was written for."
+        )
+    return groups
 
 
 def same_groups(one: GroupAssignment, other: GroupAssignment) -> bool:
@@ -255,7 +309,7 @@ def same_groups(one: GroupAssignment, other: GroupAssignment) -> bool:
     return set(map(frozenset, one)) == set(map(frozenset, other))
 
 
-def _hosts(strategy) -> list[str]:
+def _hosts(strategy: Any) -> list[str]:
     """The host of every replica, in the order of replica ids."""
     devices = list(strategy.extended.worker_devices)
     num_replicas = strategy.num_replicas_in_sync
@@ -309,14 +363,8 @@ def joined(assignments: Sequence[GroupAssignment]) -> GroupAssignment:
 
 
 def _num_groups(num_replicas: int, group_size: int) -> int:
-    for name, value in (
-        ("num_replicas", num_replicas),
-        ("group_size", group_size),
-    ):
-        if _as_replica_id(value) is None:
-            raise TypeError(f"{name} must be an int, got {value!r}.")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}.")
+    num_replicas = checks.positive_integer("num_replicas", num_replicas)
+    group_size = checks.positive_integer("group_size", group_size)
     if num_replicas % group_size:
         raise ValueError(
             f"group_size={group_size} does not divide"
@@ -326,17 +374,15 @@ def _num_groups(num_replicas: int, group_size: int) -> int:
     return num_replicas // group_size
 
 
-def _as_replica_id(value) -> int | None:
+def _as_replica_id(value: Any) -> int | None:
     """`value` as an int, or None where it is no integer (a bool is none)."""
-    if isinstance(value, (bool, np.bool_)):
-        return None
     try:
-        return operator.index(value)
+        return checks.integer("replica id", value)
     except TypeError:
         return None
 
 
-def _validated_rows(groups) -> tuple[tuple[int, ...], ...]:
+def _validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
     """Checks everything that DESIGN's group assignment promises."""
     rows = [_sequence(row, groups) for row in _sequence(groups, groups)]
     if not rows or not any(rows):
@@ -373,7 +419,9 @@ def _validated_rows(groups) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
-def _check_each_id_once(rows, ids):
+def _check_each_id_once(
+    rows: Sequence[Sequence[int]], ids: Sequence[int]
+) -> None:
     seen = {}
     for index, row in enumerate(rows):
         for replica_id in row:
@@ -399,11 +447,11 @@ def _check_each_id_once(rows, ids):
         )
 
 
-def _shown(rows) -> list[list[int]]:
+def _shown(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(row) for row in rows]
 
 
-def _sequence_or_none(value) -> list | None:
+def _sequence_or_none(value: Any) -> list | None:
     if isinstance(value, np.ndarray) and value.ndim:
         return list(value)
     if isinstance(value, (list, tuple, range)):
@@ -411,7 +459,7 @@ def _sequence_or_none(value) -> list | None:
     return None
 
 
-def _sequence(value, groups) -> list:
+def _sequence(value: Any, groups: Any) -> list:
     found = _sequence_or_none(value)
     if found is not None:
         return found

@@ -200,7 +200,7 @@ def test_nan_and_minus_zero_are_no_difference():
         ([1.0, 1.0], [1.0, 1.5], 0.5),
     ):
         state.replicas.assign(variable, np.float32([one, other]))
-        rows = divergence.unequal(state, repair=False)
+        rows = divergence.unequal(state.catalog(), state.replicas, repair=False)
         expected = [] if difference is None else [difference]
         assert rows.column("largest_difference") == expected
 

@@ -8,12 +8,12 @@ import types
 import numpy as np
 import pytest
 
+from tests.support import mutants
 from tests.support import paths
 from tests.support import replicas
 from tf_xshard import __main__ as cli
 from tf_xshard.cli import doctor
 from tf_xshard.cli.demo import promises
-from tf_xshard.reduction import group_sum as reduction
 
 
 def _run(*arguments, timeout_seconds=170):
@@ -87,28 +87,21 @@ def test_demo_of_the_other_wrappers(wrapper, equal, wrong):
     assert [r for r in rows if r.startswith(wrong) and "WRONG" in r]
 
 
-_NO_REDUCTION = "lambda gradients, *a, **k: list(gradients)"
-_NO_GROUPS = (
-    "lambda *a, f=reduction.group_sum, **k: f(*a, **{**k, 'groups':"
-    " g.GroupAssignment.contiguous(4, 4)})"
-)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "wrapper, num_replicas, mutant, failure",
     [
-        ("cross_shard", 4, _NO_GROUPS, "group 0, on its shards"),
-        ("tower", 2, _NO_REDUCTION, "TowerOptimizer"),
-        ("agn", 2, _NO_REDUCTION, "AGN, period 1"),
+        ("cross_shard", 4, "groups_ignored", "group 0, on its shards"),
+        ("tower", 2, "no_reduction", "TowerOptimizer"),
+        ("agn", 2, "no_reduction", "AGN, period 1"),
     ],
     ids=["cross_shard", "tower", "agn"],
 )
 def test_demo_notices_a_wrong_reduction(wrapper, num_replicas, mutant, failure):
     """The exit code depends on the numbers."""
     program = (
-        "import sys; import tf_xshard; from tf_xshard import __main__,"
-        f" reduction, group_assignment as g; reduction.group_sum = {mutant};"
+        "import sys; from tests.support import mutants; from tf_xshard import"
+        f" __main__\nwith mutants.mutant('{mutant}'):"
         f" sys.exit(__main__.main(['demo', '--optimizer-wrapper={wrapper}',"
         f" '--replicas={num_replicas}', '--epochs=1', '--optimizer=sgd']))"
     )
@@ -186,11 +179,9 @@ def test_doctor():
         assert [line for line in lines if path in line], path
 
 
-def test_doctor_finds_a_wrong_sum(monkeypatch, capsys):
+def test_doctor_finds_a_wrong_sum(capsys):
     assert doctor.check_strategy("whole", replicas.mirrored(4))
     assert "FAIL" not in capsys.readouterr().out
-    monkeypatch.setattr(
-        reduction, "group_sum", lambda gradients, *_, **__: gradients
-    )
-    assert not doctor.check_strategy("broken", replicas.mirrored(4))
+    with mutants.mutant("no_reduction"):
+        assert not doctor.check_strategy("broken", replicas.mirrored(4))
     assert "FAIL  broken, tf.function, [[" in capsys.readouterr().out

@@ -43,9 +43,9 @@ def step(both):
     def on_replica():
         here = replica_context.current()
         if here.replica_id == 0 or both:
-            subgroups.TRANSPORT.group_sum(
-                [tf.constant(1.0)], here, groups,
-                communication.Communication(timeout_seconds=2))
+            subgroups.Subgroups(
+                here, groups, communication.Communication(timeout_seconds=2)
+            ).sum([tf.constant(1.0)])
     strategy.run(on_replica)
 
 step(True)
@@ -86,11 +86,11 @@ def wait(seconds):
 def step(seconds):
     time.sleep(3.0)
     data = tf.ensure_shape(tf.py_function(wait, [seconds], tf.float32), [])
-    strategy.run(lambda: subgroups.TRANSPORT.group_sum(
-        [data], replica_context.current(), groups,
-        communication.Communication()))
+    strategy.run(lambda: subgroups.Subgroups(
+        replica_context.current(), groups, communication.Communication()
+    ).sum([data]))
 
-batch = watchdog.Work(2.0)
+batch = watchdog.WatchedBatch(2.0)
 batch.begin()
 step(tf.constant(0.0))
 batch.end()
@@ -192,8 +192,8 @@ try:
     step(tf.constant(-0.1))
 except tf.errors.OpError as error:
     assert "of one replica" in str(error), error
-[first, *_] = watchdog._lanes.values()
-assert watchdog._counts(first) == (3, 2)
+[first, *_] = watchdog.WATCHDOG.lanes.values()
+assert first.counts() == (3, 2)
 time.sleep(4.0)
 step(tf.constant(0.0))
 print([float(v) for v in strategy.experimental_local_results(weight.value)])

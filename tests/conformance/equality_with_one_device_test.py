@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import mutants
 from tests.support import replicas
 from tests.support import training
 from tf_xshard import group_assignment
-from tf_xshard.reduction import group_sum as reduction
 
 O = keras.optimizers  # noqa: E741
 
@@ -299,47 +299,21 @@ def test_two_levels_are_the_global_reduction(kind):
         lambda kind, num_replicas: num_replicas == 4 and kind != "tpu_permuted",
     ),
 )
-def test_the_assertion_fails_for_mutants(
-    mutant, kind, num_replicas, monkeypatch
-):
+def test_the_assertion_fails_for_mutants(mutant, kind, num_replicas):
     """What is asserted above would notice each of these."""
-    scaled, group_sum = reduction.scaled, reduction.group_sum
     groups = None
-    if mutant == "factor_2":
-        monkeypatch.setattr(
-            reduction, "scaled", lambda g, factor: scaled(g, factor * 2)
-        )
-    elif mutant == "factor_1_n":
-        monkeypatch.setattr(
-            reduction,
-            "scaled",
-            lambda g, factor: scaled(g, factor / num_replicas),
-        )
-    elif mutant == "no_reduction":
-        monkeypatch.setattr(
-            reduction, "group_sum", lambda gradients, *_, **__: gradients
-        )
-    else:
+    if mutant == "groups_ignored":
         # Every replica is its own group, and the reduction ignores it.
         groups = group_assignment.GroupAssignment.contiguous(num_replicas, 1)
-        everyone = group_assignment.GroupAssignment.contiguous(
-            num_replicas, num_replicas
-        )
-        monkeypatch.setattr(
-            reduction,
-            "group_sum",
-            lambda *args, **kwargs: group_sum(
-                *args, **{**kwargs, "groups": everyone}
-            ),
-        )
     x, y = training.data()
     reference = training.alone(SETTINGS["sgd"])
-    got = training.train(
-        lambda: tf_xshard.CrossShardOptimizer(
-            SETTINGS["sgd"](), "mean", groups
-        ),
-        replicas.STRATEGIES[kind](num_replicas),
-    )[1]
+    with mutants.mutant(mutant, num_replicas):
+        got = training.train(
+            lambda: tf_xshard.CrossShardOptimizer(
+                SETTINGS["sgd"](), "mean", groups
+            ),
+            replicas.STRATEGIES[kind](num_replicas),
+        )[1]
     if mutant == "groups_ignored":
         rows = training.shard_rows(
             len(x), training.BATCH_SIZE, num_replicas, [0]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
-from tf_xshard.reduction import group_sum as reduction_lib
+from tf_xshard.reduction import gradients as gradients_lib
 
 NUMPY_TYPES = {
     "float16": np.float16,
@@ -410,9 +410,9 @@ def test_sparse_gradients_stay_sparse():
 def test_a_factor_of_one_is_no_multiplication(num_replicas, monkeypatch):
     """g/3*3 has other bits than g."""
     factors = []
-    scaled = reduction_lib.scaled
+    scaled = gradients_lib.scaled
     monkeypatch.setattr(
-        reduction_lib,
+        gradients_lib,
         "scaled",
         lambda g, factor: factors.append(factor) or scaled(g, factor),
     )

@@ -152,7 +152,7 @@ def small():
 def _small_values(state):
     return [
         replicas.values(replicas.mirrored(4), one.variable)
-        for one in state.listed()
+        for one in state.variables()
     ]
 
 
@@ -377,7 +377,7 @@ def _crash_points(monkeypatch, at):
 
 def test_a_crash_between_any_two_operations(small, tmp_path, monkeypatch):
     """The save before it or the new one, and the next save works."""
-    [variable] = [v.variable for v in small.listed() if v.part == "count"]
+    [variable] = [v.variable for v in small.variables() if v.part == "count"]
     found = []
     for at in range(1, 100):
         directory = tmp_path / str(at)

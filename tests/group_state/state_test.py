@@ -96,7 +96,7 @@ def test_every_variable_that_a_step_reads_is_in_the_state(optimizer):
     step = tf.function(lambda: strategy.run(model.train_step, (batch,)))
     names = {
         copy.handle._id: one.name
-        for one in tf_xshard.GroupState(model).listed()
+        for one in tf_xshard.GroupState(model).variables()
         for copy in strategy.experimental_local_results(one.variable.value)
     }
     read = {
@@ -608,7 +608,7 @@ def test_optimizers_and_variables_in_attributes():
     state = tf_xshard.GroupState(model)
     assert state.group_assignment.to_list() == MEMBERS
     assert list(state.get_weights(0)) == ["model", "a_optimizer", "b_optimizer"]
-    listed = {id(one.variable) for one in state.listed()}
+    listed = {id(one.variable) for one in state.variables()}
     for variable in (
         model.steps,
         model.noise.state,
@@ -691,7 +691,7 @@ def test_a_module_with_an_optimizer():
         job = Job()
     state = tf_xshard.GroupState({"job": job})
     assert state.group_assignment.to_list() == MEMBERS
-    listed = {id(one.variable): one.kind for one in state.listed()}
+    listed = {id(one.variable): one.kind for one in state.variables()}
     assert listed[id(job.weight)] == "weight"
     for variable in job.optimizers["all"].inner_optimizer.variables:
         assert listed[id(variable)] == "slot"
@@ -724,8 +724,8 @@ def test_parts_that_share_variables():
     state.set_weights(1, {"inside": new})
     for value, its in zip(new, state.get_weights(1)["all"][:4], strict=False):
         assert value.shape == its.shape
-    kinds = [one.name for one in state.listed()]
-    assert len(kinds) == len({id(one.variable) for one in state.listed()})
+    kinds = [one.name for one in state.variables()]
+    assert len(kinds) == len({id(one.variable) for one in state.variables()})
 
 
 def test_a_model_that_is_compiled_again():
@@ -755,7 +755,7 @@ def test_a_model_that_is_compiled_again():
     np.testing.assert_allclose(
         state.predict(x, batch_size=32), expected, atol=1e-6
     )
-    names = [one.name for one in state.listed() if one.part == "optimizer"]
+    names = [one.name for one in state.variables() if one.part == "optimizer"]
     assert any("sgd" in name for name in names)
     assert not any("adam" in name for name in names)
 
@@ -902,7 +902,7 @@ def test_what_holds_variables():
         parts["module"].inside = tf.Variable(3.0)
     state = tf_xshard.GroupState(parts, [[0], [1]])
     count = {}
-    for one in state.listed():
+    for one in state.variables():
         count[one.part, one.kind] = count.get((one.part, one.kind), 0) + 1
     assert count == {
         ("generator", "weight"): 6,

@@ -169,7 +169,9 @@ def test_when_a_batch_is_under_way(monkeypatch):
     seen = []
 
     def look(batch, logs=None):
-        seen.append([work.timeout_seconds for work in watchdog._under_way])
+        seen.append(
+            [work.timeout_seconds for work in watchdog.WATCHDOG.batches]
+        )
 
     callback = keras.callbacks.LambdaCallback(
         on_epoch_begin=look,
@@ -195,7 +197,7 @@ def test_when_a_batch_is_under_way(monkeypatch):
         assert seen == [[], [400], [], [400], []]
         with pytest.raises(tf.errors.InvalidArgumentError):
             model.fit(np.zeros([4, 3]), np.zeros([4, 1]), verbose=0)
-    assert not watchdog._under_way
+    assert not watchdog.WATCHDOG.batches
 
 
 def test_the_chief_prints_and_others_do_not(capfd, monkeypatch):

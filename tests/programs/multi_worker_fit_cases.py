@@ -7,8 +7,8 @@ import keras
 import numpy as np
 
 import tf_xshard
+from tests.support import mutants
 from tests.support import training
-from tf_xshard.reduction import group_sum as reduction
 
 GROUPS = {
     "all": None,
@@ -115,13 +115,9 @@ def run(strategy, is_full):
         )
         result["agn"] = _weights(strategy, local_sgd)
         result["sgd"] = _weights(strategy, _cross_shard_sgd)
-        scaled, group_sum = reduction.scaled, reduction.group_sum
-        reduction.scaled = lambda g, factor: scaled(g, factor * 2)
-        result["mutant_factor_2"] = _weights(strategy, _cross_shard_sgd)
-        reduction.scaled = scaled
-        reduction.group_sum = lambda gradients, *_, **__: gradients
-        result["mutant_no_reduction"] = _weights(strategy, _cross_shard_sgd)
-        reduction.group_sum = group_sum
+        for name in ("factor_2", "no_reduction"):
+            with mutants.mutant(name):
+                result[f"mutant_{name}"] = _weights(strategy, _cross_shard_sgd)
         result["classifier"] = fit_classifier(strategy, _cross_shard)
         if is_full:
             result["in_twos"] = fit_classifier(

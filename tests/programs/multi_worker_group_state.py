@@ -100,8 +100,12 @@ def run(strategy, directory):
     kernel = model.layers[0].kernel
     if rank == 3:
         state.replicas.assign(kernel, [kernel.numpy() + 0.5])
-    result["unequal"] = list(divergence.unequal(state, repair=True))
-    result["repaired"] = list(divergence.unequal(state, repair=False))
+    result["unequal"] = list(
+        divergence.unequal(state.catalog(), state.replicas, repair=True)
+    )
+    result["repaired"] = list(
+        divergence.unequal(state.catalog(), state.replicas, repair=False)
+    )
     weights = state.get_weights(0)
     state.set_weights(1, {"model": weights["model"]})
     result["set"] = _own(model.weights)

@@ -16,10 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
-from benchmarks import measuring
 from tests.programs import multi_worker_fit_cases
 from tests.programs import multi_worker_group_state
 from tests.support import agn_oracle
+from tests.support import counting
 from tests.support import replicas
 
 GROUPS = {
@@ -275,11 +275,11 @@ def wire(strategy):
             step()
         sent = np.zeros([4, 4])
         for call in range(16):
-            before = measuring.loopback_bytes()
+            before = counting.loopback_bytes()
             step()
             # The others may be later than this one.
             time.sleep(0.25)
-            sent[call // 4, call % 4] = measuring.loopback_bytes() - before
+            sent[call // 4, call % 4] = counting.loopback_bytes() - before
         result[name] = sent.tolist()
     return result
 

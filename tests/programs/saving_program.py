@@ -31,13 +31,13 @@ def state_of(strategy) -> state.GroupState:
 
 def fill(state, step: int) -> None:
     """Gives every group its content of a step."""
-    for index, one in enumerate(state.listed()):
+    for index, one in enumerate(state.variables()):
         state.assign(one.variable, [content(index, g, step) for g in (0, 1)])
 
 
 def check(strategy, state, step: int) -> None:
     """Compares every replica with the content of a step."""
-    for index, one in enumerate(state.listed()):
+    for index, one in enumerate(state.variables()):
         for r, value in enumerate(replicas.values(strategy, one.variable)):
             group = state.group_of(r)
             np.testing.assert_array_equal(value, content(index, group, step))

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from benchmarks import measuring
+from tests.support import counting
 from tests.support import replicas
 from tf_xshard.testing import simulated_strategy
 
@@ -32,7 +32,7 @@ def in_graph(graph_def) -> tuple[int, int]:
 
 def trained(strategy, optimizer_fn, num_steps):
     """Applies ones to a weight; its graph, and group sums run per replica."""
-    with measuring.group_sums(strategy) as ran:
+    with counting.group_sums(strategy) as ran:
         with strategy.scope():
             weight = keras.Variable([1.0, 2.0])
             optimizer = optimizer_fn()

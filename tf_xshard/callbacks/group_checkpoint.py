@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tf_xshard import checks
 from tf_xshard import group_assignment
-from tf_xshard.callbacks import group_validation
 from tf_xshard.group_state import checkpoint
 from tf_xshard.group_state import checkpoint_files
 from tf_xshard.group_state import state
@@ -79,8 +79,8 @@ class GroupCheckpoint(keras.callbacks.Callback):
         regroup: str | Mapping[int, int] | None = None,
     ):
         super().__init__()
-        group_validation.check_count("every", every, "epoch")
-        group_validation.check_count("keep", keep, None)
+        checks.count("every", every, "epoch")
+        checks.count("keep", keep, None)
         self._directory = os.fspath(directory)
         self._every = every
         self._keep = keep
@@ -127,14 +127,14 @@ class GroupCheckpoint(keras.callbacks.Callback):
         replicas = self._state.replicas
         # One process decides, should others not see the directory's last state.
         [last, *_] = replicas.gather_json(
-            replicas.on_all(
+            replicas.run_on_all_processes(
                 f"Looking for saves in {self._directory!r}",
                 lambda: self._state.is_chief and _last_save(self._directory),
             )
         )
         if not last:
             return
-        position, saved_groups = replicas.on_all(
+        position, saved_groups = replicas.run_on_all_processes(
             f"Reading {last!r}",
             lambda: (
                 checkpoint.position(last),
@@ -224,7 +224,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         path = os.path.join(self._directory, name)
         self._state.save(path, epoch=epoch, step=step)
         if self._keep is not None:
-            self._state.replicas.on_all(
+            self._state.replicas.run_on_all_processes(
                 "Removing older saves",
                 lambda: self._state.is_chief and self._remove_all_but(path),
             )

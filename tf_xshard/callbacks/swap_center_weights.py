@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import keras
 
-from tf_xshard.optimizers import agn_optimizer
 from tf_xshard.optimizers import tree
 
 
@@ -58,7 +57,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         found = [
             one
             for one in tree.descendants(self.model.optimizer)
-            if isinstance(one, agn_optimizer.AGNOptimizer)
+            if hasattr(one, "show_center")
         ]
         if not found:
             raise ValueError(

@@ -70,7 +70,9 @@ def group_sums(strategy, groups, graph: bool) -> tuple[str, list[float]]:
         path.append(
             "nothing travels"
             if assignment.group_size == 1
-            else collectives.choose(here, assignment).name
+            else collectives.choose(
+                here, assignment, optimizer.communication
+            ).name
         )
         gradient = tf.pow(
             tf.constant(10.0, tf.float64),

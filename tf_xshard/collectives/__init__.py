@@ -1,22 +1,26 @@
-"""How one group sum travels: one file per path, one signature.
+"""How the replicas of a group communicate: one file per path, one signature.
+
+Enters: this replica's tensors. Leaves: their sums, or their concatenation, over
+the replica's group. `choose` gives one object bound to the replica, its groups
+and how it communicates, with `sum`, `gather` and `check_dtype`. Imports
+`distribute` and above.
 
 | where | path |
 |---|---|
-| one replica | none: the identity |
-| MirroredStrategy, MultiWorkerMirroredStrategy in a `tf.function` |
-`collective`
-|
-| MirroredStrategy, eager or in a graph of TF1 | `merge_call` |
-| MultiWorkerMirroredStrategy, eager | `one_hot` |
-| TPUStrategy, one group of all | `cross_replica_sum.STRATEGY` |
-| TPUStrategy with a device assignment | `cross_replica_sum.NATIVE` |
-| TPUStrategy without one | `one_hot` |
+| one replica | none: the identity, which callers take care of |
+| Mirrored, MultiWorkerMirrored in a `tf.function` | `subgroups` |
+| Mirrored, eager or in a graph of TF1 | `merge_call` |
+| MultiWorkerMirrored, eager | `one_hot` |
+| TPU, one group of all | `cross_replica_sum`, over all |
+| TPU with a device assignment | `cross_replica_sum`, in groups |
+| TPU without one | `one_hot` |
 """
 
 from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import cross_replica_sum
 from tf_xshard.collectives import merge_call
@@ -28,30 +32,39 @@ from tf_xshard.private import tensorflow as private_tensorflow
 
 
 def choose(
-    here: replica_context.Here, groups: group_assignment_lib.GroupAssignment
+    here: replica_context.Here,
+    groups: group_assignment_lib.GroupAssignment,
+    communication: communication_lib.Communication,
 ) -> transport.Transport:
-    """The path of a group sum, for where the calling code runs.
+    """The path on which a group communicates, where the calling code runs.
 
     Args:
       here: Where the code runs; more than one replica.
-      groups: Who reduces with whom.
+      groups: Which replicas communicate with which.
+      communication: How.
 
     Returns:
-      The `Transport`.
+      A `Transport`, bound to this replica.
     """
+    return _path(here, groups)(here, groups, communication)
+
+
+def _path(
+    here: replica_context.Here, groups: group_assignment_lib.GroupAssignment
+) -> type[transport.Transport]:
     # In a graph that a Session runs, collectives lack what a tf.function has.
     eager = (
         tf.executing_eagerly()
         or not tf.compat.v1.executing_eagerly_outside_functions()
     )
     if here.kind == "mirrored":
-        return merge_call.TRANSPORT if eager else subgroups.TRANSPORT
+        return merge_call.MergeCall if eager else subgroups.Subgroups
     if here.kind == "multi_worker":
-        return one_hot.TRANSPORT if eager else subgroups.TRANSPORT
+        return one_hot.OneHot if eager else subgroups.Subgroups
     assert here.kind == "tpu", here.kind
     if groups.num_groups == 1:
-        return cross_replica_sum.STRATEGY
+        return cross_replica_sum.OverAllReplicas
     if private_tensorflow.has_device_assignment(here.strategy):
-        return cross_replica_sum.NATIVE
+        return cross_replica_sum.InGroups
     cross_replica_sum.tell_how_to_get_the_fast_path()
-    return one_hot.TRANSPORT
+    return one_hot.OneHotOnTPU

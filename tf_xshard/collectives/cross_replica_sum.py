@@ -1,13 +1,15 @@
 """TPUStrategy: `CrossReplicaSum`, native to the TPU.
 
-`STRATEGY` is the strategy's own all-reduce over all replicas; `NATIVE` emits
-what that emits, plus the group assignment. Gradients go one by one: the TPU
-compiler combines all-reduces itself.
+Over all replicas it is the strategy's own all-reduce; inside groups it is what
+that emits, plus the group assignment. Gradients go one by one: the TPU compiler
+combines all-reduces itself. There is no timeout: the hardware's interconnect
+takes none.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import tensorflow as tf
 from absl import logging
@@ -19,10 +21,10 @@ _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.int32, tf.uint32)
 
 
 def check_dtype(dtype: tf.DType) -> None:
-    """Refuses what a TPU can't sum over replicas.
+    """Refuses what a TPU cannot sum over replicas.
 
     Args:
-      dtype: In which type gradients travel.
+      dtype: The type in which gradients are summed.
 
     Raises:
       ValueError: If `CrossReplicaSum` does not take it.
@@ -32,27 +34,42 @@ def check_dtype(dtype: tf.DType) -> None:
         raise ValueError(
             f"A gradient of {dtype.name} can't be summed over replicas of a"
             f" TPU, which takes {names}. Give the variable one of these types,"
-            " or let gradients travel as one:"
+            " or communicate gradients as one:"
             ' communication=tf_xshard.Communication(dtype="float32").'
         )
 
 
-def _sum_over_all(tensors, here, groups, communication):
-    # On a TPU the hardware's interconnect needs no timeout and takes none.
-    del here, groups, communication
-    return tf.distribute.get_replica_context().all_reduce(
-        tf.distribute.ReduceOp.SUM, list(tensors)
-    )
+class _CrossReplicaSum(transport.Transport):
+    """What both have in common."""
+
+    def check_dtype(self, dtype: tf.DType) -> None:
+        """See `Transport.check_dtype`."""
+        check_dtype(dtype)
 
 
-def _sum_in_groups(tensors, here, groups, communication):
-    del here, communication
-    return [
-        tf.raw_ops.CrossReplicaSum(
-            input=tensor, group_assignment=groups.to_list()
+class OverAllReplicas(_CrossReplicaSum):
+    """One group of all replicas."""
+
+    name = "the strategy's all_reduce (CrossReplicaSum)"
+
+    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.SUM, list(tensors)
         )
-        for tensor in tensors
-    ]
+
+
+class InGroups(_CrossReplicaSum):
+    """Groups, where a device assignment has fixed XLA's replica numbering."""
+
+    name = "CrossReplicaSum with a group assignment"
+
+    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return [
+            tf.raw_ops.CrossReplicaSum(
+                input=tensor, group_assignment=self.groups.to_list()
+            )
+            for tensor in tensors
+        ]
 
 
 @functools.cache
@@ -61,19 +78,10 @@ def tell_how_to_get_the_fast_path() -> None:
     logging.warning(
         "TPUStrategy was made without a device assignment, so XLA's replica"
         " numbering may differ from replica_id_in_sync_group, and group sums"
-        " travel as a stack with num_groups times the bytes. For the fast path:"
+        " are communicated as a stack with num_groups times the bytes. For the"
+        " fast path:"
         " topology = tf.tpu.experimental.initialize_tpu_system(resolver);"
         " assignment = tf.tpu.experimental.DeviceAssignment.build(topology,"
         " num_replicas=...); tf.distribute.TPUStrategy(resolver,"
         " experimental_device_assignment=assignment)."
     )
-
-
-STRATEGY = transport.Transport(
-    name="the strategy's all_reduce (CrossReplicaSum)",
-    group_sum=_sum_over_all,
-)
-NATIVE = transport.Transport(
-    name="CrossReplicaSum with a group assignment",
-    group_sum=_sum_in_groups,
-)

@@ -1,27 +1,45 @@
 """A sum per group in cross-replica context, for MirroredStrategy in eager mode.
 
-There the replicas run one after another, so a collective in the first could
-never meet its peers; `merge_call` is where all replicas' tensors come together.
+There the replicas run one after another, so a collective in the first would
+wait for peers that have not started; in `merge_call` all replicas' tensors are
+at hand.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tf_xshard.collectives import transport
 
 
-def _merge(combine):
-    """Makes a `GroupOperation` of a function on one group's tensors."""
+class MergeCall(transport.Transport):
+    """Everything happens in this process and thread; there is no timeout."""
 
-    def operation(tensors, here, groups, communication):
-        del communication  # Everything happens in this process and thread.
+    name = "sum per group in merge_call"
+    spans_groups = True
+    gathers = True
 
-        def in_cross_replica_context(strategy, *per_replica):
+    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._combined(tf.add_n, tensors)
+
+    def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.gather`."""
+        return self._combined(lambda values: tf.concat(values, 0), tensors)
+
+    def _combined(
+        self, combine: Callable, tensors: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Lets a function combine the tensors of each group."""
+
+        def in_cross_replica_context(
+            strategy: tf.distribute.Strategy, *per_replica: Any
+        ) -> list:
             return [
-                _distribute(
+                self._distributed(
                     strategy,
-                    groups,
                     combine,
                     strategy.experimental_local_results(values),
                 )
@@ -32,23 +50,19 @@ def _merge(combine):
             in_cross_replica_context, args=tuple(tensors)
         )
 
-    return operation
+    def _distributed(
+        self,
+        strategy: tf.distribute.Strategy,
+        combine: Callable,
+        values: Sequence[tf.Tensor],
+    ) -> Any:
+        combined = [
+            combine([values[r] for r in members]) for members in self.groups
+        ]
 
+        def of_replica(context: Any) -> tf.Tensor:
+            replica_id = context.replica_id_in_sync_group
+            with tf.device(values[replica_id].device):
+                return tf.identity(combined[self.groups.group_of(replica_id)])
 
-def _distribute(strategy, groups, combine, values):
-    combined = [combine([values[r] for r in group]) for group in groups]
-
-    def of_replica(context):
-        group = groups.group_of(context.replica_id_in_sync_group)
-        with tf.device(values[context.replica_id_in_sync_group].device):
-            return tf.identity(combined[group])
-
-    return strategy.experimental_distribute_values_from_function(of_replica)
-
-
-TRANSPORT = transport.Transport(
-    name="sum per group in merge_call",
-    group_sum=_merge(tf.add_n),
-    group_gather=_merge(lambda values: tf.concat(values, axis=0)),
-    spans_groups=True,
-)
+        return strategy.experimental_distribute_values_from_function(of_replica)

@@ -7,52 +7,69 @@ num_groups times the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
+from tf_xshard.collectives import cross_replica_sum
 from tf_xshard.collectives import transport
 from tf_xshard.collectives import watchdog
 
 
-def _group_sum(tensors, here, groups, communication):
-    context = tf.distribute.get_replica_context()
-    if here.replica_id is not None:
-        index = tf.constant(groups.group_of(here.replica_id))
-    else:
+class OneHot(transport.Transport):
+    """Works wherever the strategy's all-reduce does."""
+
+    name = "one-hot stack through the strategy's all_reduce"
+    spans_groups = True
+    packs = True
+
+    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        index = self._group_index()
+        mine = tf.equal(tf.range(self.groups.num_groups), index)
+
+        def stack(tensor: tf.Tensor) -> tf.Tensor:
+            # A select and no product: 0 * inf is nan, and one group's overflow
+            # would reach the weights of all the others.
+            slots = tf.reshape(mine, [-1] + [1] * tensor.shape.rank)
+            return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))
+
+        sums = self._all_reduce([stack(tensor) for tensor in tensors])
+        return [tf.gather(total, index) for total in sums]
+
+    def _group_index(self) -> tf.Tensor:
+        here, groups = self.here, self.groups
+        if here.replica_id is not None:
+            return tf.constant(groups.group_of(here.replica_id))
         group_of = [groups.group_of(r) for r in range(groups.num_replicas)]
-        index = tf.gather(
+        context = tf.distribute.get_replica_context()
+        return tf.gather(
             tf.constant(group_of), context.replica_id_in_sync_group
         )
-    mine = tf.equal(tf.range(groups.num_groups), index)
 
-    def stack(tensor):
-        # A select and no product: 0 * inf is nan, and one group's overflow
-        # would reach the weights of all the others.
-        slots = tf.reshape(mine, [-1] + [1] * tensor.shape.rank)
-        return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))
-
-    def all_reduce(stacks):
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, stacks)
-
-    stacks = [stack(tensor) for tensor in tensors]
-    if here.kind == "tpu":
-        sums = all_reduce(stacks)
-    else:
-        sums = [
+    def _all_reduce(self, stacks: list[tf.Tensor]) -> list[tf.Tensor]:
+        context = tf.distribute.get_replica_context()
+        return [
             watchdog.run(
-                lambda one=one: all_reduce([one])[0],
+                lambda one=one: context.all_reduce(
+                    tf.distribute.ReduceOp.SUM, one
+                ),
                 one,
-                here.device,
+                self.here.device,
                 0,
-                float(communication.timeout_seconds),
+                float(self.communication.timeout_seconds),
             )
             for one in stacks
         ]
-    return [tf.gather(total, index) for total in sums]
 
 
-TRANSPORT = transport.Transport(
-    name="one-hot stack through the strategy's all_reduce",
-    group_sum=_group_sum,
-    spans_groups=True,
-    packs=True,
-)
+class OneHotOnTPU(OneHot):
+    """The same on a TPU, whose interconnect needs no timeout and takes none."""
+
+    def _all_reduce(self, stacks: list[tf.Tensor]) -> list[tf.Tensor]:
+        return tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.SUM, stacks
+        )
+
+    def check_dtype(self, dtype: tf.DType) -> None:
+        """See `Transport.check_dtype`."""
+        cross_replica_sum.check_dtype(dtype)

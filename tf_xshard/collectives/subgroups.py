@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tf_xshard import communication as communication_lib
-from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import transport
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import replica_context
@@ -37,11 +36,11 @@ _EXPONENT_BITS = 5
 _FIRST_GATHER_KEY = 1 << 30
 _GATHER_KEYS = 1 << (30 - _EXPONENT_BITS)
 
-_tokens = {}
+_tokens: dict[tuple[str, int], tf.Tensor] = {}
 _tokens_lock = threading.Lock()
 
 
-def _hash(*parts) -> int:
+def _hash(*parts: Any) -> int:
     return zlib.crc32("|".join(map(str, parts)).encode())
 
 
@@ -59,13 +58,18 @@ def _ordering_token(device: str, lane: int) -> tf.Tensor:
         return _tokens[device, lane]
 
 
-class _Group:
+class Subgroups(transport.Transport):
     """This replica's group, with what every collective of it needs."""
 
-    def __init__(self, here, groups, communication):
+    name = "subgroup collectives (CollectiveReduceV2)"
+    packs = True
+    gathers = True
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        here, groups = self.here, self.groups
         members = tuple(groups)[groups.group_of(here.replica_id)]
         names = replica_context.device_names(here)
-        self._device = here.device
         self._common = dict(
             group_size=len(members),
             group_key=_FIRST_GROUP_KEY
@@ -74,28 +78,37 @@ class _Group:
             # See watchdog for the timeout.
             timeout_seconds=0,
         )
-        self._timeout_seconds = float(communication.timeout_seconds)
         # Operations on one token run one after another, so several tokens are
         # several buckets in flight. NCCL needs one order on all devices, hence
         # one token there.
-        in_flight = communication.buckets_in_flight
+        in_flight = self.communication.buckets_in_flight
         self._lanes = 1 if "GPU" in here.device else in_flight
 
-    def _run(self, operation, position, tensor, instance_key) -> tf.Tensor:
-        lane = position % self._lanes
-        return watchdog.run(
-            lambda: operation(
-                input=tensor,
-                instance_key=instance_key(lane),
-                ordering_token=[_ordering_token(self._device, lane)],
-            ),
-            tensor,
-            self._device,
-            lane,
-            self._timeout_seconds,
-        )
+    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return [
+            self._all_reduce(position, tensor)
+            for position, tensor in enumerate(tensors)
+        ]
 
-    def all_reduce(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
+    def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.gather`."""
+        num_rows = tf.stack([tf.shape(t, tf.int64)[0] for t in tensors])
+        # [group_size, len(tensors)]: the rows of each member of each tensor.
+        all_rows = self._all_gather(0, num_rows[tf.newaxis])
+        gathered = []
+        for position, tensor in enumerate(tensors):
+            rows = all_rows[:, position]
+            padded_rows = _next_power_of_two(tf.reduce_max(rows))
+            padding = [[0, padded_rows - num_rows[position]]]
+            padding += [[0, 0]] * (tensor.shape.rank - 1)
+            padded = tf.pad(tensor, padding)
+            padded = tf.ensure_shape(padded, [None, *tensor.shape[1:]])
+            blocks = self._all_gather(position, padded)
+            is_row = tf.reshape(tf.sequence_mask(rows, padded_rows), [-1])
+            gathered.append(tf.boolean_mask(blocks, is_row))
+        return gathered
+
+    def _all_reduce(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
         return self._run(
             functools.partial(
                 tf.raw_ops.CollectiveReduceV2,
@@ -111,7 +124,7 @@ class _Group:
             ),
         )
 
-    def all_gather(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
+    def _all_gather(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates; an unknown number of rows must be a power of two."""
         name, shape = tensor.dtype.name, tensor.shape.as_list()
         exponent = 0
@@ -121,7 +134,7 @@ class _Group:
                 tf.math.round(tf.math.log(rows) / tf.math.log(2.0)), tf.int32
             )
 
-        def instance_key(lane):
+        def instance_key(lane: int) -> Any:
             key = _hash(lane, name, shape) % _GATHER_KEYS << _EXPONENT_BITS
             return _FIRST_GATHER_KEY + key + exponent
 
@@ -137,18 +150,25 @@ class _Group:
             self._run(operation, position, tensor, instance_key), dtype
         )
 
-
-def _group_sum(
-    tensors: Sequence[tf.Tensor],
-    here: replica_context.Here,
-    groups: group_assignment_lib.GroupAssignment,
-    communication: communication_lib.Communication,
-) -> list[tf.Tensor]:
-    group = _Group(here, groups, communication)
-    return [
-        group.all_reduce(position, tensor)
-        for position, tensor in enumerate(tensors)
-    ]
+    def _run(
+        self,
+        operation: Callable,
+        position: int,
+        tensor: tf.Tensor,
+        instance_key: Callable[[int], Any],
+    ) -> tf.Tensor:
+        device, lane = self.here.device, position % self._lanes
+        return watchdog.run(
+            lambda: operation(
+                input=tensor,
+                instance_key=instance_key(lane),
+                ordering_token=[_ordering_token(device, lane)],
+            ),
+            tensor,
+            device,
+            lane,
+            float(self.communication.timeout_seconds),
+        )
 
 
 def _next_power_of_two(rows: tf.Tensor) -> tf.Tensor:
@@ -160,35 +180,3 @@ def _next_power_of_two(rows: tf.Tensor) -> tf.Tensor:
         tf.maximum(rows - 1, 0),
     )
     return doubled + 1
-
-
-def _group_gather(
-    tensors: Sequence[tf.Tensor],
-    here: replica_context.Here,
-    groups: group_assignment_lib.GroupAssignment,
-    communication: communication_lib.Communication,
-) -> list[tf.Tensor]:
-    group = _Group(here, groups, communication)
-    num_rows = tf.stack([tf.shape(t, tf.int64)[0] for t in tensors])
-    # [group_size, len(tensors)]: how many rows each member has of each tensor.
-    all_rows = group.all_gather(0, num_rows[tf.newaxis])
-    gathered = []
-    for position, tensor in enumerate(tensors):
-        rows = all_rows[:, position]
-        padded_rows = _next_power_of_two(tf.reduce_max(rows))
-        padding = [[0, padded_rows - num_rows[position]]]
-        padding += [[0, 0]] * (tensor.shape.rank - 1)
-        padded = tf.pad(tensor, padding)
-        padded = tf.ensure_shape(padded, [None, *tensor.shape[1:]])
-        blocks = group.all_gather(position, padded)
-        is_row = tf.reshape(tf.sequence_mask(rows, padded_rows), [-1])
-        gathered.append(tf.boolean_mask(blocks, is_row))
-    return gathered
-
-
-TRANSPORT = transport.Transport(
-    name="subgroup collectives (CollectiveReduceV2)",
-    group_sum=_group_sum,
-    group_gather=_group_gather,
-    packs=True,
-)

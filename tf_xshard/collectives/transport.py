@@ -1,9 +1,11 @@
-"""The one signature of every path of a group sum."""
+"""The one signature of every path on which a group communicates."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -11,36 +13,101 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_context
 
-GroupOperation = Callable[
-    [
-        Sequence[tf.Tensor],
-        replica_context.Here,
-        group_assignment_lib.GroupAssignment,
-        communication_lib.Communication,
-    ],
-    list[tf.Tensor],
-]
+_observers: list[Callable[[Transport, Sequence[tf.Tensor]], None]] = []
 
 
-@dataclasses.dataclass(frozen=True)
-class Transport:
-    """A path of a group sum. Called on every replica, with its own tensors.
+class Transport(abc.ABC):
+    """A path, bound to one replica and its groups.
+
+    Its methods are called on every replica, with that replica's own tensors.
 
     Attributes:
       name: A few words for people.
-      group_sum: Takes this replica's dense tensors and returns their sums over
-        its group, in order. All replicas of a group get the same bits.
-      group_gather: Takes this replica's tensors, which may differ in their
-        first dimension from replica to replica, and returns each concatenated
-        over its group, in the group's order. None where a path has no such
-        operation; IndexedSlices are made dense there.
-      spans_groups: True where replicas of other groups take part in the same
+      spans_groups: Whether replicas of other groups take part in the same
         operation, so that all must call it with the same list of tensors.
-      packs: True where tensors are better handed over packed into buckets.
+      packs: Whether tensors are better handed over packed into buckets.
+      gathers: Whether it has `gather`; where it does not, IndexedSlices are
+        made dense.
+
+    Args:
+      here: Where the code runs; more than one replica.
+      groups: Which replicas communicate with which.
+      communication: How.
     """
 
-    name: str
-    group_sum: GroupOperation
-    group_gather: GroupOperation | None = None
-    spans_groups: bool = False
-    packs: bool = False
+    name: ClassVar[str]
+    spans_groups: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        here: replica_context.Here,
+        groups: group_assignment_lib.GroupAssignment,
+        communication: communication_lib.Communication,
+    ):
+        self.here = here
+        self.groups = groups
+        self.communication = communication
+
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums dense tensors over this replica's group.
+
+        Args:
+          tensors: This replica's tensors, of known shapes. The other replicas
+            of the group give tensors of the same shapes and types.
+
+        Returns:
+          Their sums, in order; the same bits on all replicas of the group.
+        """
+        for observer in tuple(_observers):
+            observer(self, tensors)
+        return self._sum(tensors)
+
+    def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Concatenates tensors over this replica's group, in the group's order.
+
+        Args:
+          tensors: This replica's tensors, which may differ in their first
+            dimension from replica to replica.
+
+        Returns:
+          The concatenations, in order. For transports that have `gathers`.
+        """
+        raise NotImplementedError(self.name)
+
+    def check_dtype(self, dtype: tf.DType) -> None:
+        """Refuses a type that this path cannot sum.
+
+        Args:
+          dtype: The type in which tensors are summed.
+
+        Raises:
+          ValueError: If there is no operation for it.
+        """
+
+    @abc.abstractmethod
+    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `sum`."""
+
+
+@contextlib.contextmanager
+def observed(
+    observer: Callable[[Transport, Sequence[tf.Tensor]], None],
+) -> Iterator[None]:
+    """Calls a function beside every group sum, for tests and benchmarks.
+
+    It is called on each replica when a sum is traced (in eager mode, when it
+    runs), before the sum, in the same graph.
+
+    Args:
+      observer: A function of the transport and this replica's tensors.
+
+    Yields:
+      None. Until this is left, the function is called.
+    """
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from absl import logging
@@ -21,11 +21,6 @@ from tf_xshard.private import tensorflow as private_tensorflow
 
 _LOOKS_PER_TIMEOUT = 20
 _MAX_SECONDS_BETWEEN_LOOKS = 5.0
-
-_lock = threading.Lock()
-_lanes = {}
-_under_way = []
-_thread = None
 
 
 @dataclasses.dataclass
@@ -40,10 +35,43 @@ class _Lane:
     num_ended: int = 0
     waiting_since: float | None = None
 
+    def counts(self) -> tuple[int, int]:
+        """How many collectives have begun and how many have ended."""
+        # Read in this order, one that ends meanwhile is no longer under way.
+        begun, ended = (
+            int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
+            for handle in (self.begun, self.ended)
+        )
+        return begun, ended
+
+    def is_overdue(self) -> bool:
+        """Whether a collective has waited longer than the timeout."""
+        begun, ended = self.counts()
+        now = time.monotonic()
+        if begun - self.num_cancelled <= ended:
+            self.waiting_since = None
+        elif self.waiting_since is None or ended != self.num_ended:
+            self.waiting_since = now
+        self.num_ended = ended
+        if (
+            self.waiting_since is None
+            or now - self.waiting_since <= self.timeout_seconds
+        ):
+            return False
+        # A step that fails on one replica cancels what the others began.
+        if private_tensorflow.nothing_computes() and self.counts() == (
+            begun,
+            ended,
+        ):
+            self.num_cancelled = begun - ended
+            self.waiting_since = None
+            return False
+        return True
+
 
 @dataclasses.dataclass(eq=False)
-class Work:
-    """Work of several processes, in which some collective has to end at times.
+class WatchedBatch:
+    """A batch of several processes, in which collectives have to end.
 
     What TensorFlow itself waits for has no timeout: whether others have data,
     for example. Only time in which TensorFlow computes counts, not that in
@@ -55,25 +83,20 @@ class Work:
     """
 
     timeout_seconds: float
-    _state: tuple = ()
+    _num_ended: int | None = None
     _since: float = 0.0
 
     def begin(self) -> None:
         """Begins it; once again, and its time starts anew."""
-        with _lock:
-            self._state = ()
-            if self not in _under_way:
-                _under_way.append(self)
-            _start_thread()
+        self._num_ended = None
+        WATCHDOG.add(self)
 
     def end(self) -> None:
         """Ends it; a second time does nothing."""
-        with _lock:
-            if self in _under_way:
-                _under_way.remove(self)
+        WATCHDOG.remove(self)
 
     def is_overdue(self, num_ended: int) -> bool:
-        """Whether it stands still.
+        """Whether no collective has ended for longer than the timeout.
 
         Args:
           num_ended: How many collectives of this process have ended.
@@ -82,14 +105,118 @@ class Work:
           A bool.
         """
         now = time.monotonic()
-        if self._state != (num_ended,) or (
+        if self._num_ended != num_ended or (
             not private_tensorflow.a_function_runs()
         ):
-            self._state, self._since = (num_ended,), now
+            self._num_ended, self._since = num_ended, now
         return now - self._since > self.timeout_seconds
 
 
-def host_variable(device: str, name: str, dtype) -> tf.Tensor:
+class Watchdog:
+    """All that is watched in this process, and the thread that looks at it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.lanes: dict[tuple[str, int, float], _Lane] = {}
+        self.batches: list[WatchedBatch] = []
+
+    def lane(self, device: str, lane: int, timeout_seconds: float) -> _Lane:
+        """The counters of one lane, made when they are first asked for.
+
+        Args:
+          device: The device of the replica.
+          lane: Collectives of one lane run one after another.
+          timeout_seconds: Each timeout has lanes of its own.
+
+        Returns:
+          A `_Lane`.
+        """
+        key = device, lane, timeout_seconds
+        with self._lock:
+            if key not in self.lanes:
+                spec = tf.DeviceSpec.from_string(device)
+                host = spec.replace(device_type="CPU", device_index=0)
+                name = "tf_xshard_" + "_".join(map(str, key))
+                begun, ended = (
+                    host_variable(host.to_string(), f"{name}_{what}", tf.int64)
+                    for what in ("begun", "ended")
+                )
+                self.lanes[key] = _Lane(begun, ended, device, timeout_seconds)
+            self._start_thread()
+            return self.lanes[key]
+
+    def add(self, batch: WatchedBatch) -> None:
+        """Watches a batch from now on."""
+        with self._lock:
+            if batch not in self.batches:
+                self.batches.append(batch)
+            self._start_thread()
+
+    def remove(self, batch: WatchedBatch) -> None:
+        """Watches a batch no longer."""
+        with self._lock:
+            if batch in self.batches:
+                self.batches.remove(batch)
+
+    def _start_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._watch, name="tf_xshard_watchdog", daemon=True
+            )
+            self._thread.start()
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                lanes, batches = list(self.lanes.values()), list(self.batches)
+            try:
+                message = _overdue(lanes, batches)
+            except Exception as error:  # Without this thread: no timeout.
+                message = f"The watchdog of collectives failed: {error}"
+            if message:
+                message += " Restart the program."
+                logging.error(message)
+                private_tensorflow.abort_collectives(message)
+                return
+            shortest = min(
+                (one.timeout_seconds for one in [*lanes, *batches]),
+                default=_LOOKS_PER_TIMEOUT * _MAX_SECONDS_BETWEEN_LOOKS,
+            )
+            time.sleep(
+                min(shortest / _LOOKS_PER_TIMEOUT, _MAX_SECONDS_BETWEEN_LOOKS)
+            )
+
+
+# Aborting collectives ends those of the whole process, so there is one.
+WATCHDOG = Watchdog()
+
+
+def _overdue(
+    lanes: Sequence[_Lane], batches: Sequence[WatchedBatch]
+) -> str | None:
+    """What is overdue, as an error's text, or None."""
+    overdue = [lane for lane in lanes if lane.is_overdue()]
+    num_ended = sum(lane.num_ended for lane in lanes)
+    stuck = [batch for batch in batches if batch.is_overdue(num_ended)]
+    if overdue:
+        return (
+            f"A collective on {overdue[0].device} waited longer than"
+            f" {overdue[0].timeout_seconds} seconds for the other replicas"
+            " (Communication.timeout_seconds). One of them ended, hangs, or"
+            " runs other steps."
+        )
+    if stuck:
+        return (
+            "A batch waited longer than"
+            f" {stuck[0].timeout_seconds} seconds for data, or for"
+            " the other workers to have some"
+            " (Communication.timeout_seconds). One of them hangs."
+        )
+    return None
+
+
+def host_variable(device: str, name: str, dtype: tf.DType) -> tf.Tensor:
     """The handle of a new variable, zero, for as long as the process lives."""
     with tf.init_scope(), tf.device(device):
         handle = tf.raw_ops.VarHandleOp(
@@ -101,32 +228,6 @@ def host_variable(device: str, name: str, dtype) -> tf.Tensor:
     return handle
 
 
-def _lane(device: str, lane: int, timeout_seconds: float) -> _Lane:
-    key = device, lane, timeout_seconds
-    with _lock:
-        if key not in _lanes:
-            spec = tf.DeviceSpec.from_string(device)
-            host = spec.replace(device_type="CPU", device_index=0).to_string()
-            name = "tf_xshard_" + "_".join(map(str, key))
-            _lanes[key] = _Lane(
-                host_variable(host, f"{name}_begun", tf.int64),
-                host_variable(host, f"{name}_ended", tf.int64),
-                device,
-                timeout_seconds,
-            )
-        _start_thread()
-        return _lanes[key]
-
-
-def _start_thread() -> None:
-    global _thread
-    if _thread is None or not _thread.is_alive():
-        _thread = threading.Thread(
-            target=_watch, name="tf_xshard_watchdog", daemon=True
-        )
-        _thread.start()
-
-
 def run(
     collective: Callable[[], tf.Tensor],
     after: tf.Tensor,
@@ -134,7 +235,7 @@ def run(
     lane: int,
     timeout_seconds: float,
 ) -> tf.Tensor:
-    """Runs a collective under the watchdog's eye, eagerly or in a graph.
+    """Runs a collective with a timeout, eagerly or in a graph.
 
     Args:
       collective: Makes the operation and returns its result.
@@ -147,7 +248,7 @@ def run(
     Returns:
       What `collective` returns.
     """
-    watched = _lane(device, lane, timeout_seconds)
+    watched = WATCHDOG.lane(device, lane, timeout_seconds)
     one = tf.constant(1, tf.int64)
     with tf.control_dependencies([after]):
         begin = tf.raw_ops.AssignAddVariableOp(
@@ -159,80 +260,3 @@ def run(
     with tf.control_dependencies([result]):
         tf.raw_ops.AssignAddVariableOp(resource=watched.ended, value=one)
     return result
-
-
-def _watch() -> None:
-    while True:
-        with _lock:
-            lanes, under_way = list(_lanes.values()), list(_under_way)
-        try:
-            overdue = [lane for lane in lanes if _is_overdue(lane)]
-            num_ended = sum(lane.num_ended for lane in lanes)
-            stands_still = [
-                work for work in under_way if work.is_overdue(num_ended)
-            ]
-        except Exception as error:  # Without this thread nothing has a timeout.
-            _abort(f"The watchdog of collectives failed: {error}")
-            return
-        if overdue:
-            _abort(
-                f"A collective on {overdue[0].device} waited longer than"
-                f" {overdue[0].timeout_seconds} seconds for the other replicas"
-                " (Communication.timeout_seconds). One of them ended, hangs, or"
-                " runs other steps."
-            )
-            return
-        if stands_still:
-            _abort(
-                "A batch waited longer than"
-                f" {stands_still[0].timeout_seconds} seconds for data, or for"
-                " the other workers to have some"
-                " (Communication.timeout_seconds). One of them hangs."
-            )
-            return
-        shortest = min(
-            (one.timeout_seconds for one in [*lanes, *under_way]),
-            default=_LOOKS_PER_TIMEOUT * _MAX_SECONDS_BETWEEN_LOOKS,
-        )
-        time.sleep(
-            min(shortest / _LOOKS_PER_TIMEOUT, _MAX_SECONDS_BETWEEN_LOOKS)
-        )
-
-
-def _is_overdue(lane: _Lane) -> bool:
-    begun, ended = _counts(lane)
-    now = time.monotonic()
-    if begun - lane.num_cancelled <= ended:
-        lane.waiting_since = None
-    elif lane.waiting_since is None or ended != lane.num_ended:
-        lane.waiting_since = now
-    lane.num_ended = ended
-    if (
-        lane.waiting_since is None
-        or now - lane.waiting_since <= lane.timeout_seconds
-    ):
-        return False
-    # A step that fails on one replica cancels what the others began.
-    if private_tensorflow.nothing_computes() and _counts(lane) == (
-        begun,
-        ended,
-    ):
-        lane.num_cancelled = begun - ended
-        lane.waiting_since = None
-        return False
-    return True
-
-
-def _counts(lane: _Lane) -> tuple[int, int]:
-    # Read in this order, one that ends meanwhile is no longer under way.
-    begun, ended = (
-        int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
-        for handle in (lane.begun, lane.ended)
-    )
-    return begun, ended
-
-
-def _abort(message: str) -> None:
-    message += " Restart the program."
-    logging.error(message)
-    private_tensorflow.abort_collectives(message)

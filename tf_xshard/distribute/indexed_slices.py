@@ -2,50 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import tensorflow as tf
 
+# A tensor of the variable's shape, some of its rows, or no gradient.
+Gradient = tf.Tensor | tf.IndexedSlices | None
 
-def deduplicated(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+
+class UniqueSlices(tf.IndexedSlices):
+    """IndexedSlices in which each index appears once.
+
+    The type spares stages behind the one that made them so from looking again.
+    It is lost where TensorFlow takes a composite tensor apart, which costs no
+    more than a second look.
+    """
+
+
+def unique(slices: tf.IndexedSlices) -> UniqueSlices:
     """Adds up rows of one index, so that each index appears once.
 
     Duplicates count as one gradient: norms, squares and the inner optimizer's
     moments would otherwise be taken of the parts and not of their sum.
+
+    Args:
+      slices: Values of shape [rows, ...] and indices of shape [rows].
+
+    Returns:
+      The same gradient.
     """
+    if isinstance(slices, UniqueSlices):
+        return slices
     indices, positions = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(
         slices.values, positions, tf.shape(indices)[0]
     )
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    return UniqueSlices(values, indices, slices.dense_shape)
 
 
-def dense(slices: tf.IndexedSlices, variable) -> tf.Tensor:
+def dense(slices: tf.IndexedSlices, variable: Any) -> tf.Tensor:
     """The gradient as a tensor of the variable's shape."""
     return tf.math.unsorted_segment_sum(
         slices.values, slices.indices, variable.shape[0]
     )
 
 
-def map_values(function, gradient):
-    """Applies `function` to a gradient's numbers; None stays None."""
+def map_values(function: Callable, gradient: Gradient) -> Gradient:
+    """Applies a function to a gradient's numbers; None stays None.
+
+    Args:
+      function: From a tensor to one of the same shape.
+      gradient: A tensor, IndexedSlices or None.
+
+    Returns:
+      A gradient of the same kind.
+    """
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
+        kind = tf.IndexedSlices
+        if isinstance(gradient, UniqueSlices):
+            kind = UniqueSlices
+        return kind(
             function(gradient.values), gradient.indices, gradient.dense_shape
         )
     return function(gradient)
 
 
-def added(gradients, variable):
+def added(gradients: Sequence[Gradient], variable: Any) -> Gradient:
     """The sum of gradients of one variable; None where all are None.
 
-    IndexedSlices stay such if all are, with each index once.
+    Args:
+      gradients: Of the variable's shape.
+      variable: The variable.
+
+    Returns:
+      A tensor of the variable's shape, or IndexedSlices, with each index once,
+      if all are.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None
     if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
-        return deduplicated(
+        return unique(
             tf.IndexedSlices(
                 tf.concat([gradient.values for gradient in present], 0),
                 tf.concat([gradient.indices for gradient in present], 0),

@@ -39,7 +39,7 @@ def kind_of(strategy: tf.distribute.Strategy) -> str:
       strategy: A `tf.distribute.Strategy`, the default one included.
 
     Returns:
-      The kind of strategy, which decides how a group sum travels.
+      The kind of strategy, which decides on the path of a group sum.
 
     Raises:
       ValueError: For every other strategy. One that is not known might have one
@@ -83,7 +83,7 @@ def local_replica_ids(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
     return tuple(int(one) for one in ids)
 
 
-def process_id(strategy: tf.distribute.Strategy) -> int:
+def rank(strategy: tf.distribute.Strategy) -> int:
     """The number of this process among a strategy's; the chief's is 0."""
     ids = local_replica_ids(strategy)
     return ids[0] // len(ids)
@@ -132,8 +132,8 @@ class Here:
         return self.num_replicas // self.num_local_replicas
 
     @property
-    def process_id(self) -> int:
-        """Which of these processes this one is."""
+    def rank(self) -> int:
+        """Which of these processes this one is; the chief's is 0."""
         return (self.replica_id or 0) // self.num_local_replicas
 
 
@@ -253,7 +253,8 @@ def _replica_graph() -> tf.Graph | None:
                 "Gradients are applied in a tf.function that is called inside"
                 " the replica function, where replicas cannot communicate."
                 " Decorate the function that calls strategy.run() with"
-                " tf.function instead, and take the decorator off the inner one."
+                " tf.function instead, and take the decorator off the inner"
+                " one."
             )
         graph = graph.outer_graph
     return graph

@@ -1,26 +1,27 @@
-"""State of an optimizer that each replica has for itself.
+"""Variables of which each replica has a value of its own.
 
-Such a variable holds another value on each replica. TensorFlow shows and saves
-the mean over the replicas and restores it on all, which keeps every sum that a
-reduction makes of it later.
+State that an optimizer makes here (`make`) differs by replica. TensorFlow shows
+and saves the mean over the replicas and restores it on all, which keeps every
+sum that a reduction makes of it later.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 
-def make(shape, dtype: str, name: str) -> keras.Variable:
+def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
     """A variable of zeros that each replica updates by itself.
 
     Args:
       shape: Its shape.
-      dtype: Its type.
+      dtype: Its type. An integer counts alike on all replicas.
       name: Its name.
 
     Returns:
@@ -39,28 +40,28 @@ def make(shape, dtype: str, name: str) -> keras.Variable:
     )
 
 
-def read(variable: keras.Variable) -> tf.Tensor:
+def read(variable: Any) -> tf.Tensor:
     """This replica's value."""
     return tf.raw_ops.ReadVariableOp(
         resource=_handle(variable), dtype=variable.dtype
     )
 
 
-def assign(variable: keras.Variable, value) -> None:
-    """Sets this replica's value."""
+def assign(variable: Any, value: Any) -> None:
+    """Sets this replica's value, to a tensor of the variable's shape."""
     tf.raw_ops.AssignVariableOp(
         resource=_handle(variable), value=tf.cast(value, variable.dtype)
     )
 
 
-def assign_all(targets, sources) -> None:
+def assign_all(targets: Sequence, sources: Sequence) -> None:
     """Gives each variable this replica's value of another."""
     for target, source in zip(targets, sources, strict=True):
         assign(target, read(source))
 
 
-def add(variable: keras.Variable, value) -> None:
-    """Adds a tensor or IndexedSlices to this replica's value."""
+def add(variable: Any, value: Any) -> None:
+    """Adds to this replica's value a tensor of its shape, or IndexedSlices."""
     handle = _handle(variable)
     if isinstance(value, tf.IndexedSlices):
         tf.raw_ops.ResourceScatterAdd(
@@ -74,7 +75,7 @@ def add(variable: keras.Variable, value) -> None:
     )
 
 
-def accumulator_of(variable, name: str) -> keras.Variable:
+def accumulator_of(variable: Any, name: str) -> keras.Variable:
     """Zeros of a variable's shape, for sums of its gradients.
 
     float32 for 16-bit variables, whose sums would lose digits.
@@ -85,7 +86,7 @@ def accumulator_of(variable, name: str) -> keras.Variable:
     )
 
 
-def copy_of(variable) -> keras.Variable:
+def copy_of(variable: Any) -> keras.Variable:
     """A variable of the same path, constraint, and value on each replica.
 
     The path, so that what an optimizer knows of a variable by its name
@@ -107,7 +108,7 @@ def copy_of(variable) -> keras.Variable:
     return result
 
 
-def copy(source, target, strategy) -> None:
+def copy(source: Any, target: Any, strategy: tf.distribute.Strategy) -> None:
     """Gives a variable the value that another one has on each replica."""
     if tf.distribute.in_cross_replica_context():
         strategy.extended.update(
@@ -119,10 +120,10 @@ def copy(source, target, strategy) -> None:
         assign(target, read(source))
 
 
-def swap(one, other, strategy) -> None:
+def swap(one: Any, other: Any, strategy: tf.distribute.Strategy) -> None:
     """Exchanges the values of two variables on each replica."""
 
-    def exchange(variable, second):
+    def exchange(variable: Any, second: Any) -> None:
         value = tf.identity(variable)
         variable.assign(second)
         second.assign(value)
@@ -132,48 +133,53 @@ def swap(one, other, strategy) -> None:
     )
 
 
-def swap_here(one, other) -> None:
+def swap_here(one: Any, other: Any) -> None:
     """Exchanges this replica's values of two variables."""
     values = read(one), read(other)
     for variable, value in zip((other, one), values, strict=True):
         assign(variable, value)
 
 
-def when(predicate, function) -> None:
-    """Calls a function without arguments or result where a tensor is true."""
+def cond(predicate: tf.Tensor, function: Callable[[], Any]) -> None:
+    """Calls a function where a tensor is true.
+
+    Args:
+      predicate: A scalar bool tensor, of this replica.
+      function: Takes nothing; its result is ignored.
+    """
     if tf.executing_eagerly():
         if predicate:
             function()
         return
 
-    def call():
+    def call() -> tf.Tensor:
         function()
         return tf.constant(True)
 
     tf.cond(predicate, call, lambda: tf.constant(False))
 
 
-def flat_name(variable) -> str:
+def flat_name(variable: Any) -> str:
     """A variable's name, for those that are made from it."""
     return _path(variable).replace("/", "_")
 
 
-def _path(variable) -> str:
+def _path(variable: Any) -> str:
     path = getattr(variable, "path", None) or variable.name.split(":")[0]
     return path.replace(":", "_")
 
 
-def tensorflow_variable(variable):
+def tensorflow_variable(variable: Any) -> Any:
     """What TensorFlow has of a Keras or TensorFlow variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def _handle(variable) -> tf.Tensor:
+def _handle(variable: Any) -> tf.Tensor:
     # In replica context a distributed variable's handle is this replica's.
     return tensorflow_variable(variable).handle
 
 
-def copies(variable) -> tuple[tf.Variable, ...]:
+def copies(variable: Any) -> tuple[tf.Variable, ...]:
     """The copies of a variable on this process's replicas, in their order.
 
     One copy where it was made outside of a strategy's scope.
@@ -184,7 +190,7 @@ def copies(variable) -> tuple[tf.Variable, ...]:
     return (value,)
 
 
-def strategy_of(variable) -> tf.distribute.Strategy | None:
+def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
     """The strategy in whose scope a variable was made, None if in none's."""
     value = tensorflow_variable(variable)
     return getattr(value, "distribute_strategy", None)

@@ -1,9 +1,13 @@
-"""Which variables a training step reads, and what each of them is."""
+"""A frozen catalog of what a model holds: variables, optimizers, groups.
+
+It is made anew for each call of `GroupState`, by one walk over the model, since
+a model may have been compiled again in between. Making it changes nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,189 +15,223 @@ import numpy as np
 import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
-from tf_xshard.optimizers import agn_optimizer
-from tf_xshard.optimizers import cross_shard_optimizer
-from tf_xshard.optimizers import inner_update
+from tf_xshard.group_state import walk
 from tf_xshard.optimizers import tree
+from tf_xshard.private import keras_optimizers
 
 # What replicas of one group hold alike, unless something is wrong.
 EQUAL_IN_A_GROUP = ("weight", "slot", "center")
 # What is learned, as against what a step only uses.
 LEARNED = (*EQUAL_IN_A_GROUP, "local", "statistic")
 
+Optimizers = tuple[keras.optimizers.Optimizer, ...]
+
 
 @dataclasses.dataclass(frozen=True)
-class StateVariable:
-    """One variable of the state.
+class Catalog:
+    """What a model, or what else a user gave, holds at one moment.
 
     Attributes:
-      part: What it is a part of: `"model"`, `"optimizer"`, or the name that the
-        user gave.
-      name: Its path.
-      variable: A Keras or TensorFlow variable.
-      kind: `"weight"`; `"slot"`, of an optimizer; `"center"`, of AGNOptimizer;
-        `"local"`: a replica's own (what AGN trains, open rounds of towers,
-        counters); `"statistic"`: not trained, which Keras lets differ by
-        replica; `"random"`: a generator's state; `"metric"`.
-      of_optimizer: Whether it is an optimizer's, so that its name has that of
-        another variable in it.
+      holders: What the user gave, by names of parts. A model's optimizers are
+        parts of their own.
+      optimizers: For each part its optimizers, those inside others included.
+      strategy: The strategy of the variables.
+      groups: Which replicas are in which group.
+      entries: Every variable of every part, in a deterministic order; one that
+        two parts hold is there twice.
+      centers: The variable that holds a group's value instead of a local one
+        that AGNOptimizer trains, by the id of the latter.
     """
 
-    part: str
-    name: str
-    variable: Any
-    kind: str
-    of_optimizer: bool = False
+    holders: Mapping[str, Any]
+    optimizers: Mapping[str, Optimizers]
+    strategy: tf.distribute.Strategy
+    groups: group_assignment_lib.GroupAssignment
+    entries: tuple[walk.StateVariable, ...]
+    centers: Mapping[int, Any]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(int(n) for n in self.variable.shape)
+    def variables(
+        self, kinds: Collection[str] | None = None, each_once: bool = True
+    ) -> list[walk.StateVariable]:
+        """All variables, or those of some kinds.
 
-    @property
-    def numpy_type(self) -> np.dtype:
-        """Its type in NumPy."""
-        dtype = replica_variables.copies(self.variable)[0].dtype
-        return np.dtype(dtype.as_numpy_dtype)
+        Args:
+          kinds: Kinds of `StateVariable`; None for all.
+          each_once: Whether a variable of several parts is listed with the
+            first only.
 
-    @property
-    def dtype(self) -> str:
-        """The name of its type."""
-        return replica_variables.copies(self.variable)[0].dtype.name
+        Returns:
+          A list, in the order of `entries`.
+        """
+        seen: set[int] = set()
+        result = []
+        for one in self.entries:
+            if each_once and one.key in seen:
+                continue
+            seen.add(one.key)
+            if kinds is None or one.kind in kinds:
+                result.append(one)
+        return result
+
+    def shown(self, variables: Sequence[walk.StateVariable]) -> list:
+        """The variables that hold a group's value: of AGN's, the center."""
+        return [
+            self.centers.get(id(one.variable), one.variable)
+            for one in variables
+        ]
+
+    def checked_group(self, group: Any) -> int:
+        """A group's index.
+
+        Args:
+          group: What was given.
+
+        Returns:
+          An int.
+
+        Raises:
+          ValueError: If there is no such group.
+        """
+        num_groups = self.groups.num_groups
+        if (
+            isinstance(group, bool)
+            or not isinstance(group, (int, np.integer))
+            or not 0 <= group < num_groups
+        ):
+            raise ValueError(
+                f"group must be an int from 0 to {num_groups - 1}, got"
+                f" {group!r}: the groups are {self.groups.to_list()}."
+            )
+        return int(group)
+
+    def optimizer_classes(self) -> dict[str, list[str]]:
+        """The classes of each optimizer and of those inside it, by parts."""
+        return {
+            name: [type(one).__name__ for one in found]
+            for name, found in self.optimizers.items()
+            if found
+        }
 
 
-def named_parts(holder) -> dict[str, Any]:
-    """What users give, by names.
+def of(
+    holder: Any,
+    groups: group_assignment_lib.GroupAssignment | None = None,
+) -> Catalog:
+    """A catalog of what a user gave, as it is now.
+
+    Args:
+      holder: A model, a dict of what holds variables, or a list.
+      groups: The groups; None for those that the optimizers make in the end.
+
+    Returns:
+      A `Catalog`.
 
     Raises:
-      TypeError: If something in it holds no variables.
+      TypeError: If something holds no variables.
+      ValueError: If variables are of different strategies, or two optimizers
+        make different groups, or the groups are for other replicas.
     """
-    if isinstance(holder, keras.Model):
-        return {"model": holder, **_optimizers_of(holder)}
-    if isinstance(holder, Mapping):
-        parts = {str(name): part for name, part in holder.items()}
-    elif isinstance(holder, (list, tuple)):
-        parts = {"variables": list(holder)}
-    else:
-        raise TypeError(
-            "GroupState needs a keras.Model, a dict of what holds variables,"
-            f" or a list of variables, got {type(holder).__name__}."
+    parts = walk.parts_of(holder)
+    optimizers = {
+        name: tuple(
+            one
+            for optimizer in part.optimizers
+            for one in tree.with_local_optimizers(optimizer)
         )
-    for name, part in parts.items():
-        list(_variables(name, part))
-    return parts
-
-
-def _optimizers_of(model: keras.Model) -> dict[str, Any]:
-    """A model's optimizers, by the attributes that lead to them.
-
-    Several are attributes, in lists or of models inside: those of a GAN.
-    """
-    found = {
-        path: one
-        for path, one in _held(model)
-        if isinstance(one, keras.optimizers.Optimizer)
+        for name, part in parts.items()
     }
-    # Keras makes one that nothing uses where `compile` gets none. Models inside
-    # are often compiled and then trained by another.
-    of_models_inside = {path for path in found if path.endswith(".optimizer")}
-    unused = of_models_inside | (
-        {"optimizer"} if len(found) - len(of_models_inside) > 1 else set()
+    kinds: dict[int, str] = {}
+    centers: dict[int, Any] = {}
+    for found in optimizers.values():
+        for one in found:
+            if tree.is_wrapper(one) and one.built:
+                kinds.update(one._kinds_of_state())
+                centers.update(one._centers_by_variable())
+    entries = tuple(_entries(parts, kinds))
+    strategy = _strategy(holder, entries, optimizers)
+    num_replicas = strategy.num_replicas_in_sync
+    if groups is None:
+        groups = _groups_of(optimizers, num_replicas)
+    return Catalog(
+        holders={name: part.holder for name, part in parts.items()},
+        optimizers=optimizers,
+        strategy=strategy,
+        groups=group_assignment_lib.for_replicas(groups, num_replicas),
+        entries=entries,
+        centers=centers,
     )
-    return {
-        path: one
-        for path, one in found.items()
-        if one.built or path not in unused
-    }
 
 
-def _held(holder) -> Iterator[tuple[str, Any]]:
-    """What an object holds in attributes, lists and dicts, at any depth.
-
-    Optimizers, metrics and what holds a variable are not looked into.
-
-    Yields:
-      Pairs of a path, such as `"critics[1].optimizer"`, and an object; the
-      shortest path to each comes first, and is the only one.
-    """
-    waiting, seen = [("", holder)], set()
-    for path, one in waiting:
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if path:
-            yield path, one
-        if isinstance(one, _WHOLE):
-            continue
-        if isinstance(one, (keras.Layer, tf.Module)):
-            waiting += [
-                (f"{path}.{name}" if path else name, value)
-                for name, value in sorted(
-                    # Names that users give before Keras' own lists.
-                    vars(one).items(),
-                    key=lambda item: item[0].startswith("_"),
-                )
-            ]
-        elif isinstance(one, (list, tuple)):
-            waiting += [(f"{path}[{i}]", value) for i, value in enumerate(one)]
-        elif isinstance(one, Mapping):
-            waiting += [
-                (f"{path}[{name!r}]", value) for name, value in one.items()
-            ]
+def _entries(
+    parts: Mapping[str, walk.Part], kinds: Mapping[int, str]
+) -> Iterator[walk.StateVariable]:
+    for name, part in parts.items():
+        seen: set[int] = set()
+        for one in walk.variables_of(name, part.holder, part.held):
+            if one.key in seen:
+                continue
+            seen.add(one.key)
+            if one.key in kinds:
+                one = dataclasses.replace(one, kind=kinds[one.key])
+            yield one
 
 
-def optimizers_in(parts: Mapping[str, Any]) -> list[keras.optimizers.Optimizer]:
-    """All optimizers of the parts, inner ones included."""
-    return [
-        one
-        for part in parts.values()
-        # A model's are parts of their own.
-        if not isinstance(part, keras.Layer)
-        for optimizer in [part, *(one for _, one in _held(part))]
-        if isinstance(optimizer, keras.optimizers.Optimizer)
-        for one in _all_optimizers(optimizer)
+def _strategy(
+    holder: Any,
+    entries: Sequence[walk.StateVariable],
+    optimizers: Mapping[str, Optimizers],
+) -> tf.distribute.Strategy:
+    """The one strategy of all that was found."""
+    found = [replica_variables.strategy_of(one.variable) for one in entries]
+    found += [
+        keras_optimizers.strategy_of(one)
+        for of_part in optimizers.values()
+        for one in of_part
     ]
+    strategies = list(
+        {
+            id(one): one
+            for one in found
+            if one is not None and not replica_context.is_default(one)
+        }.values()
+    )
+    if len(strategies) > 1:
+        raise ValueError(
+            f"GroupState got variables of {len(strategies)} strategies,"
+            f" {[type(one).__name__ for one in strategies]}. Make all in the"
+            " scope of one."
+        )
+    if strategies:
+        return strategies[0]
+    if isinstance(holder, keras.Model):
+        return holder.distribute_strategy
+    return tf.distribute.get_strategy()
 
 
-def _all_optimizers(optimizer) -> Iterator[keras.optimizers.Optimizer]:
-    for one in tree.descendants(optimizer):
-        yield one
-        if isinstance(one, agn_optimizer.AGNOptimizer):
-            yield from tree.descendants(one.local_optimizer)
-
-
-def agn_optimizers(
-    parts: Mapping[str, Any],
-) -> list[agn_optimizer.AGNOptimizer]:
-    """Those that train each replica's own variables."""
-    return [
-        one
-        for one in optimizers_in(parts)
-        if isinstance(one, agn_optimizer.AGNOptimizer) and one.built
-    ]
-
-
-def groups_of(
-    parts: Mapping[str, Any], num_replicas: int
+def _groups_of(
+    optimizers: Mapping[str, Optimizers], num_replicas: int
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups that the parts' optimizers make in the end.
+    """The groups that the optimizers make in the end.
 
     Raises:
-      ValueError: If two optimizers make different ones.
+      ValueError: If two parts make different ones.
     """
     found = {}
-    for name, part in parts.items():
+    for name, of_part in optimizers.items():
         assignments = [
-            cross_shard_optimizer.groups_for(one.group_assignment, num_replicas)
-            for one in optimizers_in({name: part})
-            if hasattr(one, "group_assignment")
+            group_assignment_lib.for_replicas(
+                one.group_assignment, num_replicas
+            )
+            for one in of_part
+            if tree.is_wrapper(one)
         ]
         if assignments:
             found[name] = group_assignment_lib.joined(assignments)
     # A plain Keras optimizer reduces over all replicas.
     first, *others = found.values() or [
-        cross_shard_optimizer.groups_for(None, num_replicas)
+        group_assignment_lib.GroupAssignment.single(num_replicas)
     ]
     if not all(
         group_assignment_lib.same_groups(first, other) for other in others
@@ -204,151 +242,3 @@ def groups_of(
             " group_assignment, or make one GroupState for each."
         )
     return first
-
-
-def listed(
-    parts: Mapping[str, Any], each_once: bool = True
-) -> list[StateVariable]:
-    """Every variable of the parts, in an order that is always one.
-
-    Args:
-      parts: See `named_parts`.
-      each_once: Whether one of several parts is listed with the first only.
-
-    Returns:
-      A list of `StateVariable`.
-    """
-    kinds = _kinds_from_agn(parts)
-    seen, result = set(), []
-    for name, part in parts.items():
-        for one in _variables(name, part):
-            key = id(replica_variables.tensorflow_variable(one.variable))
-            if (key if each_once else (name, key)) in seen:
-                continue
-            seen.add(key if each_once else (name, key))
-            if key in kinds:
-                one = dataclasses.replace(one, kind=kinds[key])
-            result.append(one)
-    return result
-
-
-def _kinds_from_agn(parts) -> dict[int, str]:
-    """What AGNOptimizer has, and trains, by the ids of variables."""
-    result = {}
-    for one in agn_optimizers(parts):
-        local, center = one._trainable_variables, one.center_variables
-        if one.center_is_shown:
-            local, center = center, local
-        for kind, variables in (
-            ("local", [*local, *of_optimizer(one.local_optimizer)]),
-            ("center", center),
-        ):
-            for variable in variables:
-                result[id(replica_variables.tensorflow_variable(variable))] = (
-                    kind
-                )
-    return result
-
-
-def _centers(optimizer) -> list[keras.Variable]:
-    return [
-        variable
-        for one in _all_optimizers(optimizer)
-        if isinstance(one, agn_optimizer.AGNOptimizer)
-        for variable in one.center_variables
-    ]
-
-
-def of_optimizer(optimizer) -> list:
-    """All variables of an optimizer and of those inside it, each once."""
-    # A LossScaleOptimizer or MultiOptimizer lists those below it; not all do.
-    found = {
-        id(v): v for one in _all_optimizers(optimizer) for v in one.variables
-    }
-    return list(found.values())
-
-
-def _variables(part: str, holder) -> Iterator[StateVariable]:
-    def one_of(variable, kind):
-        if replica_variables.copies(variable)[0].dtype == tf.string:
-            raise TypeError(
-                f"GroupState: {variable.name!r} of {part!r} holds strings,"
-                " which it can't compare or save."
-            )
-        path = getattr(variable, "path", None) or variable.name
-        return StateVariable(part, path, variable, kind)
-
-    if isinstance(holder, keras.optimizers.Optimizer):
-        centers = {id(v) for v in _centers(holder)}
-        for variable in of_optimizer(holder):
-            kind = "local" if _is_on_read(variable) else "slot"
-            one = dataclasses.replace(one_of(variable, kind), of_optimizer=True)
-            # A center has its weight's path, by which optimizers know it.
-            if id(variable) in centers:
-                one = dataclasses.replace(one, name=f"center/{one.name}")
-            yield one
-    elif isinstance(holder, keras.Metric):
-        yield from (one_of(variable, "metric") for variable in holder.variables)
-    elif isinstance(holder, keras.Layer):
-        for variable in holder.weights:
-            is_statistic = not variable.trainable or (
-                inner_update.is_overwritten(variable)
-            )
-            yield one_of(variable, "statistic" if is_statistic else "weight")
-        weights = {id(v) for v in holder.weights}
-        for variable in holder.variables:
-            if id(variable) not in weights:
-                yield one_of(variable, "random")
-        for variable in holder.metrics_variables:
-            yield one_of(variable, "metric")
-        yield from _attributes(part, holder)
-    elif isinstance(holder, keras.random.SeedGenerator):
-        yield one_of(holder.state, "random")
-    elif isinstance(holder, tf.random.Generator):
-        yield one_of(holder.state, "random")
-    elif isinstance(holder, (tf.Variable, keras.Variable)):
-        kind = "weight" if holder.trainable else "statistic"
-        yield one_of(holder, "local" if _is_on_read(holder) else kind)
-    elif isinstance(holder, tf.Module):
-        yield from _attributes(part, holder)
-    elif isinstance(holder, (list, tuple)):
-        for one in holder:
-            yield from _variables(part, one)
-    else:
-        raise TypeError(
-            f"GroupState got {holder!r} ({type(holder).__name__}) as {part!r},"
-            " which holds no variables. It takes Keras models, layers,"
-            " optimizers, metrics and variables, tf.Variable, tf.Module,"
-            " generators of random numbers, and lists of them."
-        )
-
-
-# What an object may hold that Keras does not list among its variables.
-_HOLDERS = (tf.Variable, tf.random.Generator, keras.random.SeedGenerator)
-# What is listed, or is not, as one.
-_WHOLE = (
-    *_HOLDERS,
-    keras.Variable,
-    keras.optimizers.Optimizer,
-    keras.Metric,
-)
-
-
-def _attributes(part: str, holder) -> Iterator[StateVariable]:
-    """TensorFlow's variables and generators in attributes, at any depth.
-
-    Of a tf.Module everything, of Keras' layers what Keras does not list.
-    """
-    wanted = _HOLDERS
-    if not isinstance(holder, keras.Layer):
-        wanted = (*_WHOLE, keras.Layer)
-    for _, one in _held(holder):
-        if isinstance(one, wanted):
-            yield from _variables(part, one)
-
-
-def _is_on_read(variable) -> bool:
-    synchronization = replica_variables.tensorflow_variable(
-        variable
-    ).synchronization
-    return synchronization == tf.VariableSynchronization.ON_READ

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.group_state import catalog
+from tf_xshard.group_state import catalog as catalog_lib
 from tf_xshard.group_state import checkpoint_files
 from tf_xshard.group_state import combine
-from tf_xshard.group_state import group_variables
+from tf_xshard.group_state import replica_values
+from tf_xshard.group_state import walk
 
 
 class Position(NamedTuple):
@@ -26,32 +29,33 @@ class Position(NamedTuple):
 
 
 def save(
-    state: group_variables.GroupVariables,
+    catalog: catalog_lib.Catalog,
+    replicas: replica_values.ReplicaValues,
     directory: str,
     epoch: int,
     step: int,
 ) -> None:
-    """See `GroupState.save`."""
-    replicas, listed = state.replicas, state.listed()
-    digests = replicas.digests([one.variable for one in listed])
+    """See `GroupState.save`. Collective."""
+    variables = catalog.variables()
+    digests = replicas.digests([one.variable for one in variables])
     # The first replica that holds a value saves it for all.
     owners = [[row.index(digest) for digest in row] for row in digests]
     [token, *_] = replicas.gather_json(checkpoint_files.new_token())
     what = f"Saving to {directory!r}"
-    files = replicas.on_all(
+    files = replicas.run_on_all_processes(
         what,
         lambda: checkpoint_files.write_values(
             directory,
             token,
-            replicas.process_id,
-            _own_values(state, listed, owners),
+            replicas.rank,
+            _own_values(replicas, variables, owners),
         ),
     )
     manifest = {
-        "group_assignment": state.group_assignment.to_list(),
+        "group_assignment": catalog.groups.to_list(),
         "epoch": epoch,
         "step": step,
-        "optimizers": state.optimizer_classes(),
+        "optimizers": catalog.optimizer_classes(),
         "files": {
             name: checksum
             for of_process in replicas.gather_json(files)
@@ -67,25 +71,30 @@ def save(
                 "shape": one.shape,
                 "owners": row,
             }
-            for one, row in zip(listed, owners, strict=True)
+            for one, row in zip(variables, owners, strict=True)
         ],
     }
-    replicas.on_all(
+    replicas.run_on_all_processes(
         what,
         lambda: (
-            state.is_chief
+            replicas.rank == 0
             and checkpoint_files.commit(directory, token, manifest)
         ),
     )
 
 
-def _own_values(state, listed, owners) -> dict:
+def _own_values(
+    replicas: replica_values.ReplicaValues,
+    variables: Sequence[walk.StateVariable],
+    owners: Sequence[Sequence[int]],
+) -> dict[str, np.ndarray]:
+    """What this process saves, by names."""
     values = {}
-    for index, one in enumerate(listed):
-        ids = state.replicas.local_ids
+    ids = replicas.local_ids
+    for index, one in enumerate(variables):
         if not set(owners[index]) & set(ids):
             continue
-        local = state.replicas.local(one.variable)
+        local = replicas.local(one.variable)
         for r, value in zip(ids, local, strict=True):
             if r in owners[index]:
                 values[_key(index, r)] = value
@@ -109,68 +118,78 @@ def saved_groups(directory: str) -> group_assignment_lib.GroupAssignment:
 
 
 def restore(
-    state: group_variables.GroupVariables,
+    catalog: catalog_lib.Catalog,
+    replicas: replica_values.ReplicaValues,
     directory: str,
     regroup: str | Mapping[int, int] | None,
 ) -> Position:
-    """See `GroupState.restore`."""
-    listed = state.listed()
-    found, assignments = state.replicas.on_all(
+    """See `GroupState.restore`. Collective."""
+    found, assignments = replicas.run_on_all_processes(
         f"Restoring from {directory!r}",
-        lambda: _read(state, listed, directory, regroup),
+        lambda: _read(catalog, replicas.local_ids, directory, regroup),
     )
     for variable, values in assignments:
-        state.replicas.assign(variable, values)
+        replicas.assign(variable, values)
     return found
 
 
-def _read(state, listed, directory, regroup) -> tuple[Position, list]:
+def _read(
+    catalog: catalog_lib.Catalog,
+    local_ids: Sequence[int],
+    directory: str,
+    regroup: str | Mapping[int, int] | None,
+) -> tuple[Position, list]:
     """Everything that is to be assigned, all of it checked."""
     manifest = checkpoint_files.read_manifest(directory)
     groups = group_assignment_lib.GroupAssignment(manifest["group_assignment"])
-    sources = _sources(state, directory, groups, regroup)
-    own, its = state.optimizer_classes(), manifest["optimizers"]
+    sources = _sources(catalog.groups, directory, groups, regroup)
+    own, its = catalog.optimizer_classes(), manifest["optimizers"]
     if own != its:
         raise ValueError(
             f"{directory!r} was saved from other optimizers: it has {its}, and"
             f" here are {own} (of models inside and in attributes those that"
             " are built)."
         )
-    pairs = _matched(listed, manifest["variables"], directory)
+    pairs = _matched(catalog.variables(), manifest["variables"], directory)
     if sources is not None:
         pairs = [pair for pair in pairs if pair[0].kind != "metric"]
-    ids = state.replicas.local_ids
     names = {
         _key(index, saved["owners"][r])
         for _, index, saved in pairs
-        for r in (ids if sources is None else range(groups.num_replicas))
+        for r in (local_ids if sources is None else range(groups.num_replicas))
     }
     values = checkpoint_files.read_values(directory, manifest, sorted(names))
     assignments = []
     for one, index, saved in pairs:
 
-        def of_replica(r, index=index, saved=saved):
+        def of_replica(
+            r: int, index: int = index, saved: dict = saved
+        ) -> np.ndarray:
             return values[_key(index, saved["owners"][r])]
 
         if sources is None:
-            found = [of_replica(r) for r in ids]
+            found = [of_replica(r) for r in local_ids]
         else:
             of_group = combine.by_group(
                 [of_replica(r) for r in range(groups.num_replicas)], groups
             )
             found = [
                 combine.combined(
-                    [of_group[g] for g in sources[state.group_of(r)]]
+                    [of_group[g] for g in sources[catalog.groups.group_of(r)]]
                 )
-                for r in ids
+                for r in local_ids
             ]
         assignments.append((one.variable, found))
     return Position(manifest["epoch"], manifest["step"]), assignments
 
 
-def _sources(state, directory, saved_groups, regroup):
+def _sources(
+    groups: group_assignment_lib.GroupAssignment,
+    directory: str,
+    saved_groups: group_assignment_lib.GroupAssignment,
+    regroup: str | Mapping[int, int] | None,
+) -> list[list[int]] | None:
     """The saved groups that each group takes; None for exactly what was."""
-    groups = state.group_assignment
     if regroup is None:
         if group_assignment_lib.same_groups(groups, saved_groups):
             return None
@@ -200,16 +219,16 @@ def _sources(state, directory, saved_groups, regroup):
 
 
 def _matched(
-    listed: list[catalog.StateVariable],
+    variables: Sequence[walk.StateVariable],
     saved: list[dict[str, Any]],
     directory: str,
-) -> list[tuple[catalog.StateVariable, int, dict]]:
+) -> list[tuple[walk.StateVariable, int, dict]]:
     """Variables with what was saved of them.
 
     Raises:
       ValueError: If the save is not of these variables.
     """
-    own = [one for one in listed if one.kind != "metric"]
+    own = [one for one in variables if one.kind != "metric"]
     its = [
         (index, one)
         for index, one in enumerate(saved)
@@ -262,13 +281,15 @@ def _matched(
     return [
         (one, index, other)
         for one, (index, other) in zip(own, its, strict=True)
-    ] + _matched_metrics(listed, saved)
+    ] + _matched_metrics(variables, saved)
 
 
-def _matched_metrics(listed, saved):
+def _matched_metrics(
+    variables: Sequence[walk.StateVariable], saved: list[dict[str, Any]]
+) -> list[tuple[walk.StateVariable, int, dict]]:
     # Keras makes them when training begins, and resets them then. Several have
     # one name, so all are the same, or none counts.
-    own = [one for one in listed if one.kind == "metric"]
+    own = [one for one in variables if one.kind == "metric"]
     its = [
         (index, other)
         for index, other in enumerate(saved)

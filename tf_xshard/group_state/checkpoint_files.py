@@ -1,4 +1,4 @@
-"""A directory that holds a saved state, whole at every instant.
+"""A directory that holds a saved state, replaced atomically.
 
     manifest.json                   what is saved, and the checksums of the rest
     state-<save>-<process>.*        values, in TensorFlow's checkpoint format
@@ -44,7 +44,7 @@ def has_save(directory: str) -> bool:
 def write_values(
     directory: str,
     token: str,
-    process_id: int,
+    rank: int,
     values: Mapping[str, np.ndarray],
 ) -> dict[str, str]:
     """Writes one process's values.
@@ -52,7 +52,7 @@ def write_values(
     Args:
       directory: A path, which is made.
       token: The save's name.
-      process_id: The process.
+      rank: The process's number.
       values: Arrays by name.
 
     Returns:
@@ -65,7 +65,7 @@ def write_values(
     _refuse_foreign(directory)
     if not values:
         return {}
-    prefix = f"state-{token}-{process_id:05d}"
+    prefix = f"state-{token}-{rank:05d}"
     # A GPU has no room for all of them once more.
     with tf.device("CPU"):
         tf.raw_ops.SaveV2(
@@ -192,7 +192,7 @@ def read_values(
     for name, checksum in sorted(manifest["files"].items()):
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
-            raise ValueError(f"{path} is missing: the save is not whole.")
+            raise ValueError(f"{path} is missing: the save is incomplete.")
         if _checksum(path) != checksum:
             raise ValueError(
                 f"{path} is damaged: its content does not match its checksum."
@@ -211,7 +211,7 @@ def read_values(
 
 
 def remove(directory: str) -> None:
-    """Removes a save; at no instant is there a part of one."""
+    """Removes a save, atomically: the manifest goes first."""
     if has_save(directory):
         tf.io.gfile.remove(os.path.join(directory, MANIFEST))
     tf.io.gfile.rmtree(directory)

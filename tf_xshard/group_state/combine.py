@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ def is_floating(dtype: np.dtype) -> bool:
     return np.dtype(dtype).kind in "fcV"
 
 
-def as_type(value, like: np.dtype, name: str) -> np.ndarray:
+def as_type(value: Any, like: np.dtype, name: str) -> np.ndarray:
     """What a user gives, as an array of a variable's type.
 
     Raises:
@@ -114,3 +115,42 @@ def largest_difference(values: Sequence[np.ndarray]) -> float:
 
 def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     return one is other or one.tobytes() == other.tobytes()
+
+
+def merge_weights(
+    how: Any, num_groups: int, checked_group: Callable[[Any], int]
+) -> list[float] | None:
+    """The weights of a merge.
+
+    Args:
+      how: See `GroupState.merge`.
+      num_groups: How many groups there are.
+      checked_group: Checks the index of a group.
+
+    Returns:
+      A number for each group, which add up to 1; None for the mean.
+
+    Raises:
+      ValueError: If `how` is none of what it may be.
+    """
+    if isinstance(how, str):
+        if how != "mean":
+            raise ValueError(
+                'merge() takes "mean", a group\'s index, or one weight for'
+                f" each group, got {how!r}."
+            )
+        return None
+    if isinstance(how, (int, np.integer)):
+        return np.eye(num_groups)[checked_group(how)].tolist()
+    weights = np.asarray(how, np.float64)
+    if (
+        weights.shape != (num_groups,)
+        or not np.isfinite(weights).all()
+        or (weights < 0).any()
+        or not weights.sum() > 0
+    ):
+        raise ValueError(
+            f"merge() needs {num_groups} weights, one for each"
+            f" group, finite, not negative and not all 0, got {how!r}."
+        )
+    return (weights / weights.sum()).tolist()

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from tf_xshard.group_state import catalog
+from tf_xshard.group_state import catalog as catalog_lib
 from tf_xshard.group_state import combine
-from tf_xshard.group_state import group_variables
+from tf_xshard.group_state import replica_values
 from tf_xshard.group_state import table
 
 
-def measured(state: group_variables.GroupVariables) -> table.Table:
-    """See `GroupState.divergence`."""
-    listed = state.listed(catalog.LEARNED)
-    every = range(state.replicas.num_replicas)
+def of_all(
+    catalog: catalog_lib.Catalog, replicas: replica_values.ReplicaValues
+) -> table.Table:
+    """See `GroupState.divergence`. Collective."""
+    variables = catalog.variables(catalog_lib.LEARNED)
+    every = range(replicas.num_replicas)
     rows = table.Table()
     for one, values in zip(
-        listed,
-        state.replicas.of_replicas([v.variable for v in listed], every),
+        variables,
+        replicas.of_replicas([v.variable for v in variables], every),
         strict=True,
     ):
         within = max(
             combine.largest_difference([values[r] for r in members])
-            for members in state.group_assignment
+            for members in catalog.groups
         )
         between = combine.largest_difference(
-            combine.by_group(values, state.group_assignment)
+            combine.by_group(values, catalog.groups)
         )
-        is_equal = one.kind in catalog.EQUAL_IN_A_GROUP
+        is_equal = one.kind in catalog_lib.EQUAL_IN_A_GROUP
         rows.append(
             {
                 "variable": one.name,
@@ -39,14 +41,19 @@ def measured(state: group_variables.GroupVariables) -> table.Table:
     return rows
 
 
-def unequal(state: group_variables.GroupVariables, repair: bool) -> table.Table:
+def unequal(
+    catalog: catalog_lib.Catalog,
+    replicas: replica_values.ReplicaValues,
+    repair: bool,
+) -> table.Table:
     """Replicas of one group that differ and should not. Collective.
 
     Only what they hold alike is looked at: trainable weights, slots and AGN's
-    center. Where nothing differs, only checksums travel.
+    center. Where nothing differs, only checksums are communicated.
 
     Args:
-      state: The groups.
+      catalog: What the model holds.
+      replicas: Reads and writes its variables.
       repair: Whether they take the value that most replicas of the group have,
         of equally many the first one's.
 
@@ -54,22 +61,24 @@ def unequal(state: group_variables.GroupVariables, repair: bool) -> table.Table:
       A row for each such variable and group: `variable`, `group`, `replicas`
       (those that do not have what most have) and `largest_difference`.
     """
-    listed = state.listed(catalog.EQUAL_IN_A_GROUP)
-    digests = state.replicas.digests([one.variable for one in listed])
+    variables = catalog.variables(catalog_lib.EQUAL_IN_A_GROUP)
+    digests = replicas.digests([one.variable for one in variables])
     rows = table.Table()
-    for one, row in zip(listed, digests, strict=True):
-        for group, members in enumerate(state.group_assignment):
+    for one, row in zip(variables, digests, strict=True):
+        for group, members in enumerate(catalog.groups):
             own = [row[r] for r in members]
             if len(set(own)) == 1:
                 continue
-            [values] = state.replicas.of_replicas([one.variable], members)
+            [values] = replicas.of_replicas([one.variable], members)
             difference = combine.largest_difference(values)
             if not difference:
                 continue
             most = max(own, key=own.count)
             if repair:
                 value = values[own.index(most)]
-                state.assign_groups(one.variable, {group: value})
+                replicas.assign_groups(
+                    one.variable, catalog.groups, {group: value}
+                )
             rows.append(
                 {
                     "variable": one.name,

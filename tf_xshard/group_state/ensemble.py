@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.group_state import catalog
-from tf_xshard.optimizers import agn_optimizer
-from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_models
 from tf_xshard.private import keras_optimizers
 
@@ -154,60 +148,3 @@ def _mean(*outputs):
     for output in outputs[1:]:
         total = total + output
     return total / len(outputs)
-
-
-@contextlib.contextmanager
-def with_plain_optimizer(model: keras.Model, value_of) -> Iterator[keras.Model]:
-    """A model that is saved as if it knew no tf_xshard, while this is entered.
-
-    Args:
-      model: The model, compiled or not.
-      value_of: Returns the value of a variable of its optimizer.
-
-    Yields:
-      The model, compiled with a copy of the innermost optimizer.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    config = model.get_compile_config() if optimizer is not None else None
-    if not config or not tree.is_wrapper(optimizer):
-        yield model
-        return
-    innermost = _unwrapped(optimizer)
-    config["optimizer"] = keras.saving.serialize_keras_object(innermost)
-    # Some optimizers' from_config takes things out of what it gets.
-    plain = keras.saving.deserialize_keras_object(
-        copy.deepcopy(config["optimizer"])
-    )
-    if innermost.built:
-        plain.build(model.trainable_variables)
-        for mine, its in _paired(innermost, plain):
-            its.assign(value_of(mine))
-    with keras_models.compiled_with(model, plain, config):
-        yield model
-
-
-def _paired(optimizer, other) -> Iterator[tuple]:
-    """The variables of two optimizers of one class, side by side."""
-    # By names, since layers may have been frozen since the first was built; the
-    # second's file has to fit the model as it is now.
-    by_name = collections.defaultdict(list)
-    for variable in catalog.of_optimizer(optimizer):
-        by_name[_last(variable)].append(variable)
-    for variable in catalog.of_optimizer(other):
-        if by_name[_last(variable)]:
-            yield by_name[_last(variable)].pop(0), variable
-
-
-def _last(variable) -> str:
-    return variable.path.split("/")[-1]
-
-
-def _unwrapped(optimizer) -> keras.optimizers.Optimizer:
-    """The optimizer that updates the model, of a stack of wrappers."""
-    while tree.is_wrapper(optimizer):
-        optimizer = (
-            optimizer.local_optimizer
-            if isinstance(optimizer, agn_optimizer.AGNOptimizer)
-            else optimizer.inner_optimizer
-        )
-    return optimizer

@@ -2,7 +2,8 @@
 
 TensorFlow shows replica 0's value of a distributed variable and writes a value
 to all replicas. Here every replica's own is read and written, bit by bit; that
-of another process travels over the strategy's collectives, as gradients do.
+of another process is communicated by the strategy's collectives, as gradients
+are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.group_state import combine
 
-# Values travel between processes in parts of about this many bytes (a larger
-# variable as one), so that not all of a model's are in memory at once.
+# Values are communicated between processes in parts of about this many bytes (a
+# larger variable as one), so that not all of a model's are in memory at once.
 _CHUNK_BYTES = 32 << 20
 
 
@@ -49,26 +51,30 @@ class ReplicaValues:
         # In the order of `copies`.
         self.local_ids = replica_context.local_replica_ids(strategy)
         self.num_processes = self.num_replicas // len(self.local_ids)
-        self.process_id = replica_context.process_id(strategy)
+        self.rank = replica_context.rank(strategy)
 
-    def process_of(self, replica_id: int) -> int:
-        """The process that drives a replica."""
+    def rank_of(self, replica_id: int) -> int:
+        """The number of the process that drives a replica."""
         return replica_id // len(self.local_ids)
 
-    def local(self, variable) -> list[np.ndarray]:
+    def local(self, variable: Any) -> list[np.ndarray]:
         """This process's values, one for each of `local_ids`."""
         values = [
             np.asarray(copy) for copy in replica_variables.copies(variable)
         ]
         return values if len(values) > 1 else values * len(self.local_ids)
 
-    def assign(self, variable, values: Sequence[np.ndarray]) -> None:
+    def assign(self, variable: Any, values: Sequence[np.ndarray]) -> None:
         """Writes this process's values, one for each of `local_ids`."""
         # One copy: all replicas' value is the same.
         for copy, value in zip(
             replica_variables.copies(variable), values, strict=False
         ):
             copy.assign(tf.constant(value, copy.dtype))
+
+    def assign_all(self, variable: Any, value: np.ndarray) -> None:
+        """Writes one value to this process's replicas."""
+        self.assign(variable, [value] * len(self.local_ids))
 
     def gather(self, payload: bytes) -> list[bytes]:
         """What every process gives, in the order of processes. Collective."""
@@ -101,27 +107,28 @@ class ReplicaValues:
         return np.asarray(self.strategy.experimental_local_results(gathered)[0])
 
     @functools.cached_property
-    def _gather_function(self):
-        every = group_assignment_lib.GroupAssignment.contiguous(
-            self.num_replicas, self.num_replicas
-        )
+    def _gather_function(self) -> Any:
+        every = group_assignment_lib.GroupAssignment.single(self.num_replicas)
 
-        def on_replica(value):
-            here = replica_context.current()
-            gather = collectives.choose(here, every).group_gather
-            [gathered] = gather([value], here, every, self.communication)
+        def on_replica(value: tf.Tensor) -> tf.Tensor:
+            transport = collectives.choose(
+                replica_context.current(), every, self.communication
+            )
+            [gathered] = transport.gather([value])
             return gathered
 
         return tf.function(lambda own: self.strategy.run(on_replica, (own,)))
 
-    def gather_json(self, value) -> list:
+    def gather_json(self, value: Any) -> list:
         """The same for values that JSON can hold. Collective."""
         return [
             json.loads(payload)
             for payload in self.gather(json.dumps(value).encode())
         ]
 
-    def on_all(self, what: str, function: Callable[[], Any]) -> Any:
+    def run_on_all_processes(
+        self, what: str, function: Callable[[], Any]
+    ) -> Any:
         """Calls a function, and raises on all if it fails on one. Collective.
 
         Args:
@@ -142,9 +149,9 @@ class ReplicaValues:
         texts = self.gather_json(error and f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        for process, text in enumerate(texts):
+        for rank, text in enumerate(texts):
             if text is not None:
-                raise RuntimeError(f"{what} failed on worker {process}: {text}")
+                raise RuntimeError(f"{what} failed on worker {rank}: {text}")
         return result
 
     def of_replicas(
@@ -175,7 +182,9 @@ class ReplicaValues:
                 yield from self._gathered(chunk, replica_ids)
                 chunk, size = [], 0
 
-    def _gathered(self, variables, replica_ids):
+    def _gathered(
+        self, variables: Sequence, replica_ids: Sequence[int]
+    ) -> Iterator[list[np.ndarray]]:
         """`of_replicas` for a few variables, in one exchange."""
         own = [r for r in replica_ids if r in self.local_ids]
         parts = []
@@ -190,12 +199,53 @@ class ReplicaValues:
             shape = tuple(variable.shape)
             count = int(np.prod(shape))
             for r in replica_ids:
-                process = self.process_of(r)
+                rank = self.rank_of(r)
                 found[r] = np.frombuffer(
-                    payloads[process], dtype, count, offsets[process]
+                    payloads[rank], dtype, count, offsets[rank]
                 ).reshape(shape)
-                offsets[process] += found[r].nbytes
+                offsets[rank] += found[r].nbytes
             yield [found[r] for r in replica_ids]
+
+    def of_group(
+        self, variables: Sequence, members: Sequence[int]
+    ) -> list[np.ndarray]:
+        """One value of each variable for a group of replicas. Collective.
+
+        Args:
+          variables: The variables.
+          members: The ids of the group's replicas.
+
+        Returns:
+          The replicas' own value where they are equal to the bit, else their
+          mean, see `combine.combined`.
+        """
+        return [
+            combine.combined(values)
+            for values in self.of_replicas(variables, members)
+        ]
+
+    def assign_groups(
+        self,
+        variable: Any,
+        groups: group_assignment_lib.GroupAssignment,
+        of_group: Mapping[int, Any],
+    ) -> None:
+        """Writes a value to all replicas of some groups.
+
+        Args:
+          variable: The variable.
+          groups: Which replica is in which group.
+          of_group: A value for each of these groups; others keep theirs.
+        """
+        own = [groups.group_of(r) for r in self.local_ids]
+        current = self.local(variable)
+        self.assign(
+            variable,
+            [
+                of_group.get(group, value)
+                for group, value in zip(own, current, strict=True)
+            ],
+        )
 
     def digests(self, variables: Sequence) -> list[list[str]]:
         """A digest of the value of every variable on every replica.
@@ -215,9 +265,9 @@ class ReplicaValues:
                 own.append(seen[id(one)])
         width = len(self.local_ids)
         result = [[] for _ in variables]
-        for process in self.gather_json(own):
+        for of_process in self.gather_json(own):
             for index, row in enumerate(result):
-                row += process[index * width : (index + 1) * width]
+                row += of_process[index * width : (index + 1) * width]
         return result
 
 

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import keras
-import numpy as np
 
+from tf_xshard.group_state import catalog as catalog_lib
 from tf_xshard.group_state import checkpoint
 from tf_xshard.group_state import divergence
-from tf_xshard.group_state import ensemble
-from tf_xshard.group_state import group_variables
+from tf_xshard.group_state import ensemble as ensemble_lib
+from tf_xshard.group_state import evaluation
+from tf_xshard.group_state import export
 from tf_xshard.group_state import table
-from tf_xshard.multi_worker import fit
+from tf_xshard.group_state import values
 
 
-def refuse_generator(data) -> None:
-    """Checks that data can be read several times.
-
-    Raises:
-      TypeError: If it is a generator.
-    """
-    if inspect.isgenerator(data):
-        raise TypeError(
-            "The data are read once for each group, and a generator can be read"
-            " only once. Give arrays or a tf.data.Dataset."
-        )
-
-
-class GroupState(group_variables.GroupVariables):
+class GroupState(values.GroupValues):
     """What each group of replicas holds: read, evaluate, save, restore, merge.
 
     With several groups, and with AGNOptimizer between exchanges, replicas hold
@@ -53,10 +40,14 @@ class GroupState(group_variables.GroupVariables):
     the first replica's where there is no mean (counters). The weights of a
     model that AGNOptimizer trains are the center.
 
+    Each call sees what the model holds at that moment, also after another
+    `compile`, and reading changes nothing. `save`, `restore`, `set_weights` and
+    `merge` build a model's optimizer that has not been built.
+
     Call it outside of `strategy.run`, and with several processes
-    (MultiWorkerMirroredStrategy) in all of them: what is needed travels over
-    the strategy's own collectives. Only `save` and `restore` need a directory
-    that all processes share.
+    (MultiWorkerMirroredStrategy) in all of them: what is needed is communicated
+    by the strategy's own collectives. Only `save` and `restore` need a
+    directory that all processes share.
 
     Args:
       model: A built `keras.Model`, with the optimizer that it is compiled with.
@@ -87,70 +78,15 @@ class GroupState(group_variables.GroupVariables):
     `tf.compat.v1.tpu.CrossShardOptimizer` makes; TensorFlow has no counterpart.
     """
 
-    _made_ensemble = None
-
-    @contextlib.contextmanager
-    def _preserved(self) -> Iterator[None]:
-        """Puts the model's variables back as they were, metrics included."""
-        if self._model is None:
-            raise ValueError(
-                "GroupState was made without a keras.Model: there is nothing to"
-                " evaluate, predict with or export."
-            )
-        self.listed()
-        kept = [
-            (variable, self.replicas.local(variable))
-            for variable in (
-                *self._model.variables,
-                *self._model.metrics_variables,
-            )
-        ]
-        several = self.replicas.num_processes > 1
-        try:
-            with (
-                fit.multi_worker_fit(self.replicas.communication)
-                if several
-                else contextlib.nullcontext()
-            ):
-                yield
-        finally:
-            for variable, values in kept:
-                self.replicas.assign(variable, values)
-
-    def _model_weights(self, group: int) -> list[np.ndarray]:
-        by_id = {id(one.variable): one for one in self.listed()}
-        ordered = [by_id[id(variable)] for variable in self._model.weights]
-        return self._group_values(self._shown(ordered), group)
-
-    def _show(self, weights) -> None:
-        """Puts weights into the model, on all replicas."""
-        if len(weights) != len(self._model.weights):
-            raise ValueError(
-                f"The model {self._model.name!r} has layers that have not been"
-                " built. Call it on a batch first."
-            )
-        for variable, value in zip(self._model.weights, weights, strict=True):
-            self.assign_groups(
-                variable, dict.fromkeys(range(self.num_groups), value)
-            )
-
-    def _ensemble(self, weights) -> ensemble.Ensemble:
-        # Made once, so that its functions are traced once.
-        made = self._made_ensemble
-        with self.replicas.strategy.scope():
-            if made is None or not made.is_of(self._model):
-                made = ensemble.Ensemble(self._model, self.num_groups)
-            made.show(weights)
-        self._made_ensemble = made
-        return made
+    _ensemble: ensemble_lib.Ensemble | None = None
 
     def evaluate(
         self,
-        data,
-        y=None,
+        data: Any,
+        y: Any = None,
         *,
         batch_size: int | None = None,
-        sample_weight=None,
+        sample_weight: Any = None,
         steps: int | None = None,
         verbose: int = 0,
         ensemble: bool = True,
@@ -193,7 +129,7 @@ class GroupState(group_variables.GroupVariables):
         group  loss
         0      1
         """
-        refuse_generator(data)
+        evaluation.refuse_generator(data)
         if isinstance(data, tuple) and y is None:
             data, y, weight = keras.utils.unpack_x_y_sample_weight(data)
             if weight is not None and sample_weight is not None:
@@ -209,30 +145,21 @@ class GroupState(group_variables.GroupVariables):
             "verbose": verbose,
             "return_dict": True,
         }
-        rows, members = table.Table(), []
-        with self._preserved():
-            for group in range(self.num_groups):
-                members.append(self._model_weights(group))
-            for group, weights in enumerate(members):
-                self._show(weights)
-                rows.append(
-                    table.row_of(group, self._model.evaluate(data, **options))
-                )
-            own_step = type(self._model).test_step is not keras.Model.test_step
-            if ensemble and self.num_groups > 1 and not own_step:
-                logs = self._ensemble(members).evaluate(data, **options)
-                rows.append(table.row_of("ensemble", logs))
-        return rows
+        evaluated = self._evaluation()
+        try:
+            return evaluated.evaluate(data, ensemble, options)
+        finally:
+            self._ensemble = evaluated.ensemble
 
     def predict(
         self,
-        data,
+        data: Any,
         group: int | None = None,
         *,
         batch_size: int | None = None,
         steps: int | None = None,
         verbose: int = 0,
-    ):
+    ) -> Any:
         """What a group, or the ensemble of all, predicts.
 
         All replicas compute with the group's weights; then the model is as it
@@ -261,18 +188,32 @@ class GroupState(group_variables.GroupVariables):
         array([[2.]], dtype=float32)
         """
         options = {"batch_size": batch_size, "steps": steps, "verbose": verbose}
+        catalog = self.catalog()
         if group is not None:
-            group = self._checked(group)
-        elif self.num_groups == 1:
+            group = catalog.checked_group(group)
+        elif catalog.groups.num_groups == 1:
             group = 0
-        with self._preserved():
-            if group is None:
-                weights = [
-                    self._model_weights(one) for one in range(self.num_groups)
-                ]
-                return self._ensemble(weights).predict(data, **options)
-            self._show(self._model_weights(group))
-            return self._model.predict(data, **options)
+        evaluated = self._evaluation(catalog)
+        try:
+            return evaluated.predict(data, group, options)
+        finally:
+            self._ensemble = evaluated.ensemble
+
+    def _model(self) -> keras.Model:
+        if not isinstance(self._holder, keras.Model):
+            raise ValueError(
+                "GroupState was made without a keras.Model: there is nothing to"
+                " evaluate, predict with or export."
+            )
+        return self._holder
+
+    def _evaluation(
+        self, catalog: catalog_lib.Catalog | None = None
+    ) -> evaluation.GroupEvaluation:
+        model = self._model()
+        return evaluation.GroupEvaluation(
+            model, catalog or self.catalog(), self.replicas, self._ensemble
+        )
 
     def divergence(self) -> table.Table:
         """How far replicas are apart, variable by variable.
@@ -291,7 +232,7 @@ class GroupState(group_variables.GroupVariables):
         variable  kind    within_group  between_groups  local  statistic
         w         weight  0             0               -      -
         """
-        return divergence.measured(self)
+        return divergence.of_all(self.catalog(), self.replicas)
 
     def export(self, group: int, path: str | os.PathLike) -> None:
         """Saves a group as an ordinary `.keras` model.
@@ -321,27 +262,19 @@ class GroupState(group_variables.GroupVariables):
         >>> keras.models.load_model(path).count_params()
         3
         """
-        group = self._checked(group)
-        path = os.fspath(path)
-        if not path.endswith(".keras"):
-            raise ValueError(f"export() writes .keras files, got {path!r}.")
-
-        def value_of(variable):
-            [value] = self._group_values([variable], group)
-            return value
-
-        with self._preserved():
-            self._show(self._model_weights(group))
-            with ensemble.with_plain_optimizer(self._model, value_of) as model:
-                self.replicas.on_all(
-                    f"Exporting to {path!r}",
-                    lambda: self.is_chief and model.save(path),
-                )
+        catalog = self.catalog()
+        export.export(
+            self._model(),
+            catalog,
+            self.replicas,
+            catalog.checked_group(group),
+            path,
+        )
 
     def save(
         self, directory: str | os.PathLike, *, epoch: int = 0, step: int = 0
     ) -> None:
-        """Saves every variable of every replica, whole at every instant.
+        """Saves every variable of every replica, atomically.
 
         What a training step reads: weights, moving statistics, random states,
         metrics, and all state of optimizers; of replicas that hold the same,
@@ -371,7 +304,13 @@ class GroupState(group_variables.GroupVariables):
         >>> float(weight)
         1.0
         """
-        checkpoint.save(self, os.fspath(directory), int(epoch), int(step))
+        checkpoint.save(
+            self._built_catalog(),
+            self.replicas,
+            os.fspath(directory),
+            int(epoch),
+            int(step),
+        )
 
     def restore(
         self,
@@ -404,7 +343,9 @@ class GroupState(group_variables.GroupVariables):
 
         See `save`.
         """
-        return checkpoint.restore(self, os.fspath(directory), regroup)
+        return checkpoint.restore(
+            self._built_catalog(), self.replicas, os.fspath(directory), regroup
+        )
 
     @staticmethod
     def position(directory: str | os.PathLike) -> checkpoint.Position:

@@ -13,15 +13,15 @@ import tensorflow as tf
 
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import replica_context
 from tf_xshard.multi_worker import chief_callbacks
-from tf_xshard.optimizers import cross_shard_optimizer
 from tf_xshard.private import keras_training_loops
-from tf_xshard.reduction import group_sum
+from tf_xshard.reduction import buckets
 
 # The communication of every call that has not been undone.
-_active = []
+_active: list[communication_lib.Communication] = []
 
 
 class MultiWorkerFit:
@@ -38,7 +38,7 @@ class MultiWorkerFit:
     def __enter__(self) -> MultiWorkerFit:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.undo()
 
 
@@ -67,8 +67,8 @@ def multi_worker_fit(
     a collective does.
 
     Args:
-      communication: How metrics travel at each step, in float32 at least; its
-        timeout holds for them and for a batch. None (default) for the
+      communication: How metrics are summed at each step, in float32 at least;
+        its timeout holds for them and for a batch. None (default) for the
         enclosing call's, else `Communication()`.
 
     Returns:
@@ -88,7 +88,7 @@ def multi_worker_fit(
     """
     if communication is None and _active:
         communication = _active[-1]
-    # Metrics travel in their own type, which has to count exactly.
+    # Metrics are summed in their own type, which has to count exactly.
     communication = dataclasses.replace(
         communication or communication_lib.Communication(), dtype=None
     )
@@ -101,7 +101,7 @@ def multi_worker_fit(
     )
     _active.append(communication)
 
-    def leave():
+    def leave() -> None:
         _active.remove(communication)
         undo()
 
@@ -113,7 +113,7 @@ def _loop_of_worker(loop: Callable) -> Callable:
     signature = inspect.signature(loop)
 
     @functools.wraps(loop)
-    def loop_of_worker(self, *args, **kwargs):
+    def loop_of_worker(self: Any, *args: Any, **kwargs: Any) -> Any:
         rank = _rank(self.distribute_strategy)
         if rank is None:
             return loop(self, *args, **kwargs)
@@ -134,16 +134,16 @@ def _loop_of_worker(loop: Callable) -> Callable:
             try:
                 return loop(*bound.args, **bound.kwargs)
             finally:
-                watched.work.end()
+                watched.batch.end()
 
     return loop_of_worker
 
 
-def _rank(strategy) -> int | None:
+def _rank(strategy: tf.distribute.Strategy) -> int | None:
     """This process's number among several, the chief's is 0."""
     if not replica_context.spans_processes(strategy):
         return None
-    return replica_context.process_id(strategy)
+    return replica_context.rank(strategy)
 
 
 class _Watched(keras.callbacks.Callback):
@@ -154,15 +154,15 @@ class _Watched(keras.callbacks.Callback):
         own = getattr(
             getattr(model, "optimizer", None), "communication", _active[-1]
         )
-        self.work = watchdog.Work(
+        self.batch = watchdog.WatchedBatch(
             max(own.timeout_seconds, _active[-1].timeout_seconds)
         )
 
-    def _begin(self, *_, **__):
-        self.work.begin()
+    def _begin(self, *_: Any, **__: Any) -> None:
+        self.batch.begin()
 
-    def _end(self, *_, **__):
-        self.work.end()
+    def _end(self, *_: Any, **__: Any) -> None:
+        self.batch.end()
 
     on_train_batch_begin = on_test_batch_begin = on_predict_batch_begin = _begin
     on_train_batch_end = on_test_batch_end = on_predict_batch_end = _end
@@ -174,18 +174,18 @@ def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
     """The mean over all replicas, of what each returned from a step."""
     communication = _active[-1]
 
-    def on_replica(parts):
+    def on_replica(parts: list) -> list[tf.Tensor]:
         here = replica_context.current()
-        groups = cross_shard_optimizer.groups_for(None, here.num_replicas)
+        transport = collectives.choose(
+            here,
+            group_assignment_lib.GroupAssignment.single(here.num_replicas),
+            communication,
+        )
         parts = [
             part if part.dtype.is_floating else tf.cast(part, tf.float32)
             for part in map(tf.convert_to_tensor, parts)
         ]
-        sums = group_sum.sum_dense(
-            parts,
-            collectives.choose(here, groups),
-            (here, groups, communication),
-        )
+        sums = buckets.sum_dense(parts, transport)
         return [total / here.num_replicas for total in sums]
 
     means = strategy.run(on_replica, (keras.tree.flatten(values),))

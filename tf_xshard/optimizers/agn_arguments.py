@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import keras
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
 
 ACCUMULATIONS = ("gradients", "updates")
 
 
-def check(num_worker, communication_period, accumulate, normalize) -> None:
+def check(
+    num_worker: Any, communication_period: Any, accumulate: Any, normalize: Any
+) -> None:
     """Checks AGNOptimizer's arguments of those names.
 
     Raises:
       TypeError, ValueError: For what it can't take.
     """
-    _check_count("communication_period", communication_period)
+    checks.positive_integer("communication_period", communication_period)
     if num_worker is not None:
-        _check_count("num_worker", num_worker)
+        checks.positive_integer("num_worker", num_worker)
         found = tf.distribute.get_strategy().num_replicas_in_sync
         if num_worker != found:
             raise ValueError(
@@ -35,7 +41,7 @@ def check(num_worker, communication_period, accumulate, normalize) -> None:
         raise TypeError(f"normalize must be a bool, got {normalize!r}.")
 
 
-def check_optimizers(inner_optimizer, local_optimizer) -> None:
+def check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
     """Checks the two optimizers, of which the second may be None.
 
     Raises:
@@ -55,7 +61,7 @@ def check_optimizers(inner_optimizer, local_optimizer) -> None:
         )
 
 
-def check_variables(variables) -> None:
+def check_variables(variables: Sequence) -> None:
     """Checks what will be trained.
 
     Raises:
@@ -70,7 +76,9 @@ def check_variables(variables) -> None:
             )
 
 
-def copied(inner_optimizer) -> keras.optimizers.Optimizer:
+def copied(
+    inner_optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
     """A local optimizer like the inner one.
 
     Raises:
@@ -88,14 +96,7 @@ def copied(inner_optimizer) -> keras.optimizers.Optimizer:
         ) from error
 
 
-def _check_count(argument: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an int, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{argument} must be positive, got {value}.")
-
-
-def _refuse_inside(optimizer) -> None:
+def _refuse_inside(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return
     for one in tree.descendants(optimizer):

@@ -16,14 +16,16 @@ from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import agn_arguments
-from tf_xshard.optimizers import cross_shard_optimizer
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
-from tf_xshard.reduction import group_sum as reduction_lib
+from tf_xshard.optimizers import wrapper
+from tf_xshard.optimizers import wrapper_arguments
+from tf_xshard.private import keras_optimizers
+from tf_xshard.reduction import gradients as gradients_lib
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
-class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
+class AGNOptimizer(wrapper.OptimizerWrapper):
     """Accumulated gradient normalization: communicate every so many steps.
 
     Each replica is a worker that trains variables of its own. Every
@@ -112,9 +114,10 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
             local_optimizer = agn_arguments.copied(inner_optimizer)
         super().__init__(
             inner_optimizer,
-            reduction,
-            group_assignment,
-            communication,
+            reduction=reduction,
+            reducer=wrapper_arguments.checked_reducer(
+                group_assignment, communication
+            ),
             loss_normalization=loss_normalization,
             name=name,
             **kwargs,
@@ -129,7 +132,6 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         self._period = communication_period
         self._accumulate = accumulate
         self._normalize = normalize
-        self._set_untracked("_known_patterns", {})
         self._set_untracked("_seen", accumulation.SeenVariables(name))
 
     @property
@@ -147,7 +149,7 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         """Whether the model's variables hold the center now."""
         if not self.built:
             return False
-        [shown, *_] = self._distribution_strategy.experimental_local_results(
+        [shown, *_] = self._strategy.experimental_local_results(
             self._shown.value
         )
         return bool(shown)
@@ -158,12 +160,12 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         return self._exchanges if self.built else tf.constant(0, tf.int64)
 
     @property
-    def iterations(self):
+    def iterations(self) -> Any:
         """The number of local steps."""
         return self.local_optimizer.iterations
 
     @property
-    def learning_rate(self):
+    def learning_rate(self) -> Any:
         """The local optimizer's learning rate; can be set.
 
         The center's is `inner_optimizer.learning_rate`.
@@ -171,7 +173,7 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         return self.local_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value):
+    def learning_rate(self, value: Any) -> None:
         self.local_optimizer.learning_rate = value
 
     @property
@@ -179,7 +181,11 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         """The center, what is counted, and both optimizers' variables."""
         return super().variables + self.local_optimizer.variables
 
-    def exclude_from_weight_decay(self, var_list=None, var_names=None) -> None:
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
         """Excludes variables from both optimizers' weight decay.
 
         Args:
@@ -196,28 +202,22 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         for one in (self.inner_optimizer, self.local_optimizer):
             one.exclude_from_weight_decay(var_names=names)
 
-    def _all_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        return super()._all_optimizers() + list(
-            tree.descendants(self.local_optimizer)
-        )
-
-    def _build(self, variables) -> None:
+    def _build(self, variables: list) -> None:
         agn_arguments.check_variables(variables)
         # Before this optimizer's own name becomes a part of their paths.
         self._center = [replica_variables.copy_of(v) for v in variables]
         super()._build(variables)
 
-    def _build_inner(self, variables) -> None:
-        self._accumulators = (
-            [
-                replica_variables.accumulator_of(
-                    v, f"{replica_variables.flat_name(v)}_sum"
-                )
-                for v in variables
-            ]
-            if self._accumulate == "gradients"
-            else []
+    def _build_inner(self, variables: list) -> None:
+        accumulator = accumulation.GradientAccumulator(
+            variables,
+            "sum",
+            self._seen,
+            has_sums=self._accumulate == "gradients",
         )
+        self._set_untracked("_accumulator", accumulator)
+        # Checkpoints know the variables by this name.
+        self._accumulators = accumulator.sums
         self._pending = replica_variables.make((), "int32", "pending")
         self._exchanges = replica_variables.make((), "int64", "exchanges")
         # Saved, since a file can be written while the center is shown.
@@ -227,53 +227,61 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
             self.local_optimizer.build(variables)
         inner_update.make_local(self.local_optimizer)
 
-    def _step(self, gradients, variables, here: replica_context.Here) -> None:
-        own = self._distribution_strategy
+    def _step(
+        self, gradients: list, variables: list, here: replica_context.Here
+    ) -> None:
+        self._refuse_outside_of_scope()
+        pending = self._begin_step()
+        gradients = [
+            gradients_lib.scaled(gradient, self._gradient_multiplier(here))
+            for gradient in gradients_lib.standardized(gradients, variables)
+        ]
+        inner_update.apply(self.local_optimizer, gradients, variables)
+        indices = self._indices(variables)
+        self._accumulator.add(gradients, indices)
+        replica_variables.assign(self._pending, pending + 1)
+        replica_variables.cond(
+            # More, if steps of a longer period were loaded.
+            pending + 1 >= self._period,
+            lambda: self._exchange(pending + 1, indices, here),
+        )
+
+    def _refuse_outside_of_scope(self) -> None:
+        own = self._strategy
         if own.num_replicas_in_sync > 1 and not tf.distribute.has_strategy():
             raise RuntimeError(
                 f"{self.name} was made in the scope of {type(own).__name__} and"
                 " is applied outside of it, where there are no workers. Apply"
                 " it in strategy.run()."
             )
+
+    def _indices(self, variables: Sequence) -> list[int]:
+        """The numbers of those variables that this was built with."""
+        found = [keras_optimizers.index_of(self, v) for v in variables]
+        return [index for index in found if index is not None]
+
+    def _begin_step(self) -> tf.Tensor:
+        """Lets the model hold the local variables, and begins a period.
+
+        Returns:
+          How many steps of the period are behind this one, a scalar int32.
+        """
         pending = replica_variables.read(self._pending)
-        replica_variables.when(
+        replica_variables.cond(
             replica_variables.read(self._shown) > 0, self._hide_center_here
         )
-        replica_variables.when(tf.equal(pending, 0), self._start_period)
-        gradients = [
-            reduction_lib.scaled(gradient, self._arriving_divisor(here))
-            for gradient in reduction_lib.standardized(gradients, variables)
-        ]
-        inner_update.apply(self.local_optimizer, gradients, variables)
-        indices = self._indices(variables)
-        for gradient, index in zip(gradients, indices, strict=True):
-            if gradient is None:
-                continue
-            variable = self._trainable_variables[index]
-            self._seen.add(index, replica_variables.flat_name(variable))
-            if self._accumulators:
-                replica_variables.add(self._accumulators[index], gradient)
-        pending += 1
-        replica_variables.assign(self._pending, pending)
-        replica_variables.when(
-            # More, if steps of a longer period were loaded.
-            pending >= self._period,
-            lambda: self._exchange(pending, indices, here),
-        )
-
-    def _indices(self, variables) -> list[int]:
-        return [
-            self._trainable_variables_indices[self._var_key(variable)]
-            for variable in variables
-            if self._var_key(variable) in self._trainable_variables_indices
-        ]
+        replica_variables.cond(tf.equal(pending, 0), self._start_period)
+        return pending
 
     def _hide_center_here(self) -> None:
-        for variable, center in zip(
-            self._trainable_variables, self._center, strict=True
-        ):
+        for variable, center in self._with_center():
             replica_variables.swap_here(variable, center)
         replica_variables.assign(self._shown, 0)
+
+    def _with_center(self) -> list[tuple]:
+        """(local variable, center) pairs."""
+        local = keras_optimizers.trainable_variables(self)
+        return list(zip(local, self._center, strict=True))
 
     def _start_period(self) -> None:
         """Makes the center what the model holds.
@@ -281,36 +289,57 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         They are equal, unless the model's values have been set since the last
         exchange (`set_weights`, `EarlyStopping`), which then count.
         """
-        replica_variables.assign_all(self._center, self._trainable_variables)
+        for variable, center in self._with_center():
+            replica_variables.assign(center, replica_variables.read(variable))
 
-    def _exchange(self, num_steps, indices, here: replica_context.Here):
-        """Applies what so many local steps have accumulated.
+    def _exchange(
+        self,
+        num_steps: int | tf.Tensor,
+        indices: Sequence[int],
+        here: replica_context.Here,
+    ) -> None:
+        """Applies what so many local steps have accumulated to the center.
 
         Of all variables but those that are frozen and not among the call's.
+
+        Args:
+          num_steps: How many steps, an int or a scalar tensor.
+          indices: The numbers of the call's variables.
+          here: Where the code runs.
         """
-        self._seen.used()
-        groups = cross_shard_optimizer.groups_for(
-            self._group_assignment, here.num_replicas
-        )
+        self._seen.note_update()
+        local = keras_optimizers.trainable_variables(self)
         totals = [
             self._accumulated(index, num_steps)
             if index in indices or getattr(variable, "trainable", True)
             else None
-            for index, variable in enumerate(self._trainable_variables)
+            for index, variable in enumerate(local)
         ]
-        totals = reduction_lib.group_sum(
-            totals,
-            self._trainable_variables,
-            here=here,
-            groups=groups,
-            communication=self._communication,
-            known_patterns=self._known_patterns,
-        )
-        if self._reduction == "mean":
-            totals = [
-                reduction_lib.scaled(total, 1 / groups.group_size)
-                for total in totals
-            ]
+        totals = self._reducer.reduce(totals, local, here, self.reduction)
+        self._update_center(totals)
+        for variable, center in self._with_center():
+            replica_variables.assign(variable, replica_variables.read(center))
+        self._accumulator.reset()
+        replica_variables.assign(self._pending, 0)
+        replica_variables.add(self._exchanges, 1)
+
+    def _accumulated(self, index: int, num_steps: int | tf.Tensor) -> Any:
+        """What this replica has for the exchange, in the variable's type."""
+        # After a restore nothing has been seen, and anything may be there.
+        if index not in self._seen and len(self._seen):
+            return None
+        variable, center = self._with_center()[index]
+        if self._accumulate == "gradients":
+            total = self._accumulator.read(index)
+        else:
+            read = replica_variables.read
+            total = read(center) - read(variable)
+        if self._normalize:
+            total /= tf.cast(num_steps, total.dtype)
+        return tf.cast(total, variable.dtype)
+
+    def _update_center(self, totals: Sequence) -> None:
+        """Lets the inner optimizer apply reduced accumulations, or None."""
         present = [
             (total, center)
             for total, center in zip(totals, self._center, strict=True)
@@ -320,27 +349,6 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
             inner_update.apply(
                 self.inner_optimizer, *map(list, zip(*present, strict=True))
             )
-        replica_variables.assign_all(self._trainable_variables, self._center)
-        for total in self._accumulators:
-            replica_variables.assign(total, tf.zeros(total.shape, total.dtype))
-        replica_variables.assign(self._pending, 0)
-        replica_variables.add(self._exchanges, 1)
-
-    def _accumulated(self, index: int, num_steps):
-        """What this replica has for the exchange, in the variable's type."""
-        variable = self._trainable_variables[index]
-        # After a restore nothing has been seen, and anything may be there.
-        if index not in self._seen and len(self._seen):
-            return None
-        read = replica_variables.read
-        total = (
-            read(self._accumulators[index])
-            if self._accumulators
-            else read(self._center[index]) - read(variable)
-        )
-        if self._normalize:
-            total /= tf.cast(num_steps, total.dtype)
-        return tf.cast(total, variable.dtype)
 
     def show_center(self, shown: bool) -> None:
         """Puts the center into the model, or the local variables back.
@@ -369,15 +377,12 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         """
         replica_context.refuse_replica_context(f"{self.name}.show_center()")
         if self.built and shown != self.center_is_shown:
-            strategy = self._distribution_strategy
-            with strategy.scope():
-                for variable, center in zip(
-                    self._trainable_variables, self._center, strict=True
-                ):
-                    replica_variables.swap(variable, center, strategy)
+            with self._strategy.scope():
+                for variable, center in self._with_center():
+                    replica_variables.swap(variable, center, self._strategy)
                 self._shown.assign(int(shown))
 
-    def finalize_variable_values(self, var_list) -> None:
+    def finalize_variable_values(self, var_list: Sequence) -> None:
         """Makes an early exchange if steps are pending, on all replicas.
 
         Then the model holds the center. `fit` calls it at its end.
@@ -388,11 +393,11 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         if not self.built:
             return
         self.show_center(False)
-        strategy = self._distribution_strategy
+        strategy = self._strategy
         [pending, *_] = strategy.experimental_local_results(self._pending.value)
         pending = int(pending)
 
-        def on_replica():
+        def on_replica() -> None:
             self._exchange(
                 pending, self._indices(var_list), replica_context.current()
             )
@@ -405,15 +410,39 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         self.inner_optimizer.finalize_variable_values(self._center)
         if self.inner_optimizer.use_ema:
             with strategy.scope():
-                for variable, center in zip(
-                    self._trainable_variables, self._center, strict=True
-                ):
+                for variable, center in self._with_center():
                     replica_variables.copy(center, variable, strategy)
 
-    def _what_a_save_loses(self) -> str | None:
-        if self._distribution_strategy.num_replicas_in_sync == 1:
+    def _unsaved_state(self) -> str | None:
+        if self._strategy.num_replicas_in_sync == 1:
             return None
         return "trains each replica's own variables and slots."
+
+    def _kinds_of_state(self) -> dict[int, str]:
+        local, center = map(list, zip(*self._with_center(), strict=True))
+        if self.center_is_shown:
+            local, center = center, local
+        of_local_steps = [
+            variable
+            for one in tree.descendants(self.local_optimizer)
+            for variable in one.variables
+        ]
+        tensorflow_variable = replica_variables.tensorflow_variable
+        return {
+            id(tensorflow_variable(variable)): kind
+            for kind, variables in (
+                ("local", [*local, *of_local_steps]),
+                ("center", center),
+            )
+            for variable in variables
+        }
+
+    def _centers_by_variable(self) -> dict[int, Any]:
+        if self.center_is_shown:
+            return {}
+        return {
+            id(variable): center for variable, center in self._with_center()
+        }
 
     def get_config(self) -> dict:
         """The arguments, for serialization.
@@ -429,6 +458,7 @@ class AGNOptimizer(cross_shard_optimizer.ReducingOptimizer):
         """
         return {
             **super().get_config(),
+            **self._reducer_config(),
             "communication_period": self._period,
             "local_optimizer": keras.saving.serialize_keras_object(
                 self.local_optimizer

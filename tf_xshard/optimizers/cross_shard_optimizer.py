@@ -2,95 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
+from tf_xshard.optimizers import hooks
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
-from tf_xshard.private import tensorflow as private_tensorflow
-from tf_xshard.reduction import group_sum as reduction_lib
+from tf_xshard.optimizers import wrapper_arguments
+from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
-
-# The values of tf.compat.v1.losses.Reduction, which the original takes.
-_REDUCTIONS = {
-    "mean": "mean",
-    "sum": "sum",
-    tf.compat.v1.losses.Reduction.MEAN: "mean",
-    tf.compat.v1.losses.Reduction.SUM: "sum",
-}
-
-GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
-
-
-class ReducingOptimizer(wrapper.OptimizerWrapper):
-    """A wrapper that reduces over groups of replicas, and how it does.
-
-    Args:
-      inner_optimizer: A Keras optimizer.
-      reduction: See `CrossShardOptimizer`.
-      group_assignment: See `CrossShardOptimizer`.
-      communication: See `CrossShardOptimizer`.
-      **kwargs: Arguments of `OptimizerWrapper`.
-    """
-
-    def __init__(
-        self,
-        inner_optimizer: keras.optimizers.Optimizer,
-        reduction: str,
-        group_assignment,
-        communication: communication_lib.Communication | None,
-        **kwargs: Any,
-    ):
-        reduction = checked_reduction(reduction)
-        group_assignment, communication = checked_communication(
-            group_assignment, communication
-        )
-        super().__init__(inner_optimizer, **kwargs)
-        self._reduction = reduction
-        self._group_assignment = group_assignment
-        self._communication = communication
-
-    @property
-    def reduction(self) -> str:
-        """`"mean"` or `"sum"`."""
-        return self._reduction
-
-    @property
-    def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
-        """The groups, or None for one group of all replicas."""
-        return self._group_assignment
-
-    @property
-    def communication(self) -> communication_lib.Communication:
-        """How gradients travel between replicas."""
-        return self._communication
-
-    def get_config(self) -> dict:
-        """The arguments, for serialization.
-
-        Returns:
-          A dict for `from_config`.
-        """
-        groups = self._group_assignment
-        return {
-            **super().get_config(),
-            "reduction": self._reduction,
-            "group_assignment": groups and groups.to_list(),
-            "communication": self._communication.get_config(),
-        }
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
-class CrossShardOptimizer(ReducingOptimizer):
+class CrossShardOptimizer(wrapper.OptimizerWrapper):
     """Combines gradients over groups of replicas; the inner optimizer applies.
 
     Use it to train on several replicas exactly as one device with the global
@@ -174,119 +105,60 @@ class CrossShardOptimizer(ReducingOptimizer):
         ) = None,
         *,
         loss_normalization: str | None = None,
-        pre_reduce: GradientFunction | None = None,
-        post_reduce: GradientFunction | None = None,
+        pre_reduce: hooks.GradientFunction | None = None,
+        post_reduce: hooks.GradientFunction | None = None,
         communication: communication_lib.Communication | None = None,
         name: str = "CrossShardOptimizer",
         **kwargs: Any,
     ):
-        for argument, function in (
-            ("pre_reduce", pre_reduce),
-            ("post_reduce", post_reduce),
-        ):
-            if function is not None and not callable(function):
-                raise TypeError(
-                    f"{argument} must be a callable on a list of (gradient,"
-                    f" variable) pairs, got {function!r}. See"
-                    " tf_xshard.clip_by_global_norm."
-                )
+        hooks.check("pre_reduce", pre_reduce)
+        hooks.check("post_reduce", post_reduce)
         super().__init__(
             inner_optimizer,
-            reduction,
-            group_assignment,
-            communication,
+            reduction=reduction,
+            reducer=wrapper_arguments.checked_reducer(
+                group_assignment, communication
+            ),
             loss_normalization=loss_normalization,
             name=name,
             **kwargs,
         )
         self._pre_reduce = pre_reduce
         self._post_reduce = post_reduce
-        self._set_untracked("_known_patterns", {})
 
-    def _step(self, gradients, variables, here: replica_context.Here) -> None:
-        groups = groups_for(self._group_assignment, here.num_replicas)
-        arriving = self._arriving_divisor(here)
-        gradients = reduction_lib.standardized(gradients, variables)
-        scales_loss = tree.has_loss_scale_optimizer(self.inner_optimizer)
-        finite = loss_scaling.all_finite(gradients) if scales_loss else None
-        if self._pre_reduce is not None:
-            gradients = self._call("pre_reduce", gradients, variables, arriving)
-        gradients = reduction_lib.group_sum(
-            gradients,
-            variables,
-            here=here,
-            groups=groups,
-            communication=self._communication,
-            known_patterns=self._known_patterns,
+    def _step(
+        self, gradients: list, variables: list, here: replica_context.Here
+    ) -> None:
+        inner = self.inner_optimizer
+        scale_loss = inner.scale_loss
+        gradients = gradients_lib.standardized(gradients, variables)
+        vote = loss_scaling.FiniteVote(here, self.communication)
+        vote.note(gradients)
+        gradients, variables, statistics = inner_update.split_statistics(
+            gradients, variables
         )
-        size = groups.group_size
-        factor = arriving / (size if self._reduction == "mean" else 1)
-        gradients = [
-            reduction_lib.scaled(
-                g, 1 / size if inner_update.is_overwritten(v) else factor
-            )
-            for g, v in zip(gradients, variables, strict=True)
-        ]
-        if self._post_reduce is not None:
-            gradients = self._call("post_reduce", gradients, variables, 1)
-        if scales_loss:
-            finite = loss_scaling.finite_everywhere(
-                tf.logical_and(finite, loss_scaling.all_finite(gradients)),
-                here,
-                self._communication,
-            )
-            gradients = loss_scaling.poisoned_unless(finite, gradients)
-        inner_update.apply(self.inner_optimizer, gradients, variables)
-
-    def _call(self, argument, gradients, variables, multiplier) -> list:
-        """Lets a user's function see unscaled gradients."""
-        loss_scale = self.inner_optimizer.scale_loss(1.0)
-
-        def unscaled(values):
-            if values.dtype.size < 4:
-                values = tf.cast(values, tf.float32)
-            factor = tf.cast(multiplier / loss_scale, values.dtype)
-            return values * factor
-
-        def scaled_again(values, dtype):
-            factor = tf.cast(loss_scale / multiplier, values.dtype)
-            return tf.cast(values * factor, dtype)
-
-        present = [
-            i
-            for i, (g, v) in enumerate(zip(gradients, variables, strict=True))
-            if g is not None and not inner_update.is_overwritten(v)
-        ]
-        given = [
-            (
-                indexed_slices.map_values(unscaled, gradients[i]),
-                variables[i],
-            )
-            for i in present
-        ]
-        function = private_tensorflow.as_called_by_user(
-            getattr(self, f"_{argument}")
+        multiplier = self._gradient_multiplier(here)
+        gradients = hooks.call(
+            *(self._pre_reduce, "pre_reduce", gradients, variables),
+            scale_loss=scale_loss,
+            multiplier=multiplier,
         )
-        taken = [tuple(pair) for pair in function(list(given))]
-        if len(taken) != len(given) or any(
-            len(pair) != 2 or pair[1] is not variable
-            for pair, (_, variable) in zip(taken, given, strict=False)
-        ):
-            raise ValueError(
-                f"{argument} must return (gradient, variable) pairs for the"
-                f" {len(given)} variables that it was given, in their order; it"
-                f" returned {len(taken)} that do not match."
-            )
-        result = list(gradients)
-        for i, (gradient, _) in zip(present, taken, strict=True):
-            result[i] = indexed_slices.map_values(
-                lambda values, i=i: scaled_again(values, gradients[i].dtype),
-                gradient,
-            )
-        return result
+        gradients = self._reducer.reduce(
+            gradients, variables, here, self.reduction, multiplier
+        )
+        gradients = hooks.call(
+            *(self._post_reduce, "post_reduce", gradients, variables),
+            scale_loss=scale_loss,
+        )
+        gradients += self._reducer.reduce(*statistics, here, "mean")
+        variables += statistics.variables
+        if tree.has_loss_scale_optimizer(inner):
+            vote.note(gradients)
+            gradients = vote.apply(gradients)
+        inner_update.apply(inner, gradients, variables)
 
-    def _what_a_save_loses(self) -> str | None:
-        groups = self._group_assignment
+    def _unsaved_state(self) -> str | None:
+        groups = self.group_assignment
         if groups is None or groups.num_groups == 1:
             return None
         return f"trains {groups.num_groups} groups, whose variables differ."
@@ -307,75 +179,13 @@ class CrossShardOptimizer(ReducingOptimizer):
         """
         return {
             **super().get_config(),
+            **self._reducer_config(),
             "pre_reduce": _serialized(self._pre_reduce),
             "post_reduce": _serialized(self._post_reduce),
         }
 
 
-def checked_reduction(reduction) -> str:
-    """`"mean"` or `"sum"`, of what users may give.
-
-    Raises:
-      ValueError: For anything else.
-    """
-    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
-        raise ValueError(
-            f'reduction must be "mean" or "sum", got {reduction!r}.'
-        )
-    return _REDUCTIONS[reduction]
-
-
-def checked_communication(group_assignment, communication) -> tuple:
-    """A `GroupAssignment` or None, and a `Communication`.
-
-    Raises:
-      TypeError, ValueError: If they are none, or the groups are not for the
-        strategy in whose scope this is called.
-    """
-    if group_assignment is not None:
-        group_assignment = group_assignment_lib.GroupAssignment(
-            group_assignment
-        )
-    if communication is None:
-        communication = communication_lib.Communication()
-    elif not isinstance(communication, communication_lib.Communication):
-        raise TypeError(
-            "communication must be a tf_xshard.Communication, got"
-            f" {communication!r}."
-        )
-    if tf.distribute.has_strategy():
-        groups_for(
-            group_assignment,
-            tf.distribute.get_strategy().num_replicas_in_sync,
-        )
-    return group_assignment, communication
-
-
-def groups_for(
-    groups: group_assignment_lib.GroupAssignment | None, num_replicas: int
-) -> group_assignment_lib.GroupAssignment:
-    """The groups, or one of all replicas.
-
-    Raises:
-      ValueError: If they are for another number of replicas.
-    """
-    if groups is None:
-        return group_assignment_lib.GroupAssignment.contiguous(
-            num_replicas, num_replicas
-        )
-    if groups.num_replicas != num_replicas:
-        raise ValueError(
-            f"group_assignment {groups.to_list()} is for"
-            f" {groups.num_replicas} replicas, and the strategy"
-            f" {type(tf.distribute.get_strategy()).__name__} has"
-            f" {num_replicas}. Give one for {num_replicas} (a saved model:"
-            " load it with compile=False and compile it anew), and use the"
-            " optimizer under the strategy that it was written for."
-        )
-    return groups
-
-
-def _serialized(function):
+def _serialized(function: hooks.GradientFunction | None) -> dict | None:
     if function is None:
         return None
     return keras.saving.serialize_keras_object(function)

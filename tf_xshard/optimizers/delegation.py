@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
+from tf_xshard.private import keras_optimizers
 from tf_xshard.private import tensorflow as private_tensorflow
 
 
 def _forwarded(name: str) -> property:
     """An attribute that lives on the optimizer that updates the variables."""
 
-    def get(self):
+    def get(self: Any) -> Any:
         return getattr(self._updating_optimizer, name)
 
-    def set_(self, value):
+    def set_(self: Any, value: Any) -> None:
         # The base class' constructor sets its defaults before there is an inner
         # optimizer; they say nothing.
         if "inner_optimizer" in self.__dict__:
@@ -29,7 +31,9 @@ def _forwarded(name: str) -> property:
     return property(get, set_, doc=f"The inner optimizer's `{name}`.")
 
 
-class Delegation(keras.optimizers.Optimizer):
+class Delegation(
+    keras_optimizers.SwappableAverages, keras.optimizers.Optimizer
+):
     """The part of a wrapper that speaks for `inner_optimizer`."""
 
     @property
@@ -46,12 +50,7 @@ class Delegation(keras.optimizers.Optimizer):
     use_ema = _forwarded("use_ema")
     ema_momentum = _forwarded("ema_momentum")
     ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
-    loss_scale_factor = _forwarded("loss_scale_factor")
     gradient_accumulation_steps = _forwarded("gradient_accumulation_steps")
-    # SwapEMAWeights unwraps one level and reads this.
-    _model_variables_moving_average = _forwarded(
-        "_model_variables_moving_average"
-    )
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
@@ -65,26 +64,24 @@ class Delegation(keras.optimizers.Optimizer):
 
     @property
     def _own_variables(self) -> list[keras.Variable]:
-        # Without the base class' step counter, which stays 0: the inner
-        # optimizer counts.
-        return [v for v in self._variables if v is not self._iterations]
+        return keras_optimizers.own_variables(self)
 
     @property
-    def learning_rate(self):
+    def learning_rate(self) -> Any:
         """The inner optimizer's learning rate; can be set."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value):
+    def learning_rate(self, value: Any) -> None:
         self.inner_optimizer.learning_rate = value
 
     @property
-    def iterations(self):
+    def iterations(self) -> Any:
         """The inner optimizer's number of updates."""
         return self.inner_optimizer.iterations
 
     @private_tensorflow.entry_point
-    def scale_loss(self, loss):
+    def scale_loss(self, loss: Any) -> Any:
         """The loss times the inner optimizer's loss scale.
 
         Args:
@@ -101,7 +98,7 @@ class Delegation(keras.optimizers.Optimizer):
         """
         return self.inner_optimizer.scale_loss(loss)
 
-    def finalize_variable_values(self, var_list) -> None:
+    def finalize_variable_values(self, var_list: Sequence) -> None:
         """Lets the inner optimizer set final values (its moving averages).
 
         Args:
@@ -109,7 +106,11 @@ class Delegation(keras.optimizers.Optimizer):
         """
         self.inner_optimizer.finalize_variable_values(var_list)
 
-    def exclude_from_weight_decay(self, var_list=None, var_names=None) -> None:
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
         """Excludes variables from the inner optimizer's weight decay.
 
         Args:
@@ -155,7 +156,7 @@ class Delegation(keras.optimizers.Optimizer):
         for variable, weight in zip(variables, weights, strict=True):
             variable.assign(weight)
 
-    def save_own_variables(self, store) -> None:
+    def save_own_variables(self, store: Any) -> None:
         """Saves this optimizer's own variables; Keras walks to the inner one.
 
         Args:
@@ -164,7 +165,7 @@ class Delegation(keras.optimizers.Optimizer):
         for index, variable in enumerate(self._own_variables):
             store[str(index)] = variable.numpy()
 
-    def load_own_variables(self, store) -> None:
+    def load_own_variables(self, store: Any) -> None:
         """Loads what `save_own_variables` saved.
 
         Before the optimizer is built there is nothing to load into, which a
@@ -194,6 +195,6 @@ class Delegation(keras.optimizers.Optimizer):
         for index, variable in enumerate(variables):
             variable.assign(store[str(index)])
 
-    def _set_untracked(self, name: str, value) -> None:
+    def _set_untracked(self, name: str, value: Any) -> None:
         """Sets an attribute that Keras and TensorFlow neither wrap nor save."""
         object.__setattr__(self, name, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -37,6 +37,42 @@ def is_overwritten(variable: Any) -> bool:
     That is a statistic of the replica and no gradient of its loss.
     """
     return getattr(variable, "overwrite_with_gradient", False)
+
+
+class Statistics(NamedTuple):
+    """Values of variables that are overwritten by them.
+
+    Attributes:
+      values: One for each variable, or None.
+      variables: The variables.
+    """
+
+    values: list
+    variables: list
+
+
+def split_statistics(
+    gradients: Sequence, variables: Sequence
+) -> tuple[list, list, Statistics]:
+    """Tells gradients of a loss from what only looks like such.
+
+    Args:
+      gradients: Tensors of the variables' shapes, IndexedSlices or None.
+      variables: The variables.
+
+    Returns:
+      The gradients, their variables, and `Statistics` of the others.
+    """
+    pairs = list(zip(gradients, variables, strict=True))
+    ours, others = (
+        [pair for pair in pairs if is_overwritten(pair[1]) == wanted]
+        for wanted in (False, True)
+    )
+    return (
+        [gradient for gradient, _ in ours],
+        [variable for _, variable in ours],
+        Statistics([value for value, _ in others], [v for _, v in others]),
+    )
 
 
 def apply(

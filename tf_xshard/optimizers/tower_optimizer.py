@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
@@ -16,8 +18,10 @@ from tf_xshard.optimizers import cross_shard_optimizer
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
+from tf_xshard.optimizers import wrapper_arguments
+from tf_xshard.private import keras_optimizers
 from tf_xshard.private import tensorflow as private_tensorflow
-from tf_xshard.reduction import group_sum as reduction_lib
+from tf_xshard.reduction import gradients as gradients_lib
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
@@ -96,25 +100,25 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         name: str = "TowerOptimizer",
         **kwargs: Any,
     ):
-        if isinstance(num_towers, bool) or not isinstance(num_towers, int):
-            raise TypeError(f"num_towers must be an int, got {num_towers!r}.")
-        if num_towers < 1:
-            raise ValueError(f"num_towers must be positive, got {num_towers}.")
-        reduction = cross_shard_optimizer.checked_reduction(reduction)
+        num_towers = checks.positive_integer("num_towers", num_towers)
         inner = optimizer_or_optimizer_fn
         if callable(inner) and not isinstance(
             inner, (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
         ):
             inner = private_tensorflow.as_called_by_user(inner)()
-        if isinstance(inner, keras.optimizers.Optimizer) and not any(
-            tree.is_wrapper(one) for one in tree.descendants(inner)
-        ):
+        wrapper_arguments.check_inner_optimizer(type(self).__name__, inner)
+        if not tree.wrappers(inner):
             inner = cross_shard_optimizer.CrossShardOptimizer(inner)
         super().__init__(
-            inner, loss_normalization=loss_normalization, name=name, **kwargs
+            inner,
+            reduction=reduction,
+            # The nearest wrapper inside is what reduces over replicas.
+            reducer=tree.wrappers(inner)[0]._reducer,
+            loss_normalization=loss_normalization,
+            name=name,
+            **kwargs,
         )
         self._num_towers = num_towers
-        self._reduction = reduction
         self._set_untracked("_seen", accumulation.SeenVariables(name))
 
     @property
@@ -122,48 +126,36 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         """How many calls make one update."""
         return self._num_towers
 
-    @property
-    def reduction(self) -> str:
-        """`"mean"` or `"sum"`."""
-        return self._reduction
-
-    def _build_inner(self, variables) -> None:
+    def _build_inner(self, variables: list) -> None:
         super()._build_inner(variables)
         if self._num_towers == 1:
             return
         self._tower = replica_variables.make((), "int32", "tower")
-        self._accumulators = [
-            replica_variables.accumulator_of(
-                variable,
-                f"{replica_variables.flat_name(variable)}_accumulator",
-            )
-            for variable in variables
-        ]
-        # Rows of an embedding that a round has touched.
-        self._touched = [
-            replica_variables.make(
-                variable.shape[:1],
-                "float32",
-                f"{replica_variables.flat_name(variable)}_touched",
-            )
-            for variable in variables
-        ]
+        accumulator = accumulation.GradientAccumulator(
+            variables, "accumulator", self._seen, is_sparse=True
+        )
+        self._set_untracked("_accumulator", accumulator)
+        # Checkpoints know the variables by these names.
+        self._accumulators = accumulator.sums
+        self._touched = accumulator.touched
 
-    def _step(self, gradients, variables, here: replica_context.Here) -> None:
-        gradients = reduction_lib.standardized(gradients, variables)
+    def _step(
+        self, gradients: list, variables: list, here: replica_context.Here
+    ) -> None:
+        gradients = gradients_lib.standardized(gradients, variables)
         if self._num_towers == 1:
-            self._hand_over(gradients, variables, here, 1)
+            self._apply_aggregate(gradients, variables, here, 1)
             return
-        indices = [self._index(variable) for variable in variables]
-        self._collect(gradients, indices)
+        indices = [keras_optimizers.index_of(self, v) for v in variables]
+        self._accumulator.add(gradients, indices)
         count = replica_variables.read(self._tower) + 1
         # More, if an open round of more towers was loaded.
         is_last = count >= self._num_towers
         replica_variables.assign(
             self._tower, tf.where(is_last, tf.zeros_like(count), count)
         )
-        replica_variables.when(
-            is_last, lambda: self._complete(indices, count, here)
+        replica_variables.cond(
+            is_last, lambda: self._complete_round(indices, count, here)
         )
 
     @private_tensorflow.entry_point
@@ -210,7 +202,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             towers = [
                 [
                     indexed_slices.map_values(_widened, gradient)
-                    for gradient in reduction_lib.standardized(g, variables)
+                    for gradient in gradients_lib.standardized(g, variables)
                 ]
                 for g in towers
             ]
@@ -221,7 +213,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
                 )
             ]
             with tf.control_dependencies(self._refuse_open_round()):
-                self._hand_over(summed, variables, here, self._num_towers)
+                self._apply_aggregate(summed, variables, here, self._num_towers)
 
     def _refuse_open_round(self) -> list:
         """What has to run before an update, in a graph."""
@@ -235,86 +227,64 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         )
         return [] if check is None else [check]
 
-    def _collect(self, gradients, indices) -> None:
-        for gradient, index in zip(gradients, indices, strict=True):
-            if gradient is None:
-                continue
-            variable = self._trainable_variables[index]
-            is_sparse = isinstance(gradient, tf.IndexedSlices)
-            self._seen.add(
-                index, replica_variables.flat_name(variable), is_sparse
-            )
-            replica_variables.add(self._accumulators[index], gradient)
-            if is_sparse:
-                replica_variables.add(
-                    self._touched[index],
-                    tf.IndexedSlices(
-                        tf.ones_like(gradient.indices, tf.float32),
-                        gradient.indices,
-                    ),
-                )
+    def _complete_round(
+        self, indices: list, count: tf.Tensor, here: replica_context.Here
+    ) -> None:
+        """Applies what this call and earlier ones have accumulated.
 
-    def _complete(self, indices, count, here) -> None:
-        """Applies what has been collected, of this and earlier calls."""
-        self._seen.used()
-        sums, variables = [], []
-        for index, variable in enumerate(self._trainable_variables):
+        Args:
+          indices: The numbers of this call's variables.
+          count: How many calls, a scalar int32 tensor.
+          here: Where the code runs.
+        """
+        self._seen.note_update()
+        totals, variables = [], []
+        for index, variable in enumerate(
+            keras_optimizers.trainable_variables(self)
+        ):
             is_frozen = not getattr(variable, "trainable", True)
             if index in self._seen:
-                total = self._taken(index)
+                total = self._accumulator.pop(index)
             elif index in indices:
                 total = None
             else:
                 continue
             if index in indices or not is_frozen:
-                sums.append(total)
+                totals.append(total)
                 variables.append(variable)
-        self._hand_over(sums, variables, here, count)
+        self._apply_aggregate(totals, variables, here, count)
 
-    def _taken(self, index):
-        """An accumulator's content, which is zero after it."""
-        accumulator = self._accumulators[index]
-        total = replica_variables.read(accumulator)
-        if self._seen.is_sparse(index):
-            touched = self._touched[index]
-            rows = tf.reshape(
-                tf.where(replica_variables.read(touched) > 0), [-1]
-            )
-            total = tf.IndexedSlices(
-                tf.gather(total, rows),
-                rows,
-                tf.constant(list(accumulator.shape), tf.int64),
-            )
-            replica_variables.assign(touched, tf.zeros(touched.shape))
-        replica_variables.assign(
-            accumulator, tf.zeros(accumulator.shape, accumulator.dtype)
-        )
-        return total
+    def _apply_aggregate(
+        self,
+        totals: Sequence,
+        variables: Sequence,
+        here: replica_context.Here,
+        num_towers: int | tf.Tensor,
+    ) -> None:
+        """Gives the inner optimizer the mean or sum of several towers.
 
-    def _hand_over(self, sums, variables, here, num_towers) -> None:
-        """Gives the inner optimizer what so many towers have added up."""
-        arriving = self._arriving_divisor(here)
-        is_mean = self._reduction == "mean"
-        handed_over = []
-        for total, variable in zip(sums, variables, strict=True):
+        Args:
+          totals: What so many towers have added up: tensors of the variables'
+            shapes, IndexedSlices or None.
+          variables: The variables.
+          here: Where the code runs.
+          num_towers: How many; an int, or a scalar tensor.
+        """
+        multiplier = self._gradient_multiplier(here)
+        aggregate = []
+        for total, variable in zip(totals, variables, strict=True):
             # A statistic of the replica is no gradient of its loss.
             is_statistic = inner_update.is_overwritten(variable)
-
-            def scale(values, dtype=variable.dtype, is_statistic=is_statistic):
-                factor = 1 if is_statistic else arriving
-                if is_mean or is_statistic:
-                    factor /= (
-                        tf.cast(num_towers, values.dtype)
-                        if tf.is_tensor(num_towers)
-                        else num_towers
-                    )
-                return tf.cast(reduction_lib.scaled(values, factor), dtype)
-
-            handed_over.append(indexed_slices.map_values(scale, total))
-        self.inner_optimizer.apply(handed_over, variables)
-
-    def _index(self, variable) -> int:
-        return self._trainable_variables_indices[self._var_key(variable)]
+            scale = functools.partial(
+                _scaled,
+                multiplier=1 if is_statistic else multiplier,
+                divisor=num_towers
+                if self.reduction == "mean" or is_statistic
+                else 1,
+                dtype=variable.dtype,
+            )
+            aggregate.append(indexed_slices.map_values(scale, total))
+        self.inner_optimizer.apply(aggregate, variables)
 
     def reset(self) -> None:
         """Drops the open round, on all replicas.
@@ -360,6 +330,20 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         }
 
 
-def _widened(values):
+def _widened(values: tf.Tensor) -> tf.Tensor:
     """float32 for 16-bit numbers, whose sums would lose digits or overflow."""
     return tf.cast(values, tf.float32) if values.dtype.size < 4 else values
+
+
+def _scaled(
+    values: tf.Tensor,
+    *,
+    multiplier: float,
+    divisor: int | tf.Tensor,
+    dtype: str,
+) -> tf.Tensor:
+    """`values * multiplier / divisor`, with one multiplication, in a type."""
+    if tf.is_tensor(divisor):
+        divisor = tf.cast(divisor, values.dtype)
+    factor = multiplier / divisor
+    return tf.cast(gradients_lib.scaled(values, factor), dtype)

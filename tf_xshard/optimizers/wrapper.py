@@ -7,24 +7,24 @@ has what it forwards.
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import delegation
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import keras_optimizers
 from tf_xshard.private import tensorflow as private_tensorflow
-
-LOSS_NORMALIZATIONS = ("global", "replica")
+from tf_xshard.reduction import group_sum
 
 
 class OptimizerWrapper(delegation.Delegation):
@@ -35,6 +35,8 @@ class OptimizerWrapper(delegation.Delegation):
 
     Args:
       inner_optimizer: A Keras optimizer, made in the same strategy scope.
+      reduction: `"mean"` or `"sum"`.
+      reducer: What reduces gradients, of this wrapper or of one inside.
       loss_normalization: `"global"`, `"replica"` or None.
       name: The optimizer's name.
       **kwargs: Arguments of the base class, to refuse them by name.
@@ -53,50 +55,75 @@ class OptimizerWrapper(delegation.Delegation):
         self,
         inner_optimizer: keras.optimizers.Optimizer,
         *,
+        reduction: str,
+        reducer: group_sum.GroupReducer,
         loss_normalization: str | None,
         name: str,
         **kwargs: Any,
     ):
         own_name = type(self).__name__
-        _refuse_base_arguments(own_name, kwargs)
-        _check_inner(own_name, inner_optimizer)
-        if loss_normalization not in (None, *LOSS_NORMALIZATIONS):
-            raise ValueError(
-                f"loss_normalization must be one of {LOSS_NORMALIZATIONS} or"
-                f" None, got {loss_normalization!r}."
-            )
+        wrapper_arguments.refuse_unknown(own_name, kwargs)
+        wrapper_arguments.check_inner_optimizer(own_name, inner_optimizer)
+        wrapper_arguments.check_loss_normalization(loss_normalization)
+        reduction = wrapper_arguments.checked_reduction(reduction)
         replica_context.kind_of(tf.distribute.get_strategy())
         # A callable makes no learning rate variable, which would be saved and
         # never used.
         super().__init__(learning_rate=_no_learning_rate, name=name)
-        if inner_optimizer._distribution_strategy is not (
-            self._distribution_strategy
-        ):
-            raise ValueError(
-                f"{own_name} is made in the scope of"
-                f" {type(self._distribution_strategy).__name__} and its inner"
-                f" optimizer {inner_optimizer.name!r} in that of"
-                f" {type(inner_optimizer._distribution_strategy).__name__}."
-                " Make both inside the same `with strategy.scope():`."
-            )
+        self._check_same_scope(inner_optimizer)
         self.inner_optimizer = inner_optimizer
+        self._reduction = reduction
         self._loss_normalization = loss_normalization
+        self._set_untracked("_reducer", reducer)
         self._set_untracked("_pending_weights", None)
-        notice = save_warning.NoticeOfSaving(name, self._lost_by_a_save)
-        self._set_untracked("_notice_of_saving", notice)
-        self._track_trackable(notice, "notice_of_saving")
+        warning = save_warning.LossySaveWarning(name, self._lost_now)
+        self._set_untracked("_save_warning", warning)
+        # Checkpoints know it by this name.
+        keras_optimizers.track(self, warning, "notice_of_saving")
         self._is_outermost = True
         self._resolved_loss_normalization()
         # The inner optimizers change last, when nothing can be refused any
         # more.
         inner_update.make_local(inner_optimizer)
-        for inner in self._inner_wrappers():
+        for inner in tree.wrappers(inner_optimizer):
             inner._is_outermost = False
+
+    def _check_same_scope(self, inner: keras.optimizers.Optimizer) -> None:
+        own, its = self._strategy, keras_optimizers.strategy_of(inner)
+        if own is not its:
+            raise ValueError(
+                f"{type(self).__name__} is made in the scope of"
+                f" {type(own).__name__} and its inner optimizer {inner.name!r}"
+                f" in that of {type(its).__name__}. Make both inside the same"
+                " `with strategy.scope():`."
+            )
+
+    @property
+    def _strategy(self) -> tf.distribute.Strategy:
+        """The strategy in whose scope this optimizer was made."""
+        return keras_optimizers.strategy_of(self)
+
+    @property
+    def reduction(self) -> str:
+        """`"mean"` or `"sum"`."""
+        return self._reduction
+
+    @property
+    def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
+        """The groups, or None for one group of all replicas."""
+        return self._reducer.group_assignment
+
+    @property
+    def communication(self) -> communication_lib.Communication:
+        """How gradients are communicated between replicas."""
+        return self._reducer.communication
 
     # What a step does.
 
     @private_tensorflow.entry_point
-    def apply(self, grads: Sequence, trainable_variables=None) -> None:
+    def apply(
+        self, grads: Sequence, trainable_variables: Sequence | None = None
+    ) -> None:
         """Reduces gradients as the class says and applies them.
 
         Call it in replica context: from `strategy.run`, or with no strategy.
@@ -130,11 +157,15 @@ class OptimizerWrapper(delegation.Delegation):
         with tf.name_scope(self.name):
             self._step(grads, variables, here)
 
-    def _step(self, gradients, variables, here: replica_context.Here) -> None:
+    def _step(
+        self, gradients: list, variables: list, here: replica_context.Here
+    ) -> None:
+        """Applies this replica's gradients: each is a tensor, IndexedSlices or
+        None for the variable at its position."""
         raise NotImplementedError
 
     @private_tensorflow.entry_point
-    def apply_gradients(self, grads_and_vars):
+    def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> Any:
         """`apply` for (gradient, variable) pairs.
 
         Args:
@@ -160,7 +191,9 @@ class OptimizerWrapper(delegation.Delegation):
         self.apply(grads, variables)
         return self.iterations
 
-    def _prepare(self, grads, trainable_variables) -> list:
+    def _prepare(
+        self, grads: Sequence, trainable_variables: Sequence | None
+    ) -> list:
         if trainable_variables is None:
             if not self.built:
                 raise ValueError(
@@ -168,7 +201,7 @@ class OptimizerWrapper(delegation.Delegation):
                     " variables of these gradients. Pass them:"
                     " apply(grads, variables), or call build(variables) first."
                 )
-            variables = list(self._trainable_variables)
+            variables = list(keras_optimizers.trainable_variables(self))
         else:
             variables = list(trainable_variables)
         if len(grads) != len(variables):
@@ -182,13 +215,13 @@ class OptimizerWrapper(delegation.Delegation):
             # once; init_scope leaves it, and the strategy's scope with it.
             with tf.init_scope():
                 self.build(variables)
-        self._check_variables_are_known(variables)
+        keras_optimizers.check_variables_are_known(self, variables)
         return variables
 
     # Building.
 
     @private_tensorflow.entry_point
-    def build(self, variables) -> None:
+    def build(self, variables: Sequence) -> None:
         """Makes the variables of this optimizer and of the inner one.
 
         Args:
@@ -206,55 +239,45 @@ class OptimizerWrapper(delegation.Delegation):
         >>> optimizer.inner_optimizer.built
         True
         """
-        self._refuse_outer_loss_scale()
+        self._refuse_loss_scale_optimizer_above()
         variables = list(variables)
         # Keras' loader of legacy .h5 files builds with the variables of the
         # model itself, without its layers': none. What it sets then has to
         # wait.
         if self.built or not variables:
             return
-        strategy = self._distribution_strategy
         if tf.distribute.has_strategy():
             self._check_strategy(tf.distribute.get_strategy())
             self._build(variables)
         else:
-            with strategy.scope():
+            with self._strategy.scope():
                 self._build(variables)
 
-    def _build(self, variables) -> None:
+    def _build(self, variables: list) -> None:
         with keras.name_scope(self.name, caller=self):
             self._build_inner(variables)
-        # Not the base class' build: with `use_ema` and the like forwarded, it
-        # would make the inner optimizer's variables a second time.
-        for index, variable in enumerate(variables):
-            self._trainable_variables_indices[self._var_key(variable)] = index
-        with keras_optimizers.untracked():
-            self._trainable_variables = variables
-        self.built = True
+        keras_optimizers.set_trainable_variables(self, variables)
         inner_update.make_local(self.inner_optimizer)
         # Keras keeps a MultiOptimizer's optimizers in a list that
         # tf.train.Checkpoint does not follow; here it finds them.
-        for index, one in enumerate(self._all_optimizers()):
+        for index, one in enumerate(_own_tree(self)):
             if hasattr(one, "inner_optimizer"):
                 continue
             for position, leaf in enumerate(tree.children(one)):
-                self._track_trackable(
-                    leaf, f"optimizer_{index}_{position}", overwrite=True
+                keras_optimizers.track(
+                    self, leaf, f"optimizer_{index}_{position}"
                 )
         if self._pending_weights is not None:
             pending = self._pending_weights
             self._set_untracked("_pending_weights", None)
             self.set_weights(pending)
 
-    def _all_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        return list(tree.descendants(self))
-
-    def _build_inner(self, variables) -> None:
+    def _build_inner(self, variables: list) -> None:
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
 
-    def _check_strategy(self, strategy) -> None:
-        own = self._distribution_strategy
+    def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
+        own = self._strategy
         # Outside any scope Keras writes through to all copies; that works.
         if strategy is own or not tf.distribute.has_strategy():
             return
@@ -266,37 +289,59 @@ class OptimizerWrapper(delegation.Delegation):
             " strategy that trains them."
         )
 
-    def _refuse_outer_loss_scale(self) -> None:
-        num_replicas = self._distribution_strategy.num_replicas_in_sync
-        has_own = tree.has_loss_scale_optimizer(self.inner_optimizer)
-        if not self._is_outermost or (num_replicas == 1 and not has_own):
+    def _refuse_loss_scale_optimizer_above(self) -> None:
+        if self._may_be_in_a_loss_scale_optimizer():
             return
-        # Keras tells an inner optimizer nothing about what is around it, except
-        # by calling build: LossScaleOptimizer.build calls the inner one's.
-        frame = sys._getframe(1)
-        while frame is not None:
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, keras.optimizers.LossScaleOptimizer) and any(
-                one is self for one in tree.descendants(caller)
-            ):
-                break
-            frame = frame.f_back
-        else:
-            return
+        if keras_optimizers.loss_scale_optimizer_above(
+            lambda one: any(inner is self for inner in tree.descendants(one))
+        ):
+            raise ValueError(self._loss_scale_error())
+
+    def _may_be_in_a_loss_scale_optimizer(self) -> bool:
+        """On one replica it sees all gradients, and one can scale the loss."""
+        num_replicas = self._strategy.num_replicas_in_sync
+        return not self._is_outermost or (
+            num_replicas == 1
+            and not tree.has_loss_scale_optimizer(self.inner_optimizer)
+        )
+
+    def _loss_scale_error(self) -> str:
         name = type(self).__name__
+        num_replicas = self._strategy.num_replicas_in_sync
         why = (
             "There is another inside, and both scale the loss."
-            if has_own
+            if tree.has_loss_scale_optimizer(self.inner_optimizer)
             else (
                 f"It decides on replica 0's gradients alone, of {num_replicas},"
                 " so an overflow on another replica would reach the weights."
             )
         )
-        raise ValueError(
+        return (
             f"A LossScaleOptimizer is around {name}. {why} Write"
             f" {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
             " model.compile(..., auto_scale_loss=False)."
         )
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """The inner optimizer's `loss_scale_factor`."""
+        return self._updating_optimizer.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float | None) -> None:
+        # The base class' constructor sets a default before there is an inner
+        # optimizer.
+        if "inner_optimizer" not in self.__dict__:
+            return
+        # A LossScaleOptimizer sets None when it is made around an optimizer,
+        # and nobody else has a reason to where there is none.
+        if (
+            value is None
+            and self.loss_scale_factor is None
+            and not self._may_be_in_a_loss_scale_optimizer()
+        ):
+            raise ValueError(self._loss_scale_error())
+        self._updating_optimizer.loss_scale_factor = value
 
     # How losses are normalized.
 
@@ -309,15 +354,8 @@ class OptimizerWrapper(delegation.Delegation):
         """
         return self._resolved_loss_normalization()
 
-    def _inner_wrappers(self) -> list[OptimizerWrapper]:
-        return [
-            one
-            for one in tree.descendants(self.inner_optimizer)
-            if tree.is_wrapper(one)
-        ]
-
     def _resolved_loss_normalization(self) -> str:
-        stack = [self, *self._inner_wrappers()]
+        stack = tree.wrappers(self)
         given = {
             one._loss_normalization
             for one in stack
@@ -331,10 +369,10 @@ class OptimizerWrapper(delegation.Delegation):
             )
         return given.pop() if given else "global"
 
-    def _arriving_divisor(self, here: replica_context.Here) -> int:
-        """What to multiply with to get the gradient of a replica's own loss.
+    def _gradient_multiplier(self, here: replica_context.Here) -> int:
+        """The factor that undoes the 1/N that Keras applied to the loss.
 
-        The outermost wrapper of a stack undoes the division, once.
+        The outermost wrapper of a stack undoes it, once.
         """
         if self._is_outermost and self.loss_normalization == "global":
             return here.num_replicas
@@ -342,19 +380,22 @@ class OptimizerWrapper(delegation.Delegation):
 
     # Saving.
 
-    def _what_a_save_loses(self) -> str | None:
+    def _unsaved_state(self) -> str | None:
         """What Keras and TensorFlow do not see, if there can be something."""
         return None
 
-    def _lost_by_a_save(self) -> str | None:
+    def _lost_now(self) -> str | None:
         """The same, where replicas do differ now."""
-        lost = self._what_a_save_loses()
-        variables = [*self._trainable_variables, *self.variables]
+        lost = self._unsaved_state()
+        variables = [
+            *keras_optimizers.trainable_variables(self),
+            *self.variables,
+        ]
         if lost and self.built and replica_variables.may_differ(variables):
             return lost
         return None
 
-    def save_own_variables(self, store) -> None:
+    def save_own_variables(self, store: Any) -> None:
         """Saves this optimizer's own variables; Keras walks to the inner one.
 
         Says so once where only the values of replica 0 are saved.
@@ -362,14 +403,32 @@ class OptimizerWrapper(delegation.Delegation):
         Args:
           store: A dict-like object, from Keras.
         """
-        self._notice_of_saving.tell()
+        self._save_warning.warn()
         super().save_own_variables(store)
+
+    # What GroupState asks.
+
+    def _kinds_of_state(self) -> dict[int, str]:
+        """Kinds of `StateVariable` that only this optimizer knows.
+
+        Returns:
+          Kinds by the ids of TensorFlow's variables.
+        """
+        return {}
+
+    def _centers_by_variable(self) -> dict[int, Any]:
+        """What holds a group's value instead of a variable of the model.
+
+        Returns:
+          Variables, by the ids of those of the model.
+        """
+        return {}
 
     # Configuration.
 
     def get_config(self) -> dict:
         """The arguments, for serialization."""
-        self._notice_of_saving.tell_in_legacy_save()
+        self._save_warning.warn_in_legacy_save()
         return {
             "inner_optimizer": keras.saving.serialize_keras_object(
                 self.inner_optimizer
@@ -378,8 +437,19 @@ class OptimizerWrapper(delegation.Delegation):
             "name": self.name,
         }
 
+    def _reducer_config(self) -> dict:
+        """The arguments behind a reducer of one's own."""
+        groups = self.group_assignment
+        return {
+            "reduction": self._reduction,
+            "group_assignment": groups and groups.to_list(),
+            "communication": self.communication.get_config(),
+        }
+
     @classmethod
-    def from_config(cls, config: dict, custom_objects=None):
+    def from_config(
+        cls, config: dict, custom_objects: Mapping | None = None
+    ) -> OptimizerWrapper:
         """Makes an optimizer from `get_config`'s dict, which is not changed.
 
         Args:
@@ -411,45 +481,14 @@ def _no_learning_rate() -> float:
     return 0.0
 
 
-def _scope_name(strategy) -> str:
+def _scope_name(strategy: tf.distribute.Strategy) -> str:
     if replica_context.is_default(strategy):
         return "outside any strategy's scope"
     return f"in the scope of another strategy, {type(strategy).__name__},"
 
 
-def _refuse_base_arguments(own_name: str, kwargs: dict) -> None:
-    base_arguments = (
-        "learning_rate",
-        "weight_decay",
-        "clipnorm",
-        "clipvalue",
-        "global_clipnorm",
-        "use_ema",
-        "ema_momentum",
-        "ema_overwrite_frequency",
-        "loss_scale_factor",
-        "gradient_accumulation_steps",
-    )
-    for argument in kwargs:
-        if argument in base_arguments:
-            raise ValueError(
-                f"{own_name} does not take {argument!r}: set it on the inner"
-                f" optimizer, {own_name}(keras.optimizers.SGD("
-                f"{argument}=...)). It acts on the reduced gradient there."
-            )
-        raise TypeError(f"{own_name} got an unknown argument {argument!r}.")
-
-
-def _check_inner(own_name: str, inner) -> None:
-    if isinstance(inner, tf.compat.v1.train.Optimizer):
-        raise TypeError(
-            f"{own_name} wraps Keras optimizers, got the TF1 optimizer"
-            f" {type(inner).__name__}. Use tf_xshard.compat.v1.{own_name} for"
-            " it, or give a Keras optimizer such as keras.optimizers.SGD(0.1)."
-        )
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"{own_name} wraps a keras.optimizers.Optimizer, got {inner!r}"
-            f" ({type(inner).__name__}). Write {own_name}("
-            "keras.optimizers.Adam(1e-3)), for example."
-        )
+def _own_tree(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+    """What checkpoints number: an AGNOptimizer's local optimizers come last."""
+    local = getattr(optimizer, "local_optimizer", None)
+    below = [] if local is None else list(tree.descendants(local))
+    return [*tree.descendants(optimizer), *below]

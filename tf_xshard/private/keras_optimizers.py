@@ -240,6 +240,26 @@ class _ReplicaLocalVariable(keras.Variable):
         )
 
 
+class SwappableAverages:
+    """A wrapper whose moving averages SwapEMAWeights finds.
+
+    It unwraps one level of nesting and reads a private attribute.
+    """
+
+    _updating_optimizer: keras.optimizers.Optimizer
+
+    @property
+    def _model_variables_moving_average(self) -> list:
+        return self._updating_optimizer._model_variables_moving_average
+
+    @_model_variables_moving_average.setter
+    def _model_variables_moving_average(self, value: list) -> None:
+        # The base class' constructor sets a default before there is an inner
+        # optimizer.
+        if "inner_optimizer" in self.__dict__:
+            self._updating_optimizer._model_variables_moving_average = value
+
+
 def untracked() -> Any:
     """A context in which attributes take variables without owning them."""
     return _tracking.DotNotTrackScope()

@@ -8,26 +8,18 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard.distribute import indexed_slices
 
 GradientsAndVariables = Sequence[tuple]
 
 
-def _positive(function: str, name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{function}({name}=...) takes a number, got {value!r}."
-        )
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"{function}({name}={value!r}) must be positive and finite."
-        )
-    return float(value)
+def _ratio(norm: tf.Tensor, bound: float) -> tf.Tensor:
+    """What to multiply with to bound a norm; both are scalars.
 
-
-def _ratio(norm, bound):
-    """What to multiply with. A norm that is not finite makes a nan of it, so
-    that an overflow stays visible."""
+    A norm that is not finite makes a nan of it, so that an overflow stays
+    visible.
+    """
     ratio = tf.cast(bound, norm.dtype) / tf.maximum(
         norm, tf.cast(bound, norm.dtype)
     )
@@ -37,12 +29,21 @@ def _ratio(norm, bound):
 class _Clipping:
     """A callable on (gradient, variable) pairs that Keras can serialize."""
 
+    # A user's hooks are converted by AutoGraph; these need not be.
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+        """Clips a list of (gradient, variable) pairs."""
+        return self._clipped(grads_and_vars)
+
+    def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+        raise NotImplementedError
+
     def get_config(self) -> dict:
         """The arguments, for serialization."""
         return dict(vars(self))
 
     @classmethod
-    def from_config(cls, config: dict):
+    def from_config(cls, config: dict) -> _Clipping:
         """The reverse of `get_config`.
 
         Args:
@@ -84,9 +85,11 @@ class clip_by_global_norm(_Clipping):
     """
 
     def __init__(self, norm: float):
-        self.norm = _positive("clip_by_global_norm", "norm", norm)
+        self.norm = checks.positive_number(
+            "clip_by_global_norm(norm=...)", norm
+        )
 
-    def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+    def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
         present = [g for g, _ in grads_and_vars if g is not None]
         if not present:
             return list(grads_and_vars)
@@ -129,15 +132,15 @@ class clip_by_norm(_Clipping):
     """
 
     def __init__(self, norm: float):
-        self.norm = _positive("clip_by_norm", "norm", norm)
+        self.norm = checks.positive_number("clip_by_norm(norm=...)", norm)
 
-    def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+    def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
         return [
             (indexed_slices.map_values(self._clip, gradient), variable)
             for gradient, variable in grads_and_vars
         ]
 
-    def _clip(self, x):
+    def _clip(self, x: tf.Tensor) -> tf.Tensor:
         return x * _ratio(tf.norm(x), self.norm)
 
 
@@ -171,10 +174,7 @@ class clip_by_value(_Clipping):
 
     def __init__(self, low: float, high: float):
         for name, value in (("low", low), ("high", high)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(
-                    f"clip_by_value({name}=...) takes a number, got {value!r}."
-                )
+            checks.number(f"clip_by_value({name}=...)", value)
         if not -math.inf < low < high < math.inf:
             raise ValueError(
                 f"clip_by_value(low={low!r}, high={high!r}): low must be below"
@@ -182,12 +182,12 @@ class clip_by_value(_Clipping):
             )
         self.low, self.high = float(low), float(high)
 
-    def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+    def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
         return [
             (indexed_slices.map_values(self._clip, gradient), variable)
             for gradient, variable in grads_and_vars
         ]
 
-    def _clip(self, x):
+    def _clip(self, x: tf.Tensor) -> tf.Tensor:
         clipped = tf.clip_by_value(x, self.low, self.high)
         return tf.where(tf.math.is_finite(x), clipped, x)

@@ -40,49 +40,65 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
-def finite_everywhere(
-    finite: tf.Tensor,
-    here: replica_context.Here,
-    communication: communication_lib.Communication,
-) -> tf.Tensor:
-    """Whether `finite` holds on all replicas, of all groups.
+class FiniteVote:
+    """Whether gradients are finite on all replicas, of all groups.
+
+    Each replica notes what it sees, which adds no operation; `apply` and
+    `result` ask all of them.
 
     Args:
-      finite: This replica's flag, a scalar bool tensor.
       here: Where the code runs.
       communication: For its timeout.
-
-    Returns:
-      A scalar bool tensor, equal on all replicas.
     """
-    if here.num_replicas == 1:
-        return finite
-    everyone = group_assignment_lib.GroupAssignment.contiguous(
-        here.num_replicas, here.num_replicas
-    )
-    transport = collectives.choose(here, everyone)
-    [count] = transport.group_sum(
-        [tf.cast(tf.logical_not(finite), tf.float32)],
-        here,
-        everyone,
-        communication,
-    )
-    return tf.equal(count, 0)
 
+    def __init__(
+        self,
+        here: replica_context.Here,
+        communication: communication_lib.Communication,
+    ):
+        self._here = here
+        self._communication = communication
+        self._noted: list = []
 
-def poisoned_unless(finite: tf.Tensor, gradients: Sequence) -> list:
-    """The gradients as they are, or nan in all of them.
+    def note(self, gradients: Sequence) -> None:
+        """Lets this replica's gradients count.
 
-    Args:
-      finite: A scalar bool tensor.
-      gradients: Tensors, IndexedSlices or None.
+        Args:
+          gradients: Tensors, IndexedSlices or None.
+        """
+        self._noted += gradients
 
-    Returns:
-      A list like `gradients`.
-    """
-    return [
-        indexed_slices.map_values(
-            lambda x: tf.where(finite, x, tf.cast(math.nan, x.dtype)), g
+    def result(self) -> tf.Tensor:
+        """Whether all that any replica has noted is finite.
+
+        Returns:
+          A scalar bool tensor, equal on all replicas.
+        """
+        finite = all_finite(self._noted)
+        num_replicas = self._here.num_replicas
+        if num_replicas == 1:
+            return finite
+        transport = collectives.choose(
+            self._here,
+            group_assignment_lib.GroupAssignment.single(num_replicas),
+            self._communication,
         )
-        for g in gradients
-    ]
+        [count] = transport.sum([tf.cast(tf.logical_not(finite), tf.float32)])
+        return tf.equal(count, 0)
+
+    def apply(self, gradients: Sequence) -> list:
+        """The gradients as they are, or nan in all of them.
+
+        Args:
+          gradients: Tensors, IndexedSlices or None.
+
+        Returns:
+          A list like `gradients`, for a LossScaleOptimizer to look at.
+        """
+        finite = self.result()
+        return [
+            indexed_slices.map_values(
+                lambda x: tf.where(finite, x, tf.cast(math.nan, x.dtype)), g
+            )
+            for g in gradients
+        ]

@@ -1,17 +1,18 @@
-"""Which replica has a gradient for which variable, agreed by all of them.
+"""Which replica has a gradient for which variable, negotiated by all of them.
 
 A variable may have a gradient on some replicas of a group only. A replica that
 has none must still take part in the sum, or the others wait for it in vain. So
-before they reduce, the replicas tell each other what they hold: none, a dense
-tensor or IndexedSlices, and of which type. That is known while the step is
-traced, and the exchange costs nothing at run time.
+before they reduce, the replicas exchange what they hold: none, a dense tensor
+or IndexedSlices, and of which type. That is known while the step is traced, and
+the exchange costs nothing at run time.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,15 +23,17 @@ NONE, DENSE, SPARSE = "none", "dense", "sparse"
 
 Entry = tuple[str, str]  # (NONE | DENSE | SPARSE, dtype name)
 Pattern = tuple[Entry, ...]  # one entry per variable
+# The patterns of all replicas, by variables and this process's own patterns.
+KnownPatterns = dict[tuple, tuple[Pattern, ...]]
 
-_rounds = {}
+_rounds: dict[int, int] = {}
 _lock = threading.Lock()
 
 
 class _Opaque:
     """Carries a Python value through merge_call, which maps structures."""
 
-    def __init__(self, value):
+    def __init__(self, value: Any):
         self.value = value
 
 
@@ -47,12 +50,25 @@ def of(gradients: Sequence) -> Pattern:
     )
 
 
+def kinds(patterns: Sequence[Pattern], index: int) -> set[str]:
+    """What replicas hold for one variable.
+
+    Args:
+      patterns: Of some replicas.
+      index: The variable's position.
+
+    Returns:
+      A subset of `NONE`, `DENSE` and `SPARSE`.
+    """
+    return {pattern[index][0] for pattern in patterns}
+
+
 def agree(
     gradients: Sequence,
     variables: Sequence,
     here: replica_context.Here,
     timeout_seconds: float,
-    known: dict,
+    known: KnownPatterns,
 ) -> tuple[Pattern, ...]:
     """Every replica's pattern, in the order of replica ids.
 
@@ -61,10 +77,10 @@ def agree(
       variables: The variables they belong to.
       here: Where the code runs.
       timeout_seconds: How long to wait for other processes.
-      known: The answers that one optimizer got while it was traced, kept by it.
-        A pattern that was exchanged is not exchanged again: one worker may
-        trace a step once more by itself (a ragged batch), and the others would
-        not answer. In eager mode every call is exchanged.
+      known: What one optimizer has negotiated while it was traced. A pattern
+        that was exchanged is not exchanged again: one worker may trace a step
+        once more by itself (a ragged batch), and the others would not answer.
+        In eager mode every call is exchanged.
 
     Returns:
       One `Pattern` per replica.
@@ -76,11 +92,13 @@ def agree(
     own = of(gradients)
     names = [getattr(v, "path", v.name) for v in variables]
     shapes = [list(v.shape) for v in variables]
-    if here.kind == "tpu":
+    if here.replica_id is None:
         # One program is traced for all replicas.
         return (own,) * here.num_replicas
 
-    def in_cross_replica_context(strategy, pattern):
+    def in_cross_replica_context(
+        strategy: tf.distribute.Strategy, pattern: Any
+    ) -> _Opaque:
         local = tuple(
             box.value for box in strategy.experimental_local_results(pattern)
         )
@@ -97,18 +115,22 @@ def agree(
     return patterns
 
 
-def _merge_call(fn, argument, here):
+def _merge_call(
+    fn: Callable, argument: _Opaque, here: replica_context.Here
+) -> _Opaque:
     context = tf.distribute.get_replica_context()
     if here.graph is None:
         return context.merge_call(fn, args=(argument,))
     # merge_call refuses to run while a branch of tf.cond is traced, since its
     # tensors belong to another graph. No tensor passes here, so the replicas
-    # may meet in the graph around it.
+    # can communicate in the graph around it.
     with here.graph.as_default():
         return context.merge_call(fn, args=(argument,))
 
 
-def _check_consistent(patterns, names):
+def _check_consistent(
+    patterns: Sequence[Pattern], names: Sequence[str]
+) -> None:
     first = patterns[0]
     for replica_id, pattern in enumerate(patterns):
         if len(pattern) != len(first):
@@ -129,8 +151,14 @@ def _check_consistent(patterns, names):
             )
 
 
-def _exchange(local, names, shapes, here, timeout_seconds):
-    """Tells the other processes about this one's replicas, and hears of them.
+def _exchange(
+    local: tuple[Pattern, ...],
+    names: Sequence[str],
+    shapes: list,
+    here: replica_context.Here,
+    timeout_seconds: float,
+) -> tuple[Pattern, ...]:
+    """Sends this process's patterns to the others, and receives theirs.
 
     Exchanges are paired by their number, counted per number of variables.
     """
@@ -138,29 +166,35 @@ def _exchange(local, names, shapes, here, timeout_seconds):
         number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
     prefix = f"tf_xshard/gradient_pattern/{len(names)}"
     private_tensorflow.publish(
-        f"{prefix}/{number}/{here.process_id}", json.dumps([shapes, local])
+        f"{prefix}/{number}/{here.rank}", json.dumps([shapes, local])
     )
-    patterns = []
-    for process in range(here.num_processes):
-        patterns += _hear(
-            f"{prefix}/{number}/{process}",
-            process,
+    patterns: list[Pattern] = []
+    for rank in range(here.num_processes):
+        patterns += _receive(
+            f"{prefix}/{number}/{rank}",
+            rank,
             names,
             shapes,
             timeout_seconds,
         )
     if number:
         # Whoever answered in this round has read all of the one before.
-        private_tensorflow.withdraw(f"{prefix}/{number - 1}/{here.process_id}")
+        private_tensorflow.withdraw(f"{prefix}/{number - 1}/{here.rank}")
     return tuple(patterns)
 
 
-def _hear(key, process, names, shapes, timeout_seconds):
+def _receive(
+    key: str,
+    rank: int,
+    names: Sequence[str],
+    shapes: list,
+    timeout_seconds: float,
+) -> list[Pattern]:
     try:
         answer = private_tensorflow.lookup(key, timeout_seconds)
     except tf.errors.OpError as error:
         raise RuntimeError(
-            f"Worker {process} did not say within {timeout_seconds} seconds"
+            f"Worker {rank} did not say within {timeout_seconds} seconds"
             " which of these variables it has gradients for:"
             f" {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. It"
             " ended, hangs, or traces another step than this worker. See its"
@@ -169,7 +203,7 @@ def _hear(key, process, names, shapes, timeout_seconds):
     their_shapes, patterns = json.loads(answer)
     if their_shapes != shapes:
         raise RuntimeError(
-            f"Worker {process} applies gradients of shapes {their_shapes} where"
+            f"Worker {rank} applies gradients of shapes {their_shapes} where"
             f" this one applies {shapes} ({', '.join(names[:5])}). All workers"
             " must call their optimizers in the same order."
         )

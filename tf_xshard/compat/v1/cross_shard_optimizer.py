@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import keras
 import tensorflow as tf
 from absl import logging
@@ -15,7 +18,8 @@ from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.private import tensorflow_v1
-from tf_xshard.reduction import group_sum as reduction_lib
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import group_sum
 
 Reduction = tf.compat.v1.losses.Reduction
 _REDUCTIONS = (Reduction.SUM, Reduction.MEAN)
@@ -90,12 +94,11 @@ class CrossShardOptimizer(wrapper.Wrapper):
         self._inner = inner_optimizers.of(opt)
         self._inner.leave_out_the_sum()
         super().__init__(False, name)
-        self._groups = (
-            None if group_assignment is None else _groups(group_assignment)
+        groups = None if group_assignment is None else _groups(group_assignment)
+        self._reducer = group_sum.GroupReducer(
+            groups, communication_lib.Communication()
         )
         self._reduction = reduction
-        self._communication = communication_lib.Communication()
-        self._known_patterns = {}
         # By graph and shard: what is used in place of an inner optimizer that
         # works for another shard.
         self._inner_of_shard = {}
@@ -125,10 +128,10 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
         Example: see the class.
         """
-        loss = inner_optimizers.converted(loss)
-        size = self._groups_here(_where()).group_size
-        if _where().num_shards > 1 and self._reduction == Reduction.MEAN:
-            loss = _scaled(loss, 1.0 / size)
+        where = _where()
+        size = self._groups_here(where).group_size
+        if where.num_shards > 1 and self._reduction == Reduction.MEAN:
+            loss = inner_optimizers.map_loss(lambda x: x * (1.0 / size), loss)
         inner = self._inner
         if isinstance(inner, inner_optimizers.V1):
             inner = self._inner_here()
@@ -172,27 +175,9 @@ class CrossShardOptimizer(wrapper.Wrapper):
         variables = [v for _, v in pairs]
         where = _where()
         groups = self._groups_here(where)
-        if where.kind == "tpu":
-            summed = self._sum_on_tpu(pairs)
-        else:
-            gradients = [_dense(g, v) for g, v in pairs]
-            if where.kind == "shards":
-                summed = _sum_over_shards(
-                    where.shard, gradients, variables, groups
-                )
-            elif where.kind == "replicas":
-                summed = reduction_lib.group_sum(
-                    reduction_lib.standardized(gradients, variables),
-                    variables,
-                    here=where.here,
-                    groups=groups,
-                    communication=self._communication,
-                    known_patterns=self._known_patterns,
-                )
-            else:
-                summed = gradients
+        summed = where.sum([g for g, _ in pairs], variables, self._reducer)
         pairs = list(zip(summed, variables, strict=True))
-        if where.kind == "shards":
+        if isinstance(where, _InShards):
             pairs, global_step = _owned(
                 where.shard, pairs, global_step, groups.num_groups
             )
@@ -202,33 +187,10 @@ class CrossShardOptimizer(wrapper.Wrapper):
             pairs, global_step, name=name or self._name
         )
 
-    def _sum_on_tpu(self, pairs):
-        groups = self._groups and self._groups.to_list()
-        summed = []
-        for gradient, variable in pairs:
-            if gradient is not None:
-                if getattr(gradient, "dense_shape", None) is not None:
-                    gradient = tf.convert_to_tensor(gradient)
-                gradient = _dense(gradient, variable)
-                with tf.compat.v1.colocate_with(gradient):
-                    gradient = tf.compat.v1.tpu.cross_replica_sum(
-                        gradient, groups
-                    )
-            summed.append(gradient)
-        return summed
-
-    def _groups_here(self, where) -> group_assignment_lib.GroupAssignment:
-        if self._groups is None:
-            return group_assignment_lib.GroupAssignment.contiguous(
-                where.num_shards, where.num_shards
-            )
-        if self._groups.num_replicas != where.num_shards:
-            raise ValueError(
-                f"group_assignment {self._groups.to_list()} must be a"
-                f" permutation of range({where.num_shards}), the number of"
-                " shards or replicas here."
-            )
-        return self._groups
+    def _groups_here(
+        self, where: _Alone
+    ) -> group_assignment_lib.GroupAssignment:
+        return self._reducer.groups(where.num_shards, where.description)
 
     def _inner_here(self):
         shard = shard_team.current()
@@ -262,33 +224,129 @@ class CrossShardOptimizer(wrapper.Wrapper):
         return None
 
 
-class _Where:
-    """What combines gradients here, and over how many shards."""
+class _Alone:
+    """Outside of all that combines gradients there is one shard."""
 
-    def __init__(self, kind, num_shards, shard=None, here=None):
-        self.kind = kind
+    num_shards = 1
+    description = "what is outside of shard() and of a strategy"
+
+    def sum(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        reducer: group_sum.GroupReducer,
+    ) -> list:
+        """Sums gradients over this shard's group.
+
+        Args:
+          gradients: Tensors of the variables' shapes, IndexedSlices or None.
+          variables: The variables.
+          reducer: Knows the groups.
+
+        Returns:
+          Tensors of the variables' shapes, or None.
+        """
+        del reducer
+        return _dense(gradients, variables)
+
+
+class _InReplicas(_Alone):
+    """In the replica function of a strategy."""
+
+    description = "the strategy"
+
+    def __init__(self) -> None:
+        self._here = replica_context.current()
+        self.num_shards = self._here.num_replicas
+
+    def sum(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        reducer: group_sum.GroupReducer,
+    ) -> list:
+        """See `_Alone.sum`."""
+        gradients = _dense(gradients, variables)
+        return reducer.sum(
+            gradients_lib.standardized(gradients, variables),
+            variables,
+            self._here,
+        )
+
+
+class _OnTPU(_Alone):
+    """In tf.compat.v1.tpu.shard and the like."""
+
+    description = "the TPU computation"
+
+    def __init__(self, num_shards: int):
         self.num_shards = num_shards
+
+    def sum(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        reducer: group_sum.GroupReducer,
+    ) -> list:
+        """See `_Alone.sum`; builds what the original builds."""
+        groups = reducer.group_assignment and reducer.group_assignment.to_list()
+        summed = []
+        for gradient in _dense(gradients, variables):
+            if gradient is not None:
+                with tf.compat.v1.colocate_with(gradient):
+                    gradient = tf.compat.v1.tpu.cross_replica_sum(
+                        gradient, groups
+                    )
+            summed.append(gradient)
+        return summed
+
+
+class _InShards(_Alone):
+    """In the computation of `shard`."""
+
+    description = "shard()"
+
+    def __init__(self, shard: shard_team.Shard):
         self.shard = shard
-        self.here = here
+        self.num_shards = shard.team.num_shards
+
+    def sum(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        reducer: group_sum.GroupReducer,
+    ) -> list:
+        """See `_Alone.sum`; shards may give variables in another order."""
+        gradients = _dense(gradients, variables)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is not None:
+                gradient.shape.assert_is_compatible_with(variable.shape)
+        keys = [self.shard.team.copies.key(v) for v in variables]
+        groups = reducer.groups(self.num_shards, self.description)
+        sums = self.shard.exchange(
+            dict(zip(keys, gradients, strict=True)),
+            lambda of_shards: _summed_in_groups(of_shards, groups),
+        )
+        return [sums[key] for key in keys]
 
 
-def _where() -> _Where:
+def _where() -> _Alone:
+    """What combines gradients here, and over how many shards."""
     shard = shard_team.current()
     if shard is not None:
-        return _Where("shards", shard.team.num_shards, shard=shard)
+        return _InShards(shard)
     if tf.distribute.has_strategy():
-        here = replica_context.current()
-        return _Where("replicas", here.num_replicas, here=here)
+        return _InReplicas()
     number = tensorflow_v1.tpu_number_of_shards()
     if number is not None:
-        return _Where("tpu", number)
+        return _OnTPU(number)
     logging.log_first_n(
         logging.WARNING,
         "CrossShardOptimizer is used outside of shard(), of tf.compat.v1.tpu"
         " and of a strategy's replica function: there is one shard.",
         1,
     )
-    return _Where("alone", 1)
+    return _Alone()
 
 
 def _groups(group_assignment) -> group_assignment_lib.GroupAssignment:
@@ -300,51 +358,37 @@ def _groups(group_assignment) -> group_assignment_lib.GroupAssignment:
         raise ValueError(str(error)) from error
 
 
-def _scaled(loss, factor: float):
-    if callable(loss) and not tf.is_tensor(loss):
-        return lambda: loss() * factor
-    if loss is None or isinstance(loss, (list, tuple)):
-        raise TypeError(f"loss must be a tensor or a function, got {loss!r}.")
-    return loss * factor
+def _dense(gradients: Sequence, variables: Sequence) -> list:
+    """As in the original the inner optimizer always takes its dense path."""
+    return [
+        indexed_slices.dense(gradient, variable)
+        if isinstance(gradient, tf.IndexedSlices)
+        else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
 
 
-def _dense(gradient, variable):
-    """As the original does: the inner optimizer always takes its dense path."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return indexed_slices.dense(gradient, variable)
-    return gradient
-
-
-def _sum_over_shards(shard, gradients, variables, groups) -> list:
-    """Sums by variable; shards may give them in another order."""
-    copies = shard.team.copies
-    keys = [copies.key(variable) for variable in variables]
-
-    def combined(of_shards):
-        for index, one in enumerate(of_shards):
-            if one.keys() != of_shards[0].keys():
-                raise ValueError(
-                    f"Shard {index} applies gradients to other variables than"
-                    " shard 0. All shards must run the same computation."
-                )
-        results = [None] * len(of_shards)
-        for members in groups:
-            sums = {}
-            for number in of_shards[0]:
-                column = [of_shards[member][number] for member in members]
-                present = [
-                    gradient for gradient in column if gradient is not None
-                ]
-                sums[number] = tf.add_n(present) if present else None
-            for member in members:
-                results[member] = sums
-        return results
-
-    for gradient, variable in zip(gradients, variables, strict=True):
-        if gradient is not None:
-            gradient.shape.assert_is_compatible_with(variable.shape)
-    sums = shard.meet(dict(zip(keys, gradients, strict=True)), combined)
-    return [sums[number] for number in keys]
+def _summed_in_groups(
+    of_shards: Sequence[dict[int, Any]],
+    groups: group_assignment_lib.GroupAssignment,
+) -> list[dict[int, Any]]:
+    """Each shard's sums over its group, by the numbers of variables."""
+    for index, one in enumerate(of_shards):
+        if one.keys() != of_shards[0].keys():
+            raise ValueError(
+                f"Shard {index} applies gradients to other variables than"
+                " shard 0. All shards must run the same computation."
+            )
+    of_groups = [
+        {
+            key: indexed_slices.added(
+                [of_shards[m][key] for m in members], None
+            )
+            for key in of_shards[0]
+        }
+        for members in groups
+    ]
+    return [of_groups[groups.group_of(i)] for i in range(len(of_shards))]
 
 
 def _owned(shard, pairs, global_step, num_groups) -> tuple[list, object]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -185,11 +186,25 @@ def of(opt) -> V1 | Keras:
     )
 
 
-def converted(loss):
-    """A loss function as the user's own code would call it; tensors as is."""
+def map_loss(function: Callable, loss: Any) -> Any:
+    """Applies a function to a loss, now or when the loss is computed.
+
+    Args:
+      function: From a scalar tensor to another.
+      loss: A tensor, or a function without arguments that returns one.
+
+    Returns:
+      A tensor or a function.
+
+    Raises:
+      TypeError: If the loss is neither.
+    """
     if callable(loss) and not tf.is_tensor(loss):
-        return private_tensorflow.as_called_by_user(loss)
-    return loss
+        computed = private_tensorflow.as_called_by_user(loss)
+        return lambda: function(computed())
+    if loss is None or isinstance(loss, (list, tuple)):
+        raise TypeError(f"loss must be a tensor or a function, got {loss!r}.")
+    return function(loss)
 
 
 def compute_gradients(inner, compute, loss, var_list=None, **kwargs) -> list:
@@ -205,7 +220,8 @@ def compute_gradients(inner, compute, loss, var_list=None, **kwargs) -> list:
     Returns:
       (gradient, variable) pairs.
     """
-    loss = converted(loss)
+    if callable(loss) and not tf.is_tensor(loss):
+        loss = private_tensorflow.as_called_by_user(loss)
     if isinstance(inner, V1):
         return inner.optimizer.compute_gradients(
             loss, var_list=var_list, **kwargs

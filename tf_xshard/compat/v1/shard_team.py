@@ -59,7 +59,7 @@ class Shard:
         """Whether this shard updates a variable: its own, or a shared one."""
         return self.index == 0 or self.team.copies.is_of(variable, self.index)
 
-    def meet(self, contribution: Any, combine: Callable) -> Any:
+    def exchange(self, contribution: Any, combine: Callable) -> Any:
         """Waits for the other shards' contributions.
 
         Args:
@@ -312,7 +312,7 @@ class Team:
         )
 
     def check_place(self) -> None:
-        """Refuses a place where shards can't meet.
+        """Refuses a place where shards cannot communicate.
 
         Raises:
           RuntimeError: In a branch, a loop or a function inside the
@@ -323,9 +323,9 @@ class Team:
             raise RuntimeError(
                 "Gradients are applied in tf.cond, tf.while_loop or a"
                 " tf.function that is inside the computation of shard(), or"
-                " around it in control flow v1, where shards can't meet. Apply"
-                " them outside of it; to skip an update, multiply the gradients"
-                " by zero."
+                " around it in control flow v1, where shards cannot"
+                " communicate. Apply them outside of it; to skip an update,"
+                " multiply the gradients by zero."
             )
 
     def initialize_first(self, variable, original) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -204,7 +205,6 @@ class TowerOptimizer(wrapper.Wrapper):
         """
         inner = self._inner_here()
         towers = _current()
-        loss = inner_optimizers.converted(loss)
         if towers is not None and towers.averages:
             loss = averaged_loss(loss, towers.num_towers)
         return inner_optimizers.compute_gradients(
@@ -281,11 +281,11 @@ class TowerOptimizer(wrapper.Wrapper):
         return self._inner_here().get_name()
 
 
-def averaged_loss(loss, num_towers: int):
-    """A tower's share of the mean of all towers' losses."""
-    if callable(loss) and not tf.is_tensor(loss):
-        return lambda: averaged_loss(loss(), num_towers)
-    return tf.divide(loss, float(num_towers), name="averaged_loss")
+def averaged_loss(loss: Any, num_towers: int) -> Any:
+    """A tower's share of the mean of all towers' losses; see `map_loss`."""
+    return inner_optimizers.map_loss(
+        lambda x: tf.divide(x, float(num_towers), name="averaged_loss"), loss
+    )
 
 
 def _summed(of_towers: list[list[tuple]]) -> list[tuple]:

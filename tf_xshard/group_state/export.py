@@ -1,0 +1,116 @@
+"""A group as an ordinary `.keras` model."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf_xshard.group_state import catalog as catalog_lib
+from tf_xshard.group_state import evaluation
+from tf_xshard.group_state import replica_values
+from tf_xshard.group_state import walk
+from tf_xshard.optimizers import tree
+from tf_xshard.private import keras_models
+
+
+def export(
+    model: keras.Model,
+    catalog: catalog_lib.Catalog,
+    replicas: replica_values.ReplicaValues,
+    group: int,
+    path: str | os.PathLike,
+) -> None:
+    """See `GroupState.export`.
+
+    Args:
+      model: The model.
+      catalog: What it holds.
+      replicas: Reads and writes its variables.
+      group: The group's index.
+      path: A path that ends in `.keras`.
+
+    Raises:
+      ValueError: If it has another ending.
+    """
+    path = os.fspath(path)
+    if not path.endswith(".keras"):
+        raise ValueError(f"export() writes .keras files, got {path!r}.")
+    members = catalog.groups.to_list()[group]
+
+    def value_of(variable: Any) -> np.ndarray:
+        [value] = replicas.of_group([variable], members)
+        return value
+
+    evaluated = evaluation.GroupEvaluation(model, catalog, replicas)
+    with (
+        evaluated.with_weights_of(group),
+        with_plain_optimizer(model, value_of) as plain,
+    ):
+        replicas.run_on_all_processes(
+            f"Exporting to {path!r}",
+            lambda: replicas.rank == 0 and plain.save(path),
+        )
+
+
+@contextlib.contextmanager
+def with_plain_optimizer(
+    model: keras.Model, value_of: Callable[[Any], np.ndarray]
+) -> Iterator[keras.Model]:
+    """A model that is saved as if it knew no tf_xshard, while this is entered.
+
+    Args:
+      model: The model, compiled or not.
+      value_of: Returns the value of a variable of its optimizer.
+
+    Yields:
+      The model, compiled with a copy of the innermost optimizer.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    config = model.get_compile_config() if optimizer is not None else None
+    if not config or not tree.is_wrapper(optimizer):
+        yield model
+        return
+    innermost = _unwrapped(optimizer)
+    config["optimizer"] = keras.saving.serialize_keras_object(innermost)
+    # Some optimizers' from_config takes things out of what it gets.
+    plain = keras.saving.deserialize_keras_object(
+        copy.deepcopy(config["optimizer"])
+    )
+    if innermost.built:
+        plain.build(model.trainable_variables)
+        for mine, its in _paired(innermost, plain):
+            its.assign(value_of(mine))
+    with keras_models.compiled_with(model, plain, config):
+        yield model
+
+
+def _paired(optimizer: Any, other: Any) -> Iterator[tuple]:
+    """The variables of two optimizers of one class, side by side."""
+    # By names, since layers may have been frozen since the first was built; the
+    # second's file has to fit the model as it is now.
+    by_name = collections.defaultdict(list)
+    for variable in walk.of_optimizer(optimizer):
+        by_name[_last(variable)].append(variable)
+    for variable in walk.of_optimizer(other):
+        if by_name[_last(variable)]:
+            yield by_name[_last(variable)].pop(0), variable
+
+
+def _last(variable: Any) -> str:
+    return variable.path.split("/")[-1]
+
+
+def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:
+    """The optimizer that updates the model, of a stack of wrappers."""
+    while tree.is_wrapper(optimizer):
+        optimizer = getattr(
+            optimizer, "local_optimizer", optimizer.inner_optimizer
+        )
+    return optimizer

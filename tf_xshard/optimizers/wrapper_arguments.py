@@ -1,0 +1,152 @@
+"""Checks of what every Keras wrapper of this package takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.reduction import group_sum
+
+LOSS_NORMALIZATIONS = ("global", "replica")
+# The values of tf.compat.v1.losses.Reduction, which the original takes.
+_REDUCTIONS = {
+    "mean": "mean",
+    "sum": "sum",
+    tf.compat.v1.losses.Reduction.MEAN: "mean",
+    tf.compat.v1.losses.Reduction.SUM: "sum",
+}
+# They act on the reduced gradient, which the inner optimizer gets.
+_ARGUMENTS_OF_THE_INNER = (
+    "learning_rate",
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
+
+def refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuses keywords, those of the base class by name.
+
+    Args:
+      own_name: The wrapper's class.
+      kwargs: What it was given besides its arguments.
+
+    Raises:
+      ValueError: For an argument that belongs on the inner optimizer.
+      TypeError: For any other.
+    """
+    for argument in kwargs:
+        if argument in _ARGUMENTS_OF_THE_INNER:
+            raise ValueError(
+                f"{own_name} does not take {argument!r}: set it on the inner"
+                f" optimizer, {own_name}(keras.optimizers.SGD("
+                f"{argument}=...)). It acts on the reduced gradient there."
+            )
+        raise TypeError(f"{own_name} got an unknown argument {argument!r}.")
+
+
+def check_inner_optimizer(own_name: str, inner: Any) -> None:
+    """Checks that the inner optimizer is one of Keras.
+
+    Args:
+      own_name: The wrapper's class.
+      inner: What was given.
+
+    Raises:
+      TypeError: If it is not.
+    """
+    if isinstance(inner, tf.compat.v1.train.Optimizer):
+        raise TypeError(
+            f"{own_name} wraps Keras optimizers, got the TF1 optimizer"
+            f" {type(inner).__name__}. Use tf_xshard.compat.v1.{own_name} for"
+            " it, or give a Keras optimizer such as keras.optimizers.SGD(0.1)."
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"{own_name} wraps a keras.optimizers.Optimizer, got {inner!r}"
+            f" ({type(inner).__name__}). Write {own_name}("
+            "keras.optimizers.Adam(1e-3)), for example."
+        )
+
+
+def check_loss_normalization(value: Any) -> None:
+    """Checks the argument of that name.
+
+    Args:
+      value: What was given.
+
+    Raises:
+      ValueError: If it is no `loss_normalization`.
+    """
+    if value not in (None, *LOSS_NORMALIZATIONS):
+        raise ValueError(
+            f"loss_normalization must be one of {LOSS_NORMALIZATIONS} or"
+            f" None, got {value!r}."
+        )
+
+
+def checked_reduction(reduction: Any) -> str:
+    """`"mean"` or `"sum"`, of what users may give.
+
+    Args:
+      reduction: What was given.
+
+    Returns:
+      One of the two.
+
+    Raises:
+      ValueError: For anything else.
+    """
+    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
+        raise ValueError(
+            f'reduction must be "mean" or "sum", got {reduction!r}.'
+        )
+    return _REDUCTIONS[reduction]
+
+
+def checked_reducer(
+    group_assignment: Any, communication: Any
+) -> group_sum.GroupReducer:
+    """The reducer of an optimizer with these arguments.
+
+    Args:
+      group_assignment: What was given as such.
+      communication: What was given as such.
+
+    Returns:
+      A `GroupReducer`.
+
+    Raises:
+      TypeError, ValueError: If an argument is none of its kind, or the groups
+        are not for the strategy in whose scope this is called.
+    """
+    if group_assignment is not None:
+        group_assignment = group_assignment_lib.GroupAssignment(
+            group_assignment
+        )
+    if communication is None:
+        communication = communication_lib.Communication()
+    elif not isinstance(communication, communication_lib.Communication):
+        raise TypeError(
+            "communication must be a tf_xshard.Communication, got"
+            f" {communication!r}."
+        )
+    reducer = group_sum.GroupReducer(group_assignment, communication)
+    if tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+        reducer.groups(
+            strategy.num_replicas_in_sync,
+            f"the strategy {type(strategy).__name__}",
+        )
+    return reducer

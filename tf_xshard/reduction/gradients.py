@@ -1,0 +1,79 @@
+"""Gradients as they arrive -> tensors, and IndexedSlices of unique indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.private import tensorflow as private_tensorflow
+
+# CollectiveReduceV2 and CrossReplicaSum have kernels for these.
+_SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+def standardized(gradients: Sequence, variables: Sequence) -> list:
+    """Gradients as tensors, or as IndexedSlices with each index once.
+
+    Args:
+      gradients: What a user passes to `apply`: something that converts to a
+        tensor of its variable's shape, IndexedSlices, or None.
+      variables: The variables.
+
+    Returns:
+      A list of tensors, IndexedSlices and None.
+
+    Raises:
+      TypeError: If a gradient is not a floating point number.
+      ValueError: If a gradient does not have its variable's shape.
+    """
+    result = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is None:
+            result.append(None)
+            continue
+        if not isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.convert_to_tensor(gradient)
+        if gradient.dtype not in _SUMMABLE:
+            raise TypeError(
+                f"The gradient for variable {variable.name!r} has type"
+                f" {gradient.dtype.name}. Supported:"
+                f" {[dtype.name for dtype in _SUMMABLE]}."
+            )
+        if not gradient.shape.is_compatible_with(variable.shape):
+            raise ValueError(
+                f"The gradient for variable {variable.name!r} has shape"
+                f" {gradient.shape}, and the variable has {variable.shape}."
+                " Gradients and variables must be in the same order."
+            )
+        if isinstance(gradient, tf.IndexedSlices):
+            if private_tensorflow.in_xla():
+                # XLA needs static shapes, which the number of different
+                # indices is not.
+                gradient = indexed_slices.dense(gradient, variable)
+            else:
+                gradient = indexed_slices.unique(gradient)
+        elif not gradient.shape.is_fully_defined():
+            gradient = tf.ensure_shape(gradient, variable.shape)
+        result.append(gradient)
+    return result
+
+
+def scaled(
+    gradient: indexed_slices.Gradient, factor: float | tf.Tensor
+) -> indexed_slices.Gradient:
+    """`gradient * factor`, untouched where the factor is 1.
+
+    Args:
+      gradient: A tensor, IndexedSlices or None.
+      factor: A number or a scalar tensor, cast to the gradient's type.
+
+    Returns:
+      A gradient of the same kind.
+    """
+    if not tf.is_tensor(factor) and factor == 1:
+        return gradient
+    return indexed_slices.map_values(
+        lambda values: values * tf.cast(factor, values.dtype), gradient
+    )
