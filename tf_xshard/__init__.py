@@ -3,58 +3,131 @@
 Gradients are reduced exactly once, at the right scale, over the groups of
 replicas that you choose.
 
-    gradients of each replica
-        |   group_assignment     who reduces with whom
+    gradients of each replica, from `fit` or a training loop
+        |
         v
-    reduction                    pre_reduce, a sum per group, scale, post_reduce
-        |   transports           how a group sum travels, chosen per strategy
+    optimizers      pre_reduce                  the user's hook, unscaled
+        |
         v
-    inner_update                 no second reduction
+    reduction       negotiation                 who has which gradient; with
+        |           |                           several processes, exchanged
+        |           buckets                     packed, in the type on the wire
+        |           collectives                 one path per kind of strategy
+        |           scale                       mean or sum, 1/N undone, once
         v
-    inner optimizer -> variables
+    optimizers      post_reduce                 the user's hook, unscaled
+        |
+        |           finite vote                 with a LossScaleOptimizer: an
+        |                                       overflow anywhere, and all skip
+        v
+    inner_update    no second reduction
+        |
+        v
+    inner optimizer -> variables -> group_state, callbacks
+                                                what each group holds
 
-`compat.v1` has the documented TF1 optimizers, on the same stages.
+`TowerOptimizer` accumulates before all of this, `AGNOptimizer` between local
+updates. `compat.v1` has the documented TF1 optimizers, on the same stages. Over
+several processes `multi_worker` starts them and mends Keras' `fit`.
+
+Each folder says in its docstring what it is for; CONTRIBUTING.md in `docs` says
+where a change belongs.
 """
 
-from tf_xshard import dependencies as _versions
+from __future__ import annotations
 
-_versions.check()
+import importlib
+import os
+import sys
+from typing import Any, TYPE_CHECKING
 
-# The rest needs what the line above has found.
-from tf_xshard import compat  # noqa: E402
-from tf_xshard.callbacks.divergence_sentinel import DivergenceSentinel  # noqa: E402
-from tf_xshard.callbacks.group_checkpoint import GroupCheckpoint  # noqa: E402
-from tf_xshard.callbacks.group_validation import GroupValidation  # noqa: E402
-from tf_xshard.callbacks.swap_center_weights import SwapCenterWeights  # noqa: E402
-from tf_xshard.communication import Communication  # noqa: E402
-from tf_xshard.group_assignment import GroupAssignment  # noqa: E402
-from tf_xshard.group_state.state import GroupState  # noqa: E402
-from tf_xshard.multi_worker.fit import multi_worker_fit  # noqa: E402
-from tf_xshard.optimizers.agn_optimizer import AGNOptimizer  # noqa: E402
-from tf_xshard.optimizers.cross_shard_optimizer import CrossShardOptimizer  # noqa: E402
-from tf_xshard.optimizers.tower_optimizer import TowerOptimizer  # noqa: E402
-from tf_xshard.optimizers.tower_train_step import tower_train_step  # noqa: E402
-from tf_xshard.reduction.clipping import clip_by_global_norm  # noqa: E402
-from tf_xshard.reduction.clipping import clip_by_norm  # noqa: E402
-from tf_xshard.reduction.clipping import clip_by_value  # noqa: E402
-from tf_xshard.version import __version__  # noqa: E402
+from tf_xshard.version import __version__
 
-__all__ = (
-    "AGNOptimizer",
-    "Communication",
-    "CrossShardOptimizer",
-    "DivergenceSentinel",
-    "GroupAssignment",
-    "GroupCheckpoint",
-    "GroupState",
-    "GroupValidation",
-    "SwapCenterWeights",
-    "TowerOptimizer",
-    "__version__",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "compat",
-    "multi_worker_fit",
-    "tower_train_step",
-)
+# Public names, and where they are.
+_PUBLIC = {
+    "AGNOptimizer": "optimizers.agn_optimizer",
+    "Communication": "communication",
+    "CrossShardOptimizer": "optimizers.cross_shard_optimizer",
+    "DivergenceSentinel": "callbacks.divergence_sentinel",
+    "GroupAssignment": "group_assignment",
+    "GroupCheckpoint": "callbacks.group_checkpoint",
+    "GroupState": "group_state.state",
+    "GroupValidation": "callbacks.group_validation",
+    "SwapCenterWeights": "callbacks.swap_center_weights",
+    "TowerOptimizer": "optimizers.tower_optimizer",
+    "clip_by_global_norm": "reduction.clipping",
+    "clip_by_norm": "reduction.clipping",
+    "clip_by_value": "reduction.clipping",
+    "compat": "compat",
+    "multi_worker_fit": "multi_worker.fit",
+    "tower_train_step": "optimizers.tower_train_step",
+}
+__all__ = ("__version__", *_PUBLIC)
+
+if TYPE_CHECKING:
+    from tf_xshard import compat as compat
+    from tf_xshard.callbacks.divergence_sentinel import (
+        DivergenceSentinel as DivergenceSentinel,
+    )
+    from tf_xshard.callbacks.group_checkpoint import (
+        GroupCheckpoint as GroupCheckpoint,
+    )
+    from tf_xshard.callbacks.group_validation import (
+        GroupValidation as GroupValidation,
+    )
+    from tf_xshard.callbacks.swap_center_weights import (
+        SwapCenterWeights as SwapCenterWeights,
+    )
+    from tf_xshard.communication import Communication as Communication
+    from tf_xshard.group_assignment import GroupAssignment as GroupAssignment
+    from tf_xshard.group_state.state import GroupState as GroupState
+    from tf_xshard.multi_worker.fit import multi_worker_fit as multi_worker_fit
+    from tf_xshard.optimizers.agn_optimizer import AGNOptimizer as AGNOptimizer
+    from tf_xshard.optimizers.cross_shard_optimizer import (
+        CrossShardOptimizer as CrossShardOptimizer,
+    )
+    from tf_xshard.optimizers.tower_optimizer import (
+        TowerOptimizer as TowerOptimizer,
+    )
+    from tf_xshard.optimizers.tower_train_step import (
+        tower_train_step as tower_train_step,
+    )
+    from tf_xshard.reduction.clipping import (
+        clip_by_global_norm as clip_by_global_norm,
+    )
+    from tf_xshard.reduction.clipping import clip_by_norm as clip_by_norm
+    from tf_xshard.reduction.clipping import clip_by_value as clip_by_value
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _import_public_names()
+    return globals()[name]
+
+
+def _import_public_names() -> None:
+    from tf_xshard import dependencies
+
+    dependencies.check()
+    for name, module in _PUBLIC.items():
+        found = importlib.import_module(f"{__name__}.{module}")
+        globals()[name] = getattr(found, name, found)
+
+
+def _is_command_line() -> bool:
+    """Whether this is imported for `python -m tf_xshard` or `tf-xshard`.
+
+    Help and `launch` need no TensorFlow, whose import takes seconds.
+    """
+    if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv:
+        # Python is still looking for the module that it is to run.
+        after = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
+        return after[:1] == [__name__]
+    return os.path.splitext(os.path.basename(sys.argv[0]))[0] == "tf-xshard"
+
+
+# Not when they are first used: Keras finds the classes of a saved model among
+# those that have been imported.
+if not _is_command_line():
+    _import_public_names()

@@ -1,18 +1,31 @@
-"""`python -m tf_xshard demo | doctor | launch`."""
+"""`python -m tf_xshard demo | doctor | launch`, installed as `tf-xshard`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import logging
 import sys
+from collections.abc import Sequence
 
-import tensorflow as tf
+# Each is imported when it is called: `launch` and help need no TensorFlow.
+_COMMANDS = {
+    "demo": (
+        "tf_xshard.cli.demo",
+        "train on real digits: one device against many",
+    ),
+    "doctor": (
+        "tf_xshard.cli.doctor",
+        "what is on this machine, and whether group sums are right",
+    ),
+    "launch": (
+        "tf_xshard.multi_worker.launch",
+        "run a script on several workers that train together",
+    ),
+}
 
-from tf_xshard.cli import demo
-from tf_xshard.cli import doctor
-from tf_xshard.multi_worker import launch
 
-
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
@@ -21,28 +34,30 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
       The exit code.
     """
-    parser = argparse.ArgumentParser(prog="python -m tf_xshard")
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo.add_arguments(
-        commands.add_parser(
-            "demo",
-            help="train on real digits: one device against many",
-        )
+    parser = argparse.ArgumentParser(
+        prog="tf-xshard",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="commands:\n"
+        + "\n".join(
+            f"  {name:8}{what}" for name, (_, what) in _COMMANDS.items()
+        ),
+        epilog="tf-xshard COMMAND --help lists a command's arguments.",
     )
-    doctor.add_arguments(
-        commands.add_parser(
-            "doctor", help="what is here, and whether group sums are right"
-        )
+    parser.add_argument(
+        "command", choices=list(_COMMANDS), metavar="COMMAND", help="see above"
     )
-    launch.add_arguments(
-        commands.add_parser(
-            "launch", help="run a script on several workers that train together"
-        )
-    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
     options = parser.parse_args(arguments)
+    module_name, what = _COMMANDS[options.command]
+    module = importlib.import_module(module_name)
     # Advice on speed and retracing, which is meant for training programs.
-    tf.get_logger().setLevel("ERROR")
-    return options.run(options, parser)
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
+    command = argparse.ArgumentParser(
+        prog=f"{parser.prog} {options.command}", description=what
+    )
+    module.add_arguments(command)
+    options = command.parse_args(options.arguments)
+    return options.run(options, command)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,21 @@
-"""Which TensorFlow and Keras this package is proven with."""
+"""Which TensorFlow and Keras this package is proven with.
+
+The versions stand in setup.cfg; here they are read from the metadata of the
+installed package, or from the file beside a checkout that is not installed.
+"""
 
 from __future__ import annotations
 
+import configparser
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import pathlib
+import re
 import warnings
 
-TENSORFLOW = ((2, 20), (2, 21))
-KERAS = ((3, 12), (3, 15))
+Minor = tuple[int, int]
 
 _INSTALL = (
     "Install one TensorFlow: pip install 'tf_xshard[cpu]' (CPUs),"
@@ -15,29 +23,87 @@ _INSTALL = (
 )
 
 
-def _minor(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
+@functools.cache
+def requirements() -> tuple[str, ...]:
+    """The package's requirements, those of its extras included.
+
+    Returns:
+      Strings such as "keras<4,>=3.12" or 'jax==0.10.2; extra == "testing"'.
+    """
+    try:
+        return tuple(importlib.metadata.requires("tf_xshard") or ())
+    except importlib.metadata.PackageNotFoundError:
+        return _from_checkout()
+
+
+def _from_checkout() -> tuple[str, ...]:
+    config = configparser.ConfigParser()
+    config.read(pathlib.Path(__file__).parents[1] / "setup.cfg")
+    if not config.has_section("options"):
+        return ()
+    lines = config["options"]["install_requires"].split("\n")
+    for extra, value in config["options.extras_require"].items():
+        lines += [f'{line}; extra == "{extra}"' for line in value.split("\n")]
+    return tuple(line for line in lines if line.strip(" ;") and line[0] != ";")
+
+
+def versions(distribution: str, specifier: str) -> list[str]:
+    """Versions that stand behind a specifier in the requirements.
+
+    Args:
+      distribution: A distribution's name.
+      specifier: ">=", "<" or "==".
+
+    Returns:
+      The versions, in order of the requirements.
+    """
+    found = []
+    for requirement in requirements():
+        text = requirement.partition(";")[0]
+        name = re.match(r"[\w.-]+", text)
+        if name and name[0] == distribution:
+            found += re.findall(rf"(?<![<>=!~]){specifier}\s*([\d.]+)", text)
+    return found
+
+
+def proven(distribution: str) -> tuple[Minor, Minor]:
+    """The oldest and the newest minor version that tests have run with.
+
+    Args:
+      distribution: "tensorflow" or "keras".
+
+    Returns:
+      Two (major, minor) pairs. The newest is below the smallest upper bound:
+      the extra `[proven]` has it for Keras, whose newer versions are allowed.
+    """
+    oldest = _minor(versions(distribution, ">=")[0])
+    bound = min(_minor(one) for one in versions(distribution, "<"))
+    return oldest, (bound[0], bound[1] - 1)
+
+
+def _minor(version: str) -> Minor:
+    major, minor, *_ = [*version.split("."), "0"]
     return int(major), int(minor)
 
 
-def check_range(name: str, version: str, proven: tuple) -> None:
+def check_range(name: str, version: str, range_: tuple[Minor, Minor]) -> None:
     """Refuses versions that are too old and warns of ones not yet proven.
 
     Args:
       name: The package's name, for the message.
       version: Its version, such as "2.21.0".
-      proven: The oldest and the newest proven (major, minor).
+      range_: The oldest and the newest proven (major, minor).
 
     Raises:
       ImportError: If the version is older.
     """
-    oldest, newest = (".".join(map(str, bound)) for bound in proven)
-    if _minor(version) < proven[0]:
+    oldest, newest = (".".join(map(str, bound)) for bound in range_)
+    if _minor(version) < range_[0]:
         raise ImportError(
             f"tf_xshard needs {name} {oldest} to {newest}, found {version}."
             f" Upgrade: pip install -U '{name}>={oldest}'."
         )
-    if _minor(version) > proven[1]:
+    if _minor(version) > range_[1]:
         warnings.warn(
             f"tf_xshard is proven with {name} {oldest} to {newest}, found"
             f" {version}. `python -m tf_xshard doctor` checks the results.",
@@ -63,7 +129,7 @@ def missing_names(names: tuple) -> list[str]:
 
 
 def check_names(names: tuple) -> None:
-    """Refuses a TensorFlow or Keras that has moved what this package rests on.
+    """Refuses a TensorFlow or Keras that has moved a private name.
 
     Args:
       names: Pairs of a module or class and an attribute's name.
@@ -74,8 +140,9 @@ def check_names(names: tuple) -> None:
     missing = missing_names(names)
     if missing:
         raise ImportError(
-            f"tf_xshard rests on {missing}, which this TensorFlow or Keras does"
-            f" not have. Proven: TensorFlow {TENSORFLOW}, Keras {KERAS}."
+            f"tf_xshard depends on {missing}, which this TensorFlow or Keras"
+            f" does not have. Proven: TensorFlow {proven('tensorflow')}, Keras"
+            f" {proven('keras')}."
         )
 
 
@@ -90,8 +157,10 @@ def check() -> None:
         raise ImportError(f"tf_xshard found no TensorFlow. {_INSTALL}")
     tensorflow = importlib.import_module("tensorflow")
     keras = importlib.import_module("keras")
-    check_range("tensorflow", tensorflow.__version__, TENSORFLOW)
-    check_range("keras", keras.__version__, KERAS)
+    # A copy of the package without metadata has nothing to compare with.
+    if requirements():
+        check_range("tensorflow", tensorflow.__version__, proven("tensorflow"))
+        check_range("keras", keras.__version__, proven("keras"))
     if keras.backend.backend() != "tensorflow":
         raise ImportError(
             "tf_xshard needs Keras on TensorFlow, and Keras runs on"

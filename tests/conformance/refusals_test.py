@@ -416,7 +416,9 @@ def test_loss_normalization_of_a_stack():
 )
 def test_versions(version, outcome):
     def check():
-        dependencies.check_range("tensorflow", version, dependencies.TENSORFLOW)
+        dependencies.check_range(
+            "tensorflow", version, dependencies.proven("tensorflow")
+        )
 
     if outcome is ImportError:
         with pytest.raises(ImportError, match="needs tensorflow 2.20 to 2.21"):

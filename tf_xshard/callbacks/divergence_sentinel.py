@@ -84,9 +84,12 @@ class DivergenceSentinel(keras.callbacks.Callback):
 
     def _check(self, when: str) -> None:
         self._num_since_check = 0
-        if self._state.group_assignment.group_size == 1:
+        catalog = self._state.catalog()
+        if catalog.groups.group_size == 1:
             return
-        found = divergence.unequal(self._state, repair=self._action == "repair")
+        found = divergence.unequal(
+            catalog, self._state.replicas, repair=self._action == "repair"
+        )
         if not found:
             return
         named = [

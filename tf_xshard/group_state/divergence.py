@@ -5,19 +5,19 @@ from __future__ import annotations
 from tf_xshard.group_state import catalog as catalog_lib
 from tf_xshard.group_state import combine
 from tf_xshard.group_state import replica_values
-from tf_xshard.group_state import table
+from tf_xshard.group_state import table as table_lib
 
 
-def of_all(
+def table(
     catalog: catalog_lib.Catalog, replicas: replica_values.ReplicaValues
-) -> table.Table:
+) -> table_lib.Table:
     """See `GroupState.divergence`. Collective."""
     variables = catalog.variables(catalog_lib.LEARNED)
     every = range(replicas.num_replicas)
-    rows = table.Table()
+    rows = table_lib.Table()
     for one, values in zip(
         variables,
-        replicas.of_replicas([v.variable for v in variables], every),
+        replicas.gather([v.variable for v in variables], every),
         strict=True,
     ):
         within = max(
@@ -45,7 +45,7 @@ def unequal(
     catalog: catalog_lib.Catalog,
     replicas: replica_values.ReplicaValues,
     repair: bool,
-) -> table.Table:
+) -> table_lib.Table:
     """Replicas of one group that differ and should not. Collective.
 
     Only what they hold alike is looked at: trainable weights, slots and AGN's
@@ -63,13 +63,13 @@ def unequal(
     """
     variables = catalog.variables(catalog_lib.EQUAL_IN_A_GROUP)
     digests = replicas.digests([one.variable for one in variables])
-    rows = table.Table()
+    rows = table_lib.Table()
     for one, row in zip(variables, digests, strict=True):
         for group, members in enumerate(catalog.groups):
             own = [row[r] for r in members]
             if len(set(own)) == 1:
                 continue
-            [values] = replicas.of_replicas([one.variable], members)
+            [values] = replicas.gather([one.variable], members)
             difference = combine.largest_difference(values)
             if not difference:
                 continue

@@ -76,7 +76,7 @@ class ReplicaValues:
         """Writes one value to this process's replicas."""
         self.assign(variable, [value] * len(self.local_ids))
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
         """What every process gives, in the order of processes. Collective."""
         if self.num_processes == 1:
             return [payload]
@@ -123,7 +123,7 @@ class ReplicaValues:
         """The same for values that JSON can hold. Collective."""
         return [
             json.loads(payload)
-            for payload in self.gather(json.dumps(value).encode())
+            for payload in self.gather_bytes(json.dumps(value).encode())
         ]
 
     def run_on_all_processes(
@@ -154,7 +154,7 @@ class ReplicaValues:
                 raise RuntimeError(f"{what} failed on worker {rank}: {text}")
         return result
 
-    def of_replicas(
+    def gather(
         self, variables: Sequence, replica_ids: Sequence[int]
     ) -> Iterator[list[np.ndarray]]:
         """The values that some replicas hold, for one variable after another.
@@ -185,13 +185,13 @@ class ReplicaValues:
     def _gathered(
         self, variables: Sequence, replica_ids: Sequence[int]
     ) -> Iterator[list[np.ndarray]]:
-        """`of_replicas` for a few variables, in one exchange."""
+        """`gather` for a few variables, in one exchange."""
         own = [r for r in replica_ids if r in self.local_ids]
         parts = []
         for variable in variables:
             local = dict(zip(self.local_ids, self.local(variable), strict=True))
             parts += [local[r].tobytes() for r in own]
-        payloads = self.gather(b"".join(parts))
+        payloads = self.gather_bytes(b"".join(parts))
         offsets = [0] * self.num_processes
         for variable in variables:
             found = {}
@@ -221,7 +221,7 @@ class ReplicaValues:
         """
         return [
             combine.combined(values)
-            for values in self.of_replicas(variables, members)
+            for values in self.gather(variables, members)
         ]
 
     def assign_groups(

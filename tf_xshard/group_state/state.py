@@ -232,7 +232,7 @@ class GroupState(values.GroupValues):
         variable  kind    within_group  between_groups  local  statistic
         w         weight  0             0               -      -
         """
-        return divergence.of_all(self.catalog(), self.replicas)
+        return divergence.table(self.catalog(), self.replicas)
 
     def export(self, group: int, path: str | os.PathLike) -> None:
         """Saves a group as an ordinary `.keras` model.

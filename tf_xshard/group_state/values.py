@@ -307,7 +307,7 @@ class GroupValues:
         every = range(self.replicas.num_replicas)
         for one, values in zip(
             variables,
-            self.replicas.of_replicas([v.variable for v in variables], every),
+            self.replicas.gather([v.variable for v in variables], every),
             strict=True,
         ):
             of_groups = combine.by_group(values, catalog.groups)

@@ -96,8 +96,8 @@ def replace(
         raise RuntimeError(
             "tf_xshard.multi_worker_fit() can't tell whether fit works over"
             f" several processes in Keras {keras.__version__}: {states}. It is"
-            f" known of Keras {dependencies.KERAS[0]} to"
-            f" {dependencies.KERAS[1]}; leave the call out to see."
+            f" known of Keras {dependencies.proven('keras')}; leave the call"
+            " out to see."
         )
     wrong = [name for name, state in states.items() if state == "wrong"]
     for name in set(states) - set(wrong):

@@ -1,0 +1,99 @@
+"""Versions stand in setup.cfg, and newer ones than proven are allowed."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import paths
+from tf_xshard import dependencies
+
+
+@pytest.fixture(autouse=True)
+def _no_cache():
+    yield
+    dependencies.requirements.cache_clear()
+
+
+@pytest.mark.parametrize("where", ["metadata", "setup.cfg"])
+def test_what_is_proven(where, monkeypatch):
+    dependencies.requirements.cache_clear()
+    found = [
+        "numpy",
+        "keras<4,>=3.12",
+        'keras<3.16; extra == "proven"',
+        'tensorflow<2.22,>=2.20; extra == "tensorflow"',
+        'jax==0.10.2; extra == "testing"',
+    ]
+
+    def requires(name):
+        if where == "setup.cfg":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert dependencies.proven("keras") == ((3, 12), (3, 15))
+    assert dependencies.proven("tensorflow") == ((2, 20), (2, 21))
+    assert set(dependencies.versions("jax", "==")) == {"0.10.2"}
+
+
+def test_the_metadata_allows_a_newer_keras():
+    text = (paths.ROOT / "setup.cfg").read_text()
+    assert "    keras >=3.12,<4\n" in text
+
+
+def _run(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=paths.ROOT,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["launch", "--help"],
+        ["launch", "--workers", "1", "-m", "json.tool", "--help"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("how", ["module", "script"])
+def test_no_tensorflow_for_help_and_launch(how, arguments):
+    """An import of it ends the process, as where it is not installed."""
+    program = f"""
+import runpy, sys
+sys.modules["tensorflow"] = sys.modules["keras"] = None
+sys.argv = {["tf-xshard", *arguments]!r}
+from tf_xshard import __main__
+sys.exit(__main__.main())
+"""
+    if how == "script":
+        run = _run("-c", program)
+    else:
+        run = _run("-X", "importtime", "-m", "tf_xshard", *arguments)
+        # The list of imports with their times.
+        assert "argparse" in run.stderr and "tensorflow" not in run.stderr
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "usage: " in run.stdout
+
+
+def test_a_command_that_is_none():
+    run = _run("-m", "tf_xshard", "launched")
+    assert run.returncode == 2
+    assert "invalid choice: 'launched'" in run.stderr
+
+
+def test_the_import_makes_everything_known_to_keras():
+    """A module of a user's that `python -m` runs gets all, at once."""
+    program = (
+        "import sys; sys.argv = ['-m']; import tf_xshard, keras;"
+        "assert keras.saving.get_registered_object("
+        "'tf_xshard>CrossShardOptimizer') is not None"
+    )
+    run = _run("-c", program)
+    assert run.returncode == 0, run.stderr[-2000:]
