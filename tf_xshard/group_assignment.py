@@ -58,10 +58,12 @@ class GroupAssignment:
     """
 
     __slots__ = ("_groups", "_group_of")
+    _groups: tuple[tuple[int, ...], ...]
+    _group_of: dict[int, int]
 
     def __init__(
         self, groups: GroupAssignment | Sequence[Sequence[int]] | np.ndarray
-    ):
+    ) -> None:
         rows = (
             groups._groups
             if isinstance(groups, GroupAssignment)
@@ -168,7 +170,7 @@ class GroupAssignment:
         >>> tf_xshard.GroupAssignment.by_host(strategy)
         GroupAssignment([[0]])
         """
-        groups = {}
+        groups: dict[str, list[int]] = {}
         for replica_id, host in enumerate(_hosts(strategy)):
             groups.setdefault(host, []).append(replica_id)
         sizes = {host: len(members) for host, members in groups.items()}
@@ -384,11 +386,11 @@ def _as_replica_id(value: Any) -> int | None:
 
 def _validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
     """Checks everything that DESIGN's group assignment promises."""
-    rows = [_sequence(row, groups) for row in _sequence(groups, groups)]
-    if not rows or not any(rows):
+    nested = [_sequence(row, groups) for row in _sequence(groups, groups)]
+    if not any(nested):
         raise ValueError(f"group_assignment {groups!r} is empty. {_HINT}")
     ids = []
-    for row in rows:
+    for row in nested:
         for value in row:
             if _sequence_or_none(value) is not None:
                 raise ValueError(
@@ -408,7 +410,7 @@ def _validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
                     f" {replica_id}: {groups!r}. Replica ids start at 0."
                 )
             ids.append(replica_id)
-    rows = tuple(tuple(_as_replica_id(value) for value in row) for row in rows)
+    rows = tuple(tuple(int(value) for value in row) for row in nested)
     _check_each_id_once(rows, ids)
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
@@ -422,7 +424,7 @@ def _validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
 def _check_each_id_once(
     rows: Sequence[Sequence[int]], ids: Sequence[int]
 ) -> None:
-    seen = {}
+    seen: dict[int, int] = {}
     for index, row in enumerate(rows):
         for replica_id in row:
             if replica_id in seen:

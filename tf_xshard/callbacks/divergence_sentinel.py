@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 from absl import logging
 
@@ -48,7 +50,7 @@ class DivergenceSentinel(keras.callbacks.Callback):
     that differs by replica goes unnoticed.
     """
 
-    def __init__(self, every: int = 100, action: str = "raise"):
+    def __init__(self, every: int = 100, action: str = "raise") -> None:
         super().__init__()
         checks.count("every", every)
         if action not in _ACTIONS:
@@ -58,9 +60,9 @@ class DivergenceSentinel(keras.callbacks.Callback):
         self._every = every
         self._action = action
         self._num_since_check = 0
-        self._state = None
+        self._state: Any = None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict | None = None) -> None:
         """Checks what training begins with.
 
         Args:
@@ -70,7 +72,7 @@ class DivergenceSentinel(keras.callbacks.Callback):
         self._state = state.GroupState(self.model)
         self._check("When training began")
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Checks, if so many batches are through.
 
         Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -77,7 +78,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         keep: int | None = 1,
         *,
         regroup: str | Mapping[int, int] | None = None,
-    ):
+    ) -> None:
         super().__init__()
         checks.count("every", every, "epoch")
         checks.count("keep", keep, None)
@@ -85,11 +86,11 @@ class GroupCheckpoint(keras.callbacks.Callback):
         self._every = every
         self._keep = keep
         self._regroup = regroup
-        self._state = None
+        self._state: Any = None
         self._epoch = 0
         self._num_to_skip = 0
         self._num_since_save = 0
-        self._metrics = []
+        self._metrics: list[tuple] = []
 
     @staticmethod
     def position(
@@ -113,9 +114,9 @@ class GroupCheckpoint(keras.callbacks.Callback):
         >>> tf_xshard.GroupCheckpoint.position("/no/such/directory")
         """
         last = _last_save(os.fspath(directory))
-        return last and checkpoint.position(last)
+        return checkpoint.position(last) if last else None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores the last save.
 
         Args:
@@ -164,7 +165,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
             for variable in self.model.metrics_variables
         ]
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Skips what has been trained on, in the first epoch.
 
         Args:
@@ -182,7 +183,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
             self._state.replicas.assign(variable, values)
         keras_models.skip_steps(self.model, self._num_to_skip)
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Saves, if so many batches are through.
 
         Args:
@@ -190,13 +191,13 @@ class GroupCheckpoint(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
-        if self._every == "epoch" or batch < self._num_to_skip:
+        if isinstance(self._every, str) or batch < self._num_to_skip:
             return
         self._num_since_save += self.model.steps_per_execution
         if self._num_since_save >= self._every:
             self._save(self._epoch, batch + 1)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Saves, if that is asked for.
 
         Args:
@@ -208,7 +209,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         if self._every == "epoch":
             self._save(epoch + 1, 0)
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: dict | None = None) -> None:
         """Leaves the model's next `fit` to itself.
 
         Args:
@@ -223,14 +224,17 @@ class GroupCheckpoint(keras.callbacks.Callback):
         name = f"epoch-{epoch:05d}-step-{step:08d}"
         path = os.path.join(self._directory, name)
         self._state.save(path, epoch=epoch, step=step)
-        if self._keep is not None:
+        keep = self._keep
+        if keep is not None:
             self._state.replicas.run_on_all_processes(
                 "Removing older saves",
-                lambda: self._state.is_chief and self._remove_all_but(path),
+                lambda: self._remove_all_but(path, keep),
             )
 
-    def _remove_all_but(self, newest: str) -> None:
-        kept = {newest, *_saves(self._directory)[-self._keep :]}
+    def _remove_all_but(self, newest: str, keep: int) -> None:
+        if not self._state.is_chief:
+            return
+        kept = {newest, *_saves(self._directory)[-keep:]}
         for other in set(_all_saves(self._directory)) - kept:
             checkpoint_files.remove(other)
 

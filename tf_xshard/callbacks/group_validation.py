@@ -53,7 +53,7 @@ class GroupValidation(keras.callbacks.Callback):
         ensemble: bool = True,
         batch_size: int | None = None,
         steps: int | None = None,
-    ):
+    ) -> None:
         super().__init__()
         checks.count("every", every)
         evaluation.refuse_generator(data)
@@ -64,9 +64,9 @@ class GroupValidation(keras.callbacks.Callback):
             "batch_size": batch_size,
             "steps": steps,
         }
-        self._state = None
+        self._state: Any = None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict | None = None) -> None:
         """Looks at the model.
 
         Args:
@@ -75,7 +75,7 @@ class GroupValidation(keras.callbacks.Callback):
         del logs
         self._state = state.GroupState(self.model)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Adds the columns.
 
         Args:

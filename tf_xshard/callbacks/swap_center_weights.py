@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from tf_xshard.optimizers import tree
@@ -42,12 +44,12 @@ class SwapCenterWeights(keras.callbacks.Callback):
     Source: `keras.callbacks.SwapEMAWeights`.
     """
 
-    def __init__(self, swap_on_epoch: bool = False):
+    def __init__(self, swap_on_epoch: bool = False) -> None:
         super().__init__()
         self.swap_on_epoch = swap_on_epoch
-        self._optimizer = None
+        self._optimizer: Any = None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict | None = None) -> None:
         """Finds the optimizer.
 
         Args:
@@ -66,7 +68,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
             )
         self._optimizer = found[0]
 
-    def on_test_begin(self, logs=None):
+    def on_test_begin(self, logs: dict | None = None) -> None:
         """Puts the center into the model.
 
         Args:
@@ -76,7 +78,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         if self._optimizer is not None:
             self._optimizer.show_center(True)
 
-    def on_test_end(self, logs=None):
+    def on_test_end(self, logs: dict | None = None) -> None:
         """Puts the local variables back.
 
         Args:
@@ -86,7 +88,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         if self._optimizer is not None:
             self._optimizer.show_center(False)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Puts the center into the model, if that is asked for.
 
         Args:
@@ -97,7 +99,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         if self.swap_on_epoch:
             self._optimizer.show_center(True)
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Puts the local variables back.
 
         Args:
@@ -107,7 +109,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         del epoch, logs
         self._optimizer.show_center(False)
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: dict | None = None) -> None:
         """Lets the optimizer go; the model holds the center by now.
 
         Args:

@@ -7,6 +7,7 @@ num_groups times the bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -50,8 +51,8 @@ class OneHot(transport.Transport):
         context = tf.distribute.get_replica_context()
         return [
             watchdog.run(
-                lambda one=one: context.all_reduce(
-                    tf.distribute.ReduceOp.SUM, one
+                functools.partial(
+                    context.all_reduce, tf.distribute.ReduceOp.SUM, one
                 ),
                 one,
                 self.here.device,

@@ -65,9 +65,10 @@ class Subgroups(transport.Transport):
     packs = True
     gathers = True
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         here, groups = self.here, self.groups
+        assert here.replica_id is not None, here
         members = tuple(groups)[groups.group_of(here.replica_id)]
         names = replica_context.device_names(here)
         self._common = dict(

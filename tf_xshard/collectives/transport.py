@@ -45,7 +45,7 @@ class Transport(abc.ABC):
         here: replica_context.Here,
         groups: group_assignment_lib.GroupAssignment,
         communication: communication_lib.Communication,
-    ):
+    ) -> None:
         self.here = here
         self.groups = groups
         self.communication = communication

@@ -180,7 +180,8 @@ class Watchdog:
                 private_tensorflow.abort_collectives(message)
                 return
             shortest = min(
-                (one.timeout_seconds for one in [*lanes, *batches]),
+                [one.timeout_seconds for one in lanes]
+                + [one.timeout_seconds for one in batches],
                 default=_LOOKS_PER_TIMEOUT * _MAX_SECONDS_BETWEEN_LOOKS,
             )
             time.sleep(

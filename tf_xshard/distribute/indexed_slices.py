@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-# A tensor of the variable's shape, some of its rows, or no gradient.
-Gradient = tf.Tensor | tf.IndexedSlices | None
+# A tf.Tensor of the variable's shape, tf.IndexedSlices (some of its rows), or
+# None (no gradient).
+Gradient: TypeAlias = Any
 
 
 class UniqueSlices(tf.IndexedSlices):

@@ -74,13 +74,12 @@ def save(
             for one, row in zip(variables, owners, strict=True)
         ],
     }
-    replicas.run_on_all_processes(
-        what,
-        lambda: (
-            replicas.rank == 0
-            and checkpoint_files.commit(directory, token, manifest)
-        ),
-    )
+
+    def commit() -> None:
+        if replicas.rank == 0:
+            checkpoint_files.commit(directory, token, manifest)
+
+    replicas.run_on_all_processes(what, commit)
 
 
 def _own_values(
@@ -250,17 +249,17 @@ def _matched(
             f" another order; the first that differs here is {first!r}."
         )
     for one, (_, other) in zip(own, its, strict=False):
-        mine = (
+        here = (
             *(one.part, one.shape, one.dtype),
             _own_name(one.name, one.of_optimizer),
         )
-        theirs = (
+        there = (
             other["part"],
             tuple(other["shape"]),
             other["dtype"],
             _own_name(other["name"], other["of_optimizer"]),
         )
-        if mine != theirs:
+        if here != there:
             raise ValueError(
                 f"{directory!r} was saved from another model or optimizer:"
                 f" where here is {one.name!r} of {one.part!r},"

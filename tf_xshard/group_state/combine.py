@@ -61,7 +61,7 @@ def combined(
     wide = np.complex128 if first.dtype.kind == "c" else np.float64
     if weights is None:
         weights = [1 / len(values)] * len(values)
-    total = np.zeros(first.shape, wide)
+    total: Any = np.zeros(first.shape, wide)
     for value, weight in zip(values, weights, strict=True):
         if weight:
             total += weight * value.astype(wide)

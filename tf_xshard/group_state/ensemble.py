@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,7 +25,7 @@ class Ensemble(keras.Model):
       num_members: How many models it has room for.
     """
 
-    def __init__(self, model: keras.Model, num_members: int):
+    def __init__(self, model: keras.Model, num_members: int) -> None:
         super().__init__(name=f"{model.name}_ensemble")
         with keras_optimizers.untracked():
             self._of = model
@@ -74,7 +75,7 @@ class Ensemble(keras.Model):
                 if id(like) in of_weight:
                     variable.assign(of_weight[id(like)])
 
-    def _outputs_and_losses(self, x):
+    def _outputs_and_losses(self, x: Any) -> tuple[Any, list]:
         """The mean of the outputs, and of what regularizers add."""
         outputs, losses = [], []
         for member in self._members:
@@ -88,7 +89,7 @@ class Ensemble(keras.Model):
         mean = keras.tree.map_structure(_mean, *outputs)
         return mean, [_mean(*parts) for parts in zip(*losses, strict=True)]
 
-    def call(self, x):
+    def call(self, x: Any) -> Any:
         """The mean of what the members return.
 
         Args:
@@ -100,11 +101,11 @@ class Ensemble(keras.Model):
         return self._outputs_and_losses(x)[0]
 
     @property
-    def metrics(self):
+    def metrics(self) -> list[keras.Metric]:
         """The model's."""
         return self._of.metrics
 
-    def test_step(self, data):
+    def test_step(self, data: Any) -> dict:
         """One step of `evaluate`.
 
         Args:
@@ -143,7 +144,7 @@ def _are(some: Sequence, others: Sequence) -> bool:
     )
 
 
-def _mean(*outputs):
+def _mean(*outputs: Any) -> Any:
     total = outputs[0]
     for output in outputs[1:]:
         total = total + output

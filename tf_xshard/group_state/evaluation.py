@@ -49,7 +49,7 @@ class GroupEvaluation:
         catalog: catalog_lib.Catalog,
         replicas: replica_values.ReplicaValues,
         ensemble: ensemble_lib.Ensemble | None = None,
-    ):
+    ) -> None:
         self._model = model
         self._catalog = catalog
         self._replicas = replicas

@@ -44,7 +44,7 @@ class ReplicaValues:
         self,
         strategy: tf.distribute.Strategy,
         communication: communication_lib.Communication,
-    ):
+    ) -> None:
         self.strategy = strategy
         self.num_replicas = strategy.num_replicas_in_sync
         self.communication = communication
@@ -264,7 +264,7 @@ class ReplicaValues:
                     seen[id(one)] = _digest(one)
                 own.append(seen[id(one)])
         width = len(self.local_ids)
-        result = [[] for _ in variables]
+        result: list[list[str]] = [[] for _ in variables]
         for of_process in self.gather_json(own):
             for index, row in enumerate(result):
                 row += of_process[index * width : (index + 1) * width]
@@ -273,4 +273,4 @@ class ReplicaValues:
 
 def _digest(value: np.ndarray) -> str:
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return hashlib.blake2b(data.data, digest_size=16).hexdigest()

@@ -50,7 +50,7 @@ class Table(list):
         return [row[name] for row in self]
 
 
-def row_of(group, values: Mapping[str, Any]) -> dict:
+def row_of(group: Any, values: Mapping[str, Any]) -> dict:
     """A row that begins with its group; numbers are floats, others arrays."""
     row = {"group": group}
     for name, value in values.items():
@@ -61,7 +61,7 @@ def row_of(group, values: Mapping[str, Any]) -> dict:
     return row
 
 
-def _shown(value) -> str:
+def _shown(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, np.ndarray):

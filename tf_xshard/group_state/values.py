@@ -33,7 +33,7 @@ class GroupValues:
         group_assignment: (
             group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
         ) = None,
-    ):
+    ) -> None:
         replica_context.refuse_replica_context("GroupState")
         self._holder = model
         self._given_groups = (
@@ -268,8 +268,8 @@ class GroupValues:
             value.shape != shape for value in values
         ):
             raise ValueError(
-                f"assign() needs {groups.num_groups} values of shape {shape}, one"
-                f" for each group, got shapes {[v.shape for v in values]}."
+                f"assign() needs {groups.num_groups} values of shape {shape},"
+                f" one for each group, got shapes {[v.shape for v in values]}."
             )
         if groups.num_groups > 1 and not replica_variables.strategy_of(
             variable

@@ -288,7 +288,7 @@ def _attributes(
 
     Of a tf.Module everything, of Keras' layers what Keras does not list.
     """
-    wanted = _HOLDERS
+    wanted: tuple = _HOLDERS
     if not isinstance(holder, keras.Layer):
         wanted = (*_WHOLE, keras.Layer)
     for _, one in held(holder) if found is None else found:

@@ -27,7 +27,7 @@ _active: list[communication_lib.Communication] = []
 class MultiWorkerFit:
     """What `multi_worker_fit` returns: a context manager, and `undo`."""
 
-    def __init__(self, undo: Callable[[], None]):
+    def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
 
     def undo(self) -> None:
@@ -149,7 +149,7 @@ def _rank(strategy: tf.distribute.Strategy) -> int | None:
 class _Watched(keras.callbacks.Callback):
     """A batch may not wait for ever, for data or for another worker."""
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model) -> None:
         super().__init__()
         own = getattr(
             getattr(model, "optimizer", None), "communication", _active[-1]

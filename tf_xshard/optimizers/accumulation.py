@@ -31,7 +31,7 @@ class SeenVariables:
       optimizer_name: For errors.
     """
 
-    def __init__(self, optimizer_name: str):
+    def __init__(self, optimizer_name: str) -> None:
         self._optimizer_name = optimizer_name
         self._seen: set[int] = set()
         self._dense: set[int] = set()
@@ -110,8 +110,8 @@ class GradientAccumulator:
         *,
         has_sums: bool = True,
         is_sparse: bool = False,
-    ):
-        self._variables = variables
+    ) -> None:
+        self._trained = variables
         self._seen = seen
         self.sums = [
             replica_variables.accumulator_of(
@@ -144,7 +144,7 @@ class GradientAccumulator:
         for gradient, index in zip(gradients, indices, strict=True):
             if gradient is None:
                 continue
-            name = replica_variables.flat_name(self._variables[index])
+            name = replica_variables.flat_name(self._trained[index])
             is_sparse = isinstance(gradient, tf.IndexedSlices)
             self._seen.add(index, name, is_sparse and bool(self.touched))
             if self.sums:

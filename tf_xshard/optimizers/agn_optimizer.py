@@ -103,7 +103,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         communication: communication_lib.Communication | None = None,
         name: str = "AGNOptimizer",
         **kwargs: Any,
-    ):
+    ) -> None:
         agn_arguments.check(
             num_worker, communication_period, accumulate, normalize
         )

@@ -110,7 +110,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         communication: communication_lib.Communication | None = None,
         name: str = "CrossShardOptimizer",
         **kwargs: Any,
-    ):
+    ) -> None:
         hooks.check("pre_reduce", pre_reduce)
         hooks.check("post_reduce", post_reduce)
         super().__init__(

@@ -18,7 +18,9 @@ class LossySaveWarning(tf.train.experimental.PythonState):
       unsaved_state: Returns what a save would lose now, or None.
     """
 
-    def __init__(self, name: str, unsaved_state: Callable[[], str | None]):
+    def __init__(
+        self, name: str, unsaved_state: Callable[[], str | None]
+    ) -> None:
         self._name = name
         self._unsaved_state = unsaved_state
         self._has_warned = False

@@ -99,7 +99,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         loss_normalization: str | None = None,
         name: str = "TowerOptimizer",
         **kwargs: Any,
-    ):
+    ) -> None:
         num_towers = checks.positive_integer("num_towers", num_towers)
         inner = optimizer_or_optimizer_fn
         if callable(inner) and not isinstance(
@@ -160,7 +160,9 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
 
     @private_tensorflow.entry_point
     def apply_towers(
-        self, towers: Sequence[Sequence], trainable_variables=None
+        self,
+        towers: Sequence[Sequence],
+        trainable_variables: Sequence | None = None,
     ) -> None:
         """Applies a whole round at once.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -80,12 +81,7 @@ def tower_train_step(
                 f" TowerOptimizer (outermost), got {type(optimizer).__name__}."
             )
         here = replica_context.current()
-        names = devices
-        if callable(devices):
-            names = private_tensorflow.as_called_by_user(devices)(
-                here.replica_id
-            )
-            _check_names(names)
+        names = _names_of(devices, here)
         if names:
             _check_devices(model, here)
         parts, shares = _split(data, optimizer.num_towers)
@@ -111,7 +107,16 @@ def tower_train_step(
     return train_step
 
 
-def _check_names(devices) -> None:
+def _names_of(devices: Any, here: replica_context.Here) -> Sequence[str] | None:
+    """The devices of this replica's towers."""
+    if not callable(devices):
+        return devices
+    names = private_tensorflow.as_called_by_user(devices)(here.replica_id)
+    _check_names(names)
+    return names
+
+
+def _check_names(devices: Any) -> None:
     if devices is None:
         return
     if not isinstance(devices, (list, tuple)) or not all(
@@ -125,7 +130,7 @@ def _check_names(devices) -> None:
         raise TypeError("devices is empty; None stands for the replica's.")
 
 
-def _check_devices(model, here: replica_context.Here) -> None:
+def _check_devices(model: keras.Model, here: replica_context.Here) -> None:
     if isinstance(here.strategy, tf.distribute.TPUStrategy):
         raise ValueError(
             "A TPU's program has one device. Leave `devices` out: the towers"
@@ -138,8 +143,18 @@ def _check_devices(model, here: replica_context.Here) -> None:
         )
 
 
-def _compute(model, data, share, here: replica_context.Here) -> tuple:
-    """The gradients and predictions of one tower; its loss is recorded."""
+def _compute(
+    model: keras.Model, data: Any, share: Any, here: replica_context.Here
+) -> tuple:
+    """The gradients and predictions of one tower; its loss is recorded.
+
+    Args:
+      model: The model.
+      data: What `fit` hands to `train_step`, of this tower's rows.
+      share: Its rows in relation to the mean tower's, a number or a scalar
+        tensor; None where towers count alike.
+      here: Where the code runs.
+    """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True)
@@ -162,13 +177,13 @@ def _compute(model, data, share, here: replica_context.Here) -> tuple:
     return tape.gradient(loss, model.trainable_weights), y_pred
 
 
-def _num_rows(data):
+def _num_rows(data: Any) -> Any:
     """An int where it is known, else a tensor."""
     first = next(one for one in tf.nest.flatten(data) if one is not None)
     return first.shape[0] or tf.shape(first)[0]
 
 
-def _split(data, num_towers: int) -> tuple[list, list]:
+def _split(data: Any, num_towers: int) -> tuple[list, list]:
     """The towers' parts, and their sizes in relation to the mean size."""
     num_rows = _num_rows(data)
     parts, shares, start = [], [], 0
@@ -185,7 +200,8 @@ def _split(data, num_towers: int) -> tuple[list, list]:
     return parts, shares
 
 
-def _share(part, whole):
+def _share(part: Any, whole: Any) -> Any:
+    """`part / whole`, numbers or scalar tensors."""
     if not tf.is_tensor(whole):
         return part / whole if whole else 1.0
     # A replica without rows has what does not depend on them (regularizers).
@@ -193,7 +209,8 @@ def _share(part, whole):
     return tf.where(whole > 0, part / tf.maximum(whole, 1.0), 1.0)
 
 
-def _rows(tensor, start, size):
+def _rows(tensor: Any, start: Any, size: Any) -> Any:
+    """Some rows of a tensor of any rank, dense or sparse; None stays None."""
     if tensor is None:
         return None
     if isinstance(tensor, tf.SparseTensor):

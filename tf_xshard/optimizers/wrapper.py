@@ -60,7 +60,7 @@ class OptimizerWrapper(delegation.Delegation):
         loss_normalization: str | None,
         name: str,
         **kwargs: Any,
-    ):
+    ) -> None:
         own_name = type(self).__name__
         wrapper_arguments.refuse_unknown(own_name, kwargs)
         wrapper_arguments.check_inner_optimizer(own_name, inner_optimizer)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
             one._iterations.__class__ = _ReplicaLocalVariable
 
 
-def _refuse_own_reduction(optimizer) -> None:
+def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
     own = type(optimizer)
     if issubclass(own, _Local):
         return
@@ -133,7 +134,7 @@ def _refuse_own_reduction(optimizer) -> None:
 
 
 @functools.cache
-def _local_class(base: type, mixin: type) -> type:
+def _local_class(base: Any, mixin: Any) -> type:
     # `_Local` goes behind the class (see there), `_LocalLossScale` before it.
     bases = (base, mixin) if mixin is _Local else (mixin, base)
     return type(
@@ -150,10 +151,11 @@ def _local_class(base: type, mixin: type) -> type:
     )
 
 
-def _change_class(optimizer, mixin) -> None:
-    if not issubclass(type(optimizer), mixin):
+def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
+    own: Any = type(optimizer)
+    if not issubclass(own, mixin):
         object.__setattr__(
-            optimizer, "__class__", _local_class(type(optimizer), mixin)
+            optimizer, "__class__", _local_class(own, mixin)
         )
 
 
@@ -164,25 +166,31 @@ class _Local(keras.optimizers.Optimizer):
     what a subclass overrides in force (Nadam and Muon do).
     """
 
-    def _all_reduce_sum_gradients(self, grads_and_vars):
+    def _all_reduce_sum_gradients(
+        self, grads_and_vars: Iterable[tuple]
+    ) -> list[tuple]:
         return list(grads_and_vars)
 
-    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+    def _backend_update_step(
+        self, grads: Sequence, trainable_variables: Sequence, learning_rate: Any
+    ) -> Any:
         return _BaseOptimizer._backend_update_step(
             self, grads, trainable_variables, learning_rate
         )
 
-    def _apply_weight_decay(self, variables):
+    def _apply_weight_decay(self, variables: Sequence) -> Any:
         return _BaseOptimizer._apply_weight_decay(self, variables)
 
-    def _backend_increment_gradient_accumulators(self, grads, acc_grads):
+    def _backend_increment_gradient_accumulators(
+        self, grads: Sequence, acc_grads: Sequence
+    ) -> Any:
         return _BaseOptimizer._backend_increment_gradient_accumulators(
             self, grads, acc_grads
         )
 
     def _overwrite_model_variables_with_average_value(
-        self, trainable_variables
-    ):
+        self, trainable_variables: Sequence
+    ) -> Any:
         strategy = self._distribution_strategy
         if strategy.num_replicas_in_sync == 1 or (
             tf.distribute.has_strategy()
@@ -214,7 +222,9 @@ class _LocalLossScale(keras.optimizers.LossScaleOptimizer):
     replicas see a non-finite gradient where one does, so each decides alike.
     """
 
-    def _tf_apply(self, grads, trainable_variables=None):
+    def _tf_apply(
+        self, grads: Sequence, trainable_variables: Sequence | None = None
+    ) -> Any:
         return self._common_apply(grads, trainable_variables)
 
 
@@ -226,7 +236,7 @@ class _ReplicaLocalVariable(keras.Variable):
     replicas count alike, so none needs to ask.
     """
 
-    def _direct_assign(self, value):
+    def _direct_assign(self, value: Any) -> Any:
         variable = self._value
         if (
             not isinstance(variable, tf.distribute.DistributedValues)
@@ -353,14 +363,18 @@ def own_variables(
     return [v for v in optimizer._variables if v is not optimizer._iterations]
 
 
-def set_iterations(optimizer, iterations: int) -> None:
+def set_iterations(
+    optimizer: keras.optimizers.Optimizer, iterations: int
+) -> None:
     """Sets how many updates an optimizer has made."""
     # With accumulation Keras counts calls, and divides when it is asked.
     steps = optimizer.gradient_accumulation_steps or 1
     optimizer._iterations.assign(iterations * steps)
 
 
-def learning_rate_at(optimizer, iterations: int) -> float:
+def learning_rate_at(
+    optimizer: keras.optimizers.Optimizer, iterations: int
+) -> float:
     """The learning rate of the update after `iterations` updates."""
     rate = optimizer._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
@@ -382,7 +396,7 @@ def loss_scale_optimizer_above(
       is_inside: Whether the optimizer is inside of a LossScaleOptimizer, a
         function of the latter.
     """
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(
@@ -398,7 +412,7 @@ def is_writing_legacy_file() -> bool:
 
     Its writer asks an optimizer for nothing that others do not ask for.
     """
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "save_model_to_hdf5":
             return True

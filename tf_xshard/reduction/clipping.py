@@ -84,7 +84,7 @@ class clip_by_global_norm(_Clipping):
     Networks", arXiv 1211.5063; `tf.clip_by_global_norm`.
     """
 
-    def __init__(self, norm: float):
+    def __init__(self, norm: float) -> None:
         self.norm = checks.positive_number(
             "clip_by_global_norm(norm=...)", norm
         )
@@ -131,7 +131,7 @@ class clip_by_norm(_Clipping):
     Source: `tf.clip_by_norm`.
     """
 
-    def __init__(self, norm: float):
+    def __init__(self, norm: float) -> None:
         self.norm = checks.positive_number("clip_by_norm(norm=...)", norm)
 
     def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
@@ -172,7 +172,7 @@ class clip_by_value(_Clipping):
     Source: `tf.clip_by_value`.
     """
 
-    def __init__(self, low: float, high: float):
+    def __init__(self, low: float, high: float) -> None:
         for name, value in (("low", low), ("high", high)):
             checks.number(f"clip_by_value({name}=...)", value)
         if not -math.inf < low < high < math.inf:

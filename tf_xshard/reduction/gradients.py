@@ -28,7 +28,7 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
       TypeError: If a gradient is not a floating point number.
       ValueError: If a gradient does not have its variable's shape.
     """
-    result = []
+    result: list[indexed_slices.Gradient] = []
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is None:
             result.append(None)

@@ -43,7 +43,7 @@ class GroupReducer:
         self,
         group_assignment: group_assignment_lib.GroupAssignment | None,
         communication: communication_lib.Communication,
-    ):
+    ) -> None:
         self.group_assignment = group_assignment
         self.communication = communication
         self._known_patterns: negotiation.KnownPatterns = {}
@@ -157,7 +157,8 @@ def _sum(
     transport: transport_lib.Transport,
 ) -> list:
     """Sums what any of the replicas that take part has a gradient for."""
-    dense, sparse = [], []
+    dense: list[int] = []
+    sparse: list[int] = []
     for index in range(len(variables)):
         kinds = negotiation.kinds(patterns, index)
         if kinds == {negotiation.NONE}:

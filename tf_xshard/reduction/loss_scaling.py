@@ -55,7 +55,7 @@ class FiniteVote:
         self,
         here: replica_context.Here,
         communication: communication_lib.Communication,
-    ):
+    ) -> None:
         self._here = here
         self._communication = communication
         self._noted: list = []

@@ -33,7 +33,7 @@ _lock = threading.Lock()
 class _Opaque:
     """Carries a Python value through merge_call, which maps structures."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Any) -> None:
         self.value = value
 
 
