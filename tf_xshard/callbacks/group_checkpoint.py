@@ -90,7 +90,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         self._epoch = 0
         self._num_to_skip = 0
         self._num_since_save = 0
-        self._metrics: list[tuple] = []
+        self._restored_metrics: list[tuple] = []
 
     @staticmethod
     def position(
@@ -160,7 +160,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         logging.info("Restored %s: %s", last, position)
         keras_models.start_at_epoch(self.model, position.epoch)
         self._num_to_skip = position.step
-        self._metrics = [
+        self._restored_metrics = [
             (variable, replicas.local(variable))
             for variable in self.model.metrics_variables
         ]
@@ -179,7 +179,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         if not self._num_to_skip:
             return
         # Keras has just reset them.
-        for variable, values in self._metrics:
+        for variable, values in self._restored_metrics:
             self._state.replicas.assign(variable, values)
         keras_models.skip_steps(self.model, self._num_to_skip)
 

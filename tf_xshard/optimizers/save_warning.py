@@ -21,7 +21,7 @@ class LossySaveWarning(tf.train.experimental.PythonState):
     def __init__(
         self, name: str, unsaved_state: Callable[[], str | None]
     ) -> None:
-        self._name = name
+        self._optimizer_name = name
         self._unsaved_state = unsaved_state
         self._has_warned = False
 
@@ -34,7 +34,7 @@ class LossySaveWarning(tf.train.experimental.PythonState):
                 "%s %s Keras and TensorFlow save those of replica 0 only;"
                 " tf_xshard.GroupState(model).save(directory) keeps all, and"
                 " .export(group, path) saves one group as a model.",
-                self._name,
+                self._optimizer_name,
                 lost,
             )
 

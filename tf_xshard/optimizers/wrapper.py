@@ -151,7 +151,7 @@ class OptimizerWrapper(delegation.Delegation):
         grads = list(grads)
         if not grads:
             return
-        variables = self._prepare(grads, trainable_variables)
+        variables = self._checked_variables(grads, trainable_variables)
         here = replica_context.current()
         self._check_strategy(here.strategy)
         with tf.name_scope(self.name):
@@ -191,7 +191,7 @@ class OptimizerWrapper(delegation.Delegation):
         self.apply(grads, variables)
         return self.iterations
 
-    def _prepare(
+    def _checked_variables(
         self, grads: Sequence, trainable_variables: Sequence | None
     ) -> list:
         if trainable_variables is None:

@@ -1,0 +1,160 @@
+"""What TensorFlow and Keras do not export is touched in private/ only."""
+
+import ast
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.conformance import layout_test
+from tests.support import replicas
+
+# Of Python's own: a documented function, and a method of named tuples.
+_PYTHONS = {"_exit", "_replace"}
+
+
+@functools.cache
+def _foreign():
+    """Private names of the objects that this package has to do with."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Input((1,)), keras.layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.Adam(use_ema=True), "mse")
+    model.fit(np.ones([2, 1]), np.ones([2, 1]), verbose=0)
+    graph = tf.Graph()
+    with graph.as_default():
+        operation = tf.no_op()
+    weight = model.weights[0]
+    objects = (
+        *(model, model.optimizer, model.layers[0], weight, weight.value),
+        *(strategy, strategy.extended, graph, operation),
+        *(replicas.tpu(4), replicas.tpu(4).extended),
+        *(keras.optimizers.LossScaleOptimizer, keras.callbacks.Callback()),
+        tf.compat.v1.train.AdamOptimizer(),
+    )
+    # A simulated TPUStrategy is ours, and TensorFlow's below.
+    of_tpu = {"_xla_numbering", "_capturing", "_run", "_execute"}
+    return {
+        name
+        for one in objects
+        for name in dir(one)
+        if name.startswith("_") and not name.startswith("__")
+    } - of_tpu
+
+
+def _classes(tree):
+    return [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+
+
+_BASES = {
+    one.name: [ast.unparse(base) for base in one.bases]
+    for tree in layout_test.MODULES.values()
+    for one in _classes(tree)
+}
+
+
+def _is_ours(name):
+    """Whether a class, and all that it derives from, is ours or Python's."""
+    if name.startswith(("keras.", "tf.")):
+        return False
+    name = name.split(".")[-1]
+    if name not in _BASES:
+        return name in ("ABC", "NamedTuple", "list", "BaseException", "local")
+    return all(_is_ours(base) for base in _BASES[name])
+
+
+def _defined(one):
+    """Private names of a class: methods, and attributes that it assigns."""
+    for node in ast.walk(one):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(
+            node.ctx, ast.Store
+        ):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(
+            node.target, ast.Name
+        ):
+            yield node.target.id
+
+
+@functools.cache
+def _own():
+    """Private names that our own classes define."""
+    return {
+        name
+        for tree in layout_test.MODULES.values()
+        for one in _classes(tree)
+        if _is_ours(one.name)
+        for name in _defined(one)
+    }
+
+
+@functools.cache
+def _defined_anywhere():
+    names = set()
+    for tree in layout_test.MODULES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(
+                node.ctx, ast.Store
+            ):
+                names.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)  # For `_set_untracked("_name", ...)`.
+    return names
+
+
+def touched(tree):
+    """Private names of TensorFlow and Keras that a module touches."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            name = node.attr
+            if name.startswith("__") or name in _PYTHONS:
+                continue
+            is_foreign = name in _foreign() and name not in _own()
+            if is_foreign or name not in _defined_anywhere():
+                found.add(name)
+    for one in _classes(tree):
+        if not _is_ours(one.name):
+            found |= set(_defined(one)) & _foreign()
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", layout_test.MODULES)
+def test_private_attributes(name):
+    if name.startswith("tf_xshard.private."):
+        return
+    found = touched(layout_test.MODULES[name])
+    assert not found, (
+        f"{name} touches {found}, which TensorFlow or Keras does not export:"
+        " give it a function in tf_xshard/private, with a comment that says why"
+    )
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        ("optimizer._iterations", "_iterations"),
+        ("optimizer._distribution_strategy", "_distribution_strategy"),
+        ("self._trainable_variables[0]", "_trainable_variables"),
+        ("strategy.extended._device_assignment", "_device_assignment"),
+        ("graph._get_control_flow_context()", "_get_control_flow_context"),
+        ("something._nobody_has_this", "_nobody_has_this"),
+        (
+            "class One(keras.optimizers.Optimizer):\n"
+            "    def _all_reduce_sum_gradients(self): pass",
+            "_all_reduce_sum_gradients",
+        ),
+    ],
+)
+def test_the_test_can_fail(source, name):
+    assert touched(ast.parse(source)) == [name]
