@@ -40,5 +40,7 @@ def test_annotations(name):
 
 
 def test_the_test_can_fail():
-    source = "class A:\n    def f(self, x: int, *y, z=1):\n        def g(): pass"
+    source = (
+        "class A:\n    def f(self, x: int, *y, z=1):\n        def g(): pass"
+    )
     assert unannotated(ast.parse(source)) == ["f: z, y, the result"]

@@ -195,3 +195,29 @@ def test_readme_has_the_two_commands():
         assert command.format(extra, module) in text
     ci = (paths.ROOT / ".ci" / "run").read_text()
     assert command.format("test", "pytest") in ci
+
+
+@pytest.mark.parametrize(
+    "page", sorted((paths.ROOT / "tf_xshard" / "docs").glob("*.md")), ids=str
+)
+def test_pages_are_true(page, tmp_path, monkeypatch):
+    """Files that they name exist, and their blocks run."""
+    text = page.read_text()
+    assert len(text.splitlines()) < 200
+    for path in re.findall(
+        r"`((?:tf_xshard|tests|benchmarks|\.ci)/[^`* ]+)`", text
+    ):
+        assert (paths.ROOT / path).exists(), path
+    for module in re.findall(r"python -m ((?:tests|benchmarks)[\w.]+)", text):
+        path = paths.ROOT / f"{module.replace('.', '/')}.py"
+        assert path.exists(), module
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(block, str(page), "exec"), dict(GLOBALS))
+
+
+def test_the_public_names_stand_once():
+    """For type checkers, and for the import."""
+    source = (paths.ROOT / "tf_xshard" / "__init__.py").read_text()
+    checked = re.findall(r"(\w+) as \1", source)
+    assert sorted(checked) == sorted(tf_xshard._PUBLIC)
