@@ -10,7 +10,6 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tf_xshard.collectives import cross_replica_sum
-from tf_xshard.testing import simulated_strategy
 
 NUM_REPLICAS = 4
 
@@ -38,7 +37,7 @@ def _trace(groups, kind="tpu", inner=None, sparse=False, dtype="float32", **kw):
             )
         optimizer.apply([first, tf.constant(1.0, dtype)], variables)
 
-    with simulated_strategy.recorded() as extractions:
+    with strategy.capture() as extractions:
         tf.function(lambda: strategy.run(on_replica)).get_concrete_function()
     (extraction,) = extractions
     graph_def = extraction.program.graph_def

@@ -117,7 +117,6 @@ def _step():
 
     import tf_xshard
     from tf_xshard import testing
-    from tf_xshard.testing import simulated_strategy
 
     strategy = testing.simulated_tpu_strategy(NUM_REPLICAS)
     rng = np.random.default_rng(0)
@@ -146,7 +145,7 @@ def _step():
             tf.constant(y[c.replica_id_in_sync_group]),
         )
     )
-    with simulated_strategy.recorded() as extractions:
+    with strategy.capture() as extractions:
         tf.function(
             lambda data: strategy.run(on_replica, args=data)
         ).get_concrete_function(data)

@@ -1,11 +1,12 @@
 """How many collectives a step has in its graph, and how many it runs."""
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
 from tests.support import counting
 from tests.support import replicas
-from tf_xshard.testing import simulated_strategy
 
 OPERATIONS = (
     "AllToAll",
@@ -41,11 +42,12 @@ def trained(strategy, optimizer_fn, num_steps):
         def step():
             strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight]))
 
-        with simulated_strategy.recorded() as extractions:
+        is_tpu = replicas.is_tpu(strategy)
+        with strategy.capture() if is_tpu else contextlib.nullcontext() as seen:
             graph = tf.function(step).get_concrete_function().graph
         graph_def = graph.as_graph_def()
-        if replicas.is_tpu(strategy):
-            [extraction] = extractions
+        if is_tpu:
+            [extraction] = seen
             graph_def = extraction.program.graph_def
         run = tf.function(step)
         for _ in range(num_steps):

@@ -512,4 +512,4 @@ print(json.dumps([got, devices, len(jax.devices()), message]))
     got, before, after, message = json.loads(result.stdout.splitlines()[-1])
     assert got == [6.0] * 3
     assert before == after
-    assert "needs 4 logical CPUs, and TensorFlow runs already with 3" in message
+    assert "needs 4 logical CPUs, but TensorFlow already runs with 3" in message

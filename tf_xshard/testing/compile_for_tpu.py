@@ -19,6 +19,7 @@ from tf_xshard.testing import compiled_hlo
 from tf_xshard.testing import requirements
 from tf_xshard.testing import simulated_strategy
 from tf_xshard.testing import stablehlo
+from tf_xshard.testing import strategy_run
 
 # What libtpu wants to know about the machine it believes to be on, so that it
 # does not ask a metadata server for it.
@@ -116,7 +117,8 @@ def compile_for_tpu(
             "compile_for_tpu takes a function or a Keras model, got"
             f" {type(fn_or_model).__name__}."
         )
-    with simulated_strategy.recorded() as programs:
+    # Any simulated strategy: a function does not say whose run() it calls.
+    with strategy_run.capture(None) as programs:
         tf.function(function, input_signature=signature).get_concrete_function(
             *args
         )

@@ -91,8 +91,8 @@ def _bound_to_current_graph(runner: _Runner) -> Callable:
     while graph is not None:
         # Each one on the way out: a tf.function that is traced inside another
         # keeps its trace when the other is gone.
-        runners = getattr(graph, "_simulated_tpu_runners", [])
-        graph._simulated_tpu_runners = [*runners, runner]
+        runners = getattr(graph, "simulated_tpu_runners", [])
+        graph.simulated_tpu_runners = [*runners, runner]
         outer = getattr(graph, "outer_graph", None)
         is_function = isinstance(outer, tf.__internal__.FuncGraph)
         graph = outer if is_function else None

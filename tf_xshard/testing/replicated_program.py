@@ -18,10 +18,8 @@ import tensorflow as tf
 from tf_xshard.private import tpu_simulation
 from tf_xshard.testing import tpu_operations
 
-_MARK = tpu_operations.MARK
 # They describe the program to a TPU's runtime and compute nothing.
 _METADATA = ("TPUReplicateMetadata", "TPUCompilationResult")
-_OUTSIDE = ("_xla_outside_compilation", "_xla_map_outside_compilation")
 _EMBEDDING_CORES = "TPU embedding (its embedding cores)"
 _UNSUPPORTED = {
     "EagerPyFunc": "tf.py_function",
@@ -202,7 +200,7 @@ def _alive(inside, outputs) -> list[tf.Operation]:
 
 
 def _is_marked(operation: tf.Operation) -> bool:
-    return _MARK in operation.node_def.attr
+    return tpu_simulation.REPLICATED in operation.node_def.attr
 
 
 def _is_output(operation: tf.Operation) -> bool:
@@ -256,7 +254,9 @@ def _refuse(inside: list[tf.Operation], graph: tf.Graph) -> None:
     )
     for node in nodes:
         construct = _UNSUPPORTED.get(node.op)
-        if any(mark in node.attr for mark in _OUTSIDE):
+        if any(
+            name in node.attr for name in tpu_simulation.OUTSIDE_COMPILATION
+        ):
             construct = "outside compilation"
         if construct is not None:
             raise NotImplementedError(

@@ -2,163 +2,77 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import threading
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard.private import tpu_simulation
-from tf_xshard.testing import execution
 from tf_xshard.testing import fabricated_tpu
 from tf_xshard.testing import replicated_program
+from tf_xshard.testing import strategy_run
 from tf_xshard.testing import xla_cpu
-
-_recording = threading.local()
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[replicated_program.Extraction]]:
-    """Collects the programs traced inside, which then do not execute."""
-    assert getattr(_recording, "programs", None) is None, "nested"
-    _recording.programs = []
-    try:
-        yield _recording.programs
-    finally:
-        _recording.programs = None
-
-
-class _SimulatedTPUExtended(tpu_simulation.TPUExtended):
-    """TPUStrategy's own implementation, but for what executes a program."""
-
-    def __init__(self, strategy, topology, device_assignment, xla_numbering):
-        super().__init__(
-            strategy,
-            fabricated_tpu.Resolver(topology),
-            device_assignment=device_assignment,
-        )
-        # The replica that each XLA replica executes.
-        self._xla_numbering = xla_numbering
-        if device_assignment is None:
-            self._tpu_devices = np.array(
-                [
-                    [fabricated_tpu.cpu_name(r)]
-                    for r in range(len(xla_numbering))
-                ],
-                dtype=object,
-            )
-        # The base class takes CPU:0 for the host of every core.
-        hosts = collections.OrderedDict()
-        for core in self._tpu_devices[:, 0]:
-            hosts.setdefault(topology.host_of(core), []).append(core)
-        self._host_device = next(iter(hosts))
-        self._device_input_worker_devices = hosts
-        self._host_input_worker_devices = collections.OrderedDict(
-            (host, [host] * len(cores)) for host, cores in hosts.items()
-        )
-
-    def _tpu_function_creator(self, fn, options):
-        if not tf.executing_eagerly():
-            return lambda args, kwargs: self._run(fn, args, kwargs, options)
-        # As the base class does: one tf.function for each function.
-        if fn not in self._tpu_function_cache:
-            self._tpu_function_cache[fn] = tf.function(
-                lambda args, kwargs: self._run(fn, args, kwargs, options),
-                autograph=False,
-            )
-        return self._tpu_function_cache[fn]
-
-    def _run(self, fn, args, kwargs, options):
-        """Traces `fn` as TPUStrategy does, and executes what was traced."""
-        if tf.__internal__.get_enclosing_xla_context() is not None:
-            raise NotImplementedError(
-                "strategy.run() is called inside a"
-                " tf.function(jit_compile=True). TPUStrategy compiles what"
-                " run() gets by itself: take off jit_compile=True (for a Keras"
-                " model: compile(jit_compile=False))."
-            )
-        traced = tf.__internal__.FuncGraph("replicated")
-        with (
-            traced.as_default(),
-            tpu_simulation.AutomaticControlDependencies(),
-        ):
-            genuine = super()._tpu_function_creator(fn, options)
-            results = genuine(args, kwargs)
-        outputs, done = None, ()
-        if replicated_program.creates_variables(traced):
-            # tf.function traces once more when it has the variables, and runs
-            # this graph only if it could not initialize them before the step.
-            done = [
-                tf.debugging.Assert(
-                    False,
-                    [
-                        "strategy.run() got a function that creates variables"
-                        " whose initial values depend on its arguments. Create"
-                        " them in strategy.scope(), before the step."
-                    ],
-                )
-            ]
-        else:
-            extraction = replicated_program.extract(
-                traced, self._num_replicas_in_sync
-            )
-            recording = getattr(_recording, "programs", None)
-            if recording is not None:
-                recording.append(extraction)
-            else:
-                outputs, done = execution.emit(
-                    extraction, traced, self._xla_numbering
-                )
-
-        positions = replicated_program.output_positions(traced)
-
-        def result_of(value):
-            if isinstance(value, tf.Operation):
-                return tf.no_op()
-            if not tf.is_tensor(value):
-                return value
-            if outputs is None:  # Nothing executes; the type is right.
-                return tf.zeros([s or 1 for s in value.shape], value.dtype)
-            while value.op.name not in positions:  # An identity of it.
-                (value,) = value.op.inputs
-            index = positions[value.op.name]
-            return _without_gradient(outputs[value.value_index][index])
-
-        with tf.control_dependencies(done):
-            return tf.nest.map_structure(
-                result_of, results, expand_composites=True
-            )
-
-
-def _without_gradient(value: tf.Tensor) -> tf.Tensor:
-    """What a replica returns; on a TPU, too, it has no gradient."""
-    return tf.raw_ops.PreventGradient(
-        input=value,
-        message="it is asked for through strategy.run(), from outside. What a"
-        " TPU program returns has none (TPUReplicatedOutput): open the"
-        " GradientTape in the function that strategy.run() gets.",
-    )
 
 
 class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
-    """See `simulated_tpu_strategy`, which makes one."""
+    """See `simulated_tpu_strategy`, which creates it.
 
-    def __init__(self, topology, device_assignment, xla_numbering):
-        tf.distribute.Strategy.__init__(
+    Args:
+      topology: The fabricated TPU.
+      device_assignment: The replicas' cores, None for the cores in order.
+      xla_numbering: The replica that each XLA replica executes.
+    """
+
+    def __init__(
+        self,
+        topology: fabricated_tpu.Topology,
+        device_assignment: tf.tpu.experimental.DeviceAssignment | None,
+        xla_numbering: Sequence[int],
+    ):
+        self._runner = strategy_run.Runner(xla_numbering)
+        extended = tpu_simulation.SimulatedTPUExtended(
             self,
-            _SimulatedTPUExtended(
-                self, topology, device_assignment, xla_numbering
-            ),
+            fabricated_tpu.Resolver(topology),
+            device_assignment,
+            devices=[
+                fabricated_tpu.cpu_name(replica)
+                for replica in range(len(xla_numbering))
+            ],
+            host_of=topology.host_of,
+            execute=self._runner,
         )
+        tf.distribute.Strategy.__init__(self, extended)
         # One handle for all copies of a variable would hide the copies.
-        self._enable_packed_variable_in_eager_mode = False
+        tpu_simulation.disable_packed_variables(self)
+
+    def capture(
+        self,
+    ) -> contextlib.AbstractContextManager[list[replicated_program.Extraction]]:
+        """Collects the programs of this strategy instead of executing them.
+
+        A context manager, for tests of what a step communicates. It captures
+        what this thread traces, such as with `get_concrete_function()`; inside
+        another `capture()` the inner one gets the programs.
+
+        Yields:
+          A list with one `Extraction` for each `strategy.run()` traced inside.
+          Its `program.graph_def` holds the replicas' operations. Inside,
+          `run()` returns zeros, and no variable changes.
+        """
+        return strategy_run.capture(self._runner)
 
     def __enter__(self) -> SimulatedTPUStrategy:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
         xla_cpu.compiled.cache_clear()
 
 
@@ -172,49 +86,49 @@ def simulated_tpu_strategy(
     """A `tf.distribute.TPUStrategy` that executes with no TPU.
 
     For running and testing TPUStrategy code on any Linux machine. The strategy
-    is TensorFlow's own, over a system of TPU cores that exists on paper; the
-    program that it traces and that TensorFlow lowers is executed by XLA:CPU
-    with one XLA replica for each TPU core and real replica groups. Say
-    "simulated TPU (XLA:CPU)" of what ran on it: it shows what a program
-    computes and communicates, not how fast a TPU is, what it rounds
-    differently, and what its memory holds.
+    is TensorFlow's own, over a fabricated system of TPU cores; XLA:CPU executes
+    the program that it traces and TensorFlow lowers, with one XLA replica per
+    TPU core and real replica groups. Call results obtained with it "simulated
+    TPU (XLA:CPU)": they show what a program computes and communicates, not how
+    fast a TPU is, where its rounding differs, or whether its memory suffices.
 
-    It runs `fit`, `evaluate`, `predict` and custom loops. What a TPU's host
-    or its embedding cores do is refused by name: outside compilation (tf.print,
-    tf.summary and strings in the step), infeed and outfeed, TPU embedding;
-    model parallelism (several cores per replica), too, and
+    It runs `fit`, `evaluate`, `predict` and custom loops. It raises, naming the
+    construct, for what a TPU's host or embedding cores do (outside compilation:
+    tf.print, tf.summary and strings in the step; infeed and outfeed; TPU
+    embedding), for model parallelism (several cores per replica), and for
     `jit_compile=True` around `strategy.run()`.
 
     Every core is a logical CPU of TensorFlow. The first call configures them,
-    for which TensorFlow must not have run anything yet. Nothing of TensorFlow
-    is patched: other strategies work beside it. As a context manager it frees
-    what was compiled so far, for all simulated strategies; what is used later
-    is compiled again.
+    so TensorFlow must not have run anything before. TensorFlow is not patched:
+    other strategies work beside this one. Used as a context manager, the
+    strategy frees on exit what has been compiled for all simulated strategies;
+    what is used later is compiled again.
 
     Args:
       num_replicas: The number of replicas, a positive int. Default: 8.
-      device_assignment: Whether the strategy is made with
-        `experimental_device_assignment`, which fixes XLA's numbering of
+      device_assignment: Whether the strategy is created with
+        `experimental_device_assignment`, which fixes XLA's numbering of the
         replicas. Default: True.
-      replica_permutation: The replica that each XLA replica is, a permutation
-        of `range(num_replicas)`. It models a TPU whose XLA numbering is not
-        the strategy's, which can be so without a device assignment only.
-        Default: None, equal numbers.
-      num_hosts: Over how many hosts the cores are spread, evenly. Each host
-        has an input pipeline of its own. Default: 1.
+      replica_permutation: The replica that each XLA replica executes, a
+        permutation of `range(num_replicas)`. It models a TPU on which XLA
+        numbers the replicas differently from the strategy, which happens only
+        without a device assignment. Default: None, the same numbers.
+      num_hosts: The number of hosts, over which the cores are spread evenly.
+        Each host has its own input pipeline. Default: 1.
 
     Returns:
       The strategy.
 
     Raises:
-      TypeError: If a number is no int.
-      ValueError: If a number does not fit, or the permutation is none or comes
-        with a device assignment.
-      RuntimeError: If TensorFlow runs already, with fewer logical CPUs.
+      TypeError: If a number is not an int.
+      ValueError: If a number is not positive, num_hosts does not divide
+        num_replicas, or replica_permutation is not a permutation or is given
+        together with a device assignment.
+      RuntimeError: If TensorFlow already runs with fewer logical CPUs.
 
-      What can't run raises NotImplementedError where the step is traced; where
-      its shapes are known at run time only, the step raises the same text then,
-      as `tf.errors.UnimplementedError`.
+      A step that cannot run raises NotImplementedError when it is traced, or,
+      if its shapes are known only at run time, `tf.errors.UnimplementedError`
+      with the same text then.
 
     Example:
 
@@ -233,11 +147,11 @@ def simulated_tpu_strategy(
     ...     ids_summed())]
     [6, 6, 6, 6]
 
-    Source: `tf.distribute.TPUStrategy`, whose own trace is what runs, and
+    Source: `tf.distribute.TPUStrategy`, whose own trace is executed, and
     StableHLO's all_reduce with replica groups.
     """
-    num_replicas = _positive("num_replicas", num_replicas)
-    num_hosts = _positive("num_hosts", num_hosts)
+    num_replicas = checks.positive_integer("num_replicas", num_replicas)
+    num_hosts = checks.positive_integer("num_hosts", num_hosts)
     if num_replicas % num_hosts:
         raise ValueError(
             f"{num_replicas} replicas can't be spread evenly over {num_hosts}"
@@ -258,19 +172,13 @@ def simulated_tpu_strategy(
     return SimulatedTPUStrategy(topology, assignment, numbering)
 
 
-def _positive(name: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be positive, got {value}.")
-    return int(value)
-
-
-def _checked_permutation(permutation, num_replicas, device_assignment):
+def _checked_permutation(
+    permutation: Sequence[int], num_replicas: int, device_assignment: bool
+) -> tuple[int, ...]:
     if device_assignment:
         raise ValueError(
-            "replica_permutation comes with device_assignment=True, which"
-            " fixes XLA's numbering of the replicas. Pass"
+            "replica_permutation is given together with device_assignment=True,"
+            " which fixes XLA's numbering of the replicas. Pass"
             " device_assignment=False."
         )
     numbering = np.asarray(permutation)
@@ -299,7 +207,7 @@ def _configure_logical_cpus(num_replicas: int) -> None:
     if found < num_replicas:
         raise RuntimeError(
             f"simulated_tpu_strategy({num_replicas}) needs {num_replicas}"
-            f" logical CPUs, and TensorFlow runs already with {found}. Call it,"
-            " with the largest number of replicas first, before anything makes"
-            " a tensor, a variable or another strategy."
+            f" logical CPUs, but TensorFlow already runs with {found}. Call it"
+            " first with the largest number of replicas, before anything"
+            " creates a tensor, a variable or another strategy."
         )

@@ -7,19 +7,11 @@ import json
 import numpy as np
 import tensorflow as tf
 
-# The attribute of every operation that a TPU's replicas run.
-MARK = "_tpu_replicate"
+from tf_xshard.private import tpu_simulation
+
 # Custom calls that stablehlo.py turns into StableHLO's own operations.
 ALL_TO_ALL = "tf_xshard.all_to_all"
 COLLECTIVE_PERMUTE = "tf_xshard.collective_permute"
-
-_PLACEMENT = (
-    MARK,
-    "_class",
-    "_pivot_for_cluster",
-    "_tpu_input_identity",
-    "_xla_inferred_shapes",
-)
 
 
 def rewrite(nodes, renamed: dict[str, str], in_function=None) -> None:
@@ -44,7 +36,7 @@ def rewrite(nodes, renamed: dict[str, str], in_function=None) -> None:
         elif node.op in ("AllToAll", "CollectivePermute"):
             _make_custom_call(node, by_name)
             replaced.add(node.name)
-        for attribute in _PLACEMENT:
+        for attribute in tpu_simulation.PLACEMENT:
             node.attr.pop(attribute, None)
         node.device = ""
         node.op = renamed.get(node.op, node.op)

@@ -80,13 +80,7 @@ class Executable:
             jax.device_put(value, device)
             for value, device in zip(values, self._devices, strict=True)
         ]
-        return tpu_simulation.ArrayImpl(
-            tpu_simulation.ShapedArray(values[0].shape, values[0].dtype),
-            self._sharding,
-            buffers,
-            committed=True,
-            _skip_checks=True,
-        )
+        return tpu_simulation.jax_array(values, buffers, self._sharding)
 
 
 @functools.lru_cache(maxsize=_NUM_PROGRAMS)

@@ -1,0 +1,149 @@
+"""What `strategy.run()` does under a simulated strategy.
+
+trace -> replicated_program.extract -> execution.emit, or capture()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_xshard.private import tpu_simulation
+from tf_xshard.testing import execution
+from tf_xshard.testing import replicated_program
+
+# Of this thread: pairs of a runner (None: any) and a list for its programs.
+_captures = threading.local()
+
+
+@contextlib.contextmanager
+def capture(
+    runner: Runner | None,
+) -> Iterator[list[replicated_program.Extraction]]:
+    """Collects the programs traced inside, which then do not execute.
+
+    Args:
+      runner: Of which strategy, None for every simulated strategy.
+
+    Yields:
+      The list of programs, in the order in which they are traced.
+    """
+    programs: list[replicated_program.Extraction] = []
+    before = getattr(_captures, "active", ())
+    _captures.active = (*before, (runner, programs))
+    try:
+        yield programs
+    finally:
+        _captures.active = before
+
+
+class Runner:
+    """Executes what a strategy traces, or hands it to `capture`.
+
+    Args:
+      xla_numbering: The replica that each XLA replica executes.
+    """
+
+    def __init__(self, xla_numbering: Sequence[int]):
+        self._xla_numbering = xla_numbering
+
+    def __call__(self, replicate: Callable[[], Any]) -> Any:
+        """Traces a program as TPUStrategy does, and executes it.
+
+        Args:
+          replicate: Adds the replicas' program to the current graph.
+
+        Returns:
+          What `replicate` returns, with the tensors of the current graph in
+          place of those of the graph that was traced. Their shapes are equal.
+
+        Raises:
+          NotImplementedError: If the simulated TPU cannot run the program.
+        """
+        if tf.__internal__.get_enclosing_xla_context() is not None:
+            raise NotImplementedError(
+                "strategy.run() is called inside a"
+                " tf.function(jit_compile=True). TPUStrategy itself compiles"
+                " the function given to run(): take off jit_compile=True (for a"
+                " Keras model: compile(jit_compile=False))."
+            )
+        traced = tf.__internal__.FuncGraph("replicated")
+        with (
+            traced.as_default(),
+            tpu_simulation.AutomaticControlDependencies(),
+        ):
+            results = replicate()
+        outputs, done = self._execute(traced)
+        positions = replicated_program.output_positions(traced)
+
+        def result_of(value):
+            if isinstance(value, tf.Operation):
+                return tf.no_op()
+            if not tf.is_tensor(value):
+                return value
+            if outputs is None:  # Nothing executes; only the type matters.
+                return tf.zeros([s or 1 for s in value.shape], value.dtype)
+            while value.op.name not in positions:  # An identity of it.
+                (value,) = value.op.inputs
+            index = positions[value.op.name]
+            return _without_gradient(outputs[value.value_index][index])
+
+        with tf.control_dependencies(done):
+            return tf.nest.map_structure(
+                result_of, results, expand_composites=True
+            )
+
+    def _execute(
+        self, traced: tf.Graph
+    ) -> tuple[list[list[tf.Tensor]] | None, list[tf.Operation]]:
+        """Adds the execution to the current graph.
+
+        Args:
+          traced: The graph that holds the replicas' program.
+
+        Returns:
+          For each replica its outputs (None where nothing executes), and the
+          operations that must run first.
+        """
+        if replicated_program.creates_variables(traced):
+            # tf.function traces again once the variables exist. It runs this
+            # graph only if it could not initialize them before the step.
+            return None, [
+                tf.debugging.Assert(
+                    False,
+                    [
+                        "strategy.run() got a function that creates variables"
+                        " whose initial values depend on its arguments. Create"
+                        " them in strategy.scope(), before the step."
+                    ],
+                )
+            ]
+        extraction = replicated_program.extract(
+            traced, len(self._xla_numbering)
+        )
+        for runner, programs in reversed(getattr(_captures, "active", ())):
+            if runner is None or runner is self:
+                programs.append(extraction)
+                return None, []
+        return execution.emit(extraction, traced, self._xla_numbering)
+
+
+def _without_gradient(value: tf.Tensor) -> tf.Tensor:
+    """What a replica returns: as on a TPU, it has no gradient.
+
+    Args:
+      value: A tensor of any shape.
+
+    Returns:
+      A tensor of the same shape.
+    """
+    return tf.raw_ops.PreventGradient(
+        input=value,
+        message="the GradientTape is outside strategy.run(). What a TPU program"
+        " returns has no gradient (TPUReplicatedOutput): open the GradientTape"
+        " in the function given to strategy.run().",
+    )
