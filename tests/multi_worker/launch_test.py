@@ -181,7 +181,7 @@ def test_each_host_starts_its_rank(script, monkeypatch, capfd):
 
 
 def test_a_host_waits_until_the_others_have_ended(script, monkeypatch, capfd):
-    """Its new worker must not meet their old ones."""
+    """Its new worker must not connect to their old ones."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -197,7 +197,7 @@ def test_a_host_waits_until_the_others_have_ended(script, monkeypatch, capfd):
             capfd,
         )
         timer.join()
-    assert code == 0 and "still listen" not in err
+    assert code == 0 and "still listening" not in err
     assert [restart for _, restart, *_ in _started(out)] == [0, 1]
     assert time.monotonic() - start >= 4.0
 
@@ -216,7 +216,7 @@ def test_a_host_does_not_wait_for_ever(script, monkeypatch, capfd):
             monkeypatch,
             capfd,
         )
-    assert code == 0 and f"{address} still listen: starting all the same" in err
+    assert code == 0 and f"{address} still listening: starting anyway" in err
 
 
 def test_one_that_can_not_be_started_ends_the_others(monkeypatch, script):
@@ -323,11 +323,14 @@ def test_nohup(script, handler, monkeypatch, capfd):
         (["--workers", "1", "--hosts", "a:1", "x.py"], "not allowed with"),
         (["--workers", "2", "--rank", "1", "x.py"], "--rank is for --hosts"),
         (["--hosts", "a:1,b", "--rank", "0", "x.py"], "'b' is not host:port"),
-        (["--hosts", "a:1,a:1", "--rank", "0", "x.py"], "one address twice"),
+        (
+            ["--hosts", "a:1,a:1", "--rank", "0", "x.py"],
+            "the same address twice",
+        ),
         (["--hosts", "a:1,b:1", "--rank", "2", "x.py"], "must be 0 to 1"),
         (["--hosts", "a:1,b:1", "x.py"], "must be 0 to 1"),
         (["--workers", "1", "--max-restarts", "-1", "x.py"], "0 or more"),
-        (["--workers", "1", "no_such.py"], "'no_such.py' is no file"),
+        (["--workers", "1", "no_such.py"], "'no_such.py' is not a file"),
     ],
     ids=str,
 )

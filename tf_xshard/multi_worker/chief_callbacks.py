@@ -1,4 +1,4 @@
-"""Callbacks that write files, where several processes train one model."""
+"""Callbacks that write files when several processes train one model."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ _CHIEF_ONLY = (
 def of_worker(
     callbacks: Sequence[keras.callbacks.Callback], rank: int
 ) -> Iterator[Sequence[keras.callbacks.Callback]]:
-    """Those of the callbacks that a worker calls, so that none is in the way.
+    """The callbacks that a worker calls, which write no file of the chief's.
 
     Args:
-      callbacks: What the user gave.
-      rank: The worker's number. The chief's is 0.
+      callbacks: The user's callbacks.
+      rank: The worker's rank. The chief's is 0.
 
     Yields:
-      The worker's. Until this is left, some write to other places.
+      The worker's callbacks. On exit, `ModelCheckpoint`s that write to a
+      temporary directory get their own path back.
     """
     if rank == 0:
         yield callbacks
         return
-    own, changed = [], []
+    own: list[keras.callbacks.Callback] = []
+    changed: list[tuple[keras.callbacks.ModelCheckpoint, str]] = []
     with tempfile.TemporaryDirectory() as directory:
         for one in callbacks:
-            # The attribute is tf.keras' way of saying so.
+            # A callback that was written for tf.keras may have this attribute;
+            # Keras 3 has no such attribute.
             if isinstance(one, _CHIEF_ONLY) or getattr(
                 one, "_chief_worker_only", False
             ):

@@ -1,38 +1,32 @@
 """`python -m tf_xshard launch`: the processes of one training job.
 
 Each is a worker of a MultiWorkerMirroredStrategy, which finds the others by the
-environment variable TF_CONFIG; TF_XSHARD_RESTART counts how often all were
-started again. No shell and no ssh: on many hosts each one starts its own rank.
+environment variable TF_CONFIG; TF_XSHARD_RESTART is the number of restarts so
+far. There is no shell and no ssh: each of several hosts starts its own rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tf_xshard.multi_worker import local_cluster
+from tf_xshard.multi_worker import worker_process
 
-# After a signal from outside, in which workers may save; and after one of them
-# has failed, in which the others can do nothing together any more.
+# After a signal from outside, while workers may save; and after one of them has
+# failed, when the others can no longer communicate.
 GRACE_SECONDS = 30.0
 GRACE_AFTER_FAILURE_SECONDS = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
-_LINES_SHOWN = 60
 _RESTART_MAX_SECONDS = 60.0
 _CONNECT_SECONDS = 1.0
 _SECONDS_BETWEEN_CONNECTIONS = 0.5
-# The first of those that end it is what the exit code tells.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_SIGNALS = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,16 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--hosts",
-        help="host:port of every worker, in the order of ranks, with commas;"
-        " this machine starts one of them",
+        help="host:port of every worker, in the order of ranks, separated by"
+        " commas; this machine starts one of them",
     )
     parser.add_argument("--rank", type=int, help="this machine's, with --hosts")
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=0,
-        help="how often to start all workers again when one has failed; the"
-        " script goes on from its last save (tf_xshard.GroupCheckpoint)",
+        help="how often to restart all workers after one has failed; the script"
+        " resumes from its last save (tf_xshard.GroupCheckpoint)",
     )
     parser.add_argument(
         "-m",
@@ -65,23 +59,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options, parser) -> int:
-    """Starts the workers, and waits for them.
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Starts the workers and waits for them.
 
     Args:
       options: The command's arguments.
-      parser: Says what is wrong with them.
+      parser: Reports errors in them.
 
     Returns:
       0, or the exit code of the first worker that failed: 128 + the number of
-      the signal, if one ended it. After a signal to this process that ends a
-      program, 128 + its number, however the workers ended.
+      the signal if a signal ended it. If a signal ended this process's job, 128
+      + that signal's number, however the workers ended.
     """
     hosts = _checked_hosts(options, parser)
     program = ["-m"] * options.module + [options.script, *options.arguments]
     if not options.module and not os.path.isfile(options.script):
-        parser.error(f"{options.script!r} is no file")
-    received = _Signals()
+        parser.error(f"{options.script!r} is not a file")
+    received = worker_process.Signals()
     with received:
         for restart in range(options.max_restarts + 1):
             if restart:
@@ -89,7 +83,7 @@ def run(options, parser) -> int:
                 _wait_for_ended(hosts or (), options.rank, received)
                 if received.first is not None:
                     break
-                # What came meanwhile was for workers that have ended.
+                # Signals received meanwhile were for workers that have ended.
                 received.new.clear()
             job = _Job(
                 program,
@@ -105,7 +99,10 @@ def run(options, parser) -> int:
     return code
 
 
-def _checked_hosts(options, parser) -> list[str] | None:
+def _checked_hosts(
+    options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> list[str] | None:
+    """The addresses of --hosts, None with --workers."""
     if options.max_restarts < 0:
         parser.error(
             f"--max-restarts {options.max_restarts}: must be 0 or more"
@@ -121,10 +118,10 @@ def _checked_hosts(options, parser) -> list[str] | None:
         if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", host):
             parser.error(f"--hosts: {host!r} is not host:port")
     if len(set(hosts)) < len(hosts):
-        parser.error(f"--hosts: {options.hosts} has one address twice")
+        parser.error(f"--hosts: {options.hosts} has the same address twice")
     if options.rank is None or not 0 <= options.rank < len(hosts):
         parser.error(
-            f"--rank {options.rank}: must be 0 to {len(hosts) - 1}, the number"
+            f"--rank {options.rank}: must be 0 to {len(hosts) - 1}, the index"
             " of this machine in --hosts"
         )
     return hosts
@@ -134,21 +131,24 @@ def _say(text: str) -> None:
     print(f"tf_xshard launch: {text}", file=sys.stderr, flush=True)
 
 
-def _wait_for_ended(hosts: Sequence[str], rank: int | None, received) -> None:
-    """Waits until the other hosts' workers have noticed, and ended, too.
+def _wait_for_ended(
+    hosts: Sequence[str], rank: int | None, received: worker_process.Signals
+) -> None:
+    """Waits until the other hosts' workers have ended, too.
 
-    New ones must not meet those. Each is seen closed once: its new one starts
-    when this is through there, and listens some seconds later. But a host that
-    was cut off looked closed to the others: when it is back they may listen
-    again already, and wait for it. Hence the limit; to meet an old worker costs
-    both one more restart.
+    New workers must not connect to old ones. Each address is seen closed once:
+    its host starts a new worker after its own wait, and that one listens some
+    seconds later. A host that was cut off from the network, however, looked
+    closed to the others: when it is back, their new workers may already listen
+    and wait for it. Hence the time limit; connecting to an old worker costs
+    both hosts one more restart.
     """
     listening = [host for r, host in enumerate(hosts) if r != rank]
     deadline = time.monotonic() + _RESTART_MAX_SECONDS
     while listening and received.first is None:
         listening = [host for host in listening if _listens(host)]
         if listening and time.monotonic() > deadline:
-            _say(f"{', '.join(listening)} still listen: starting all the same")
+            _say(f"{', '.join(listening)} still listening: starting anyway")
             return
         time.sleep(_SECONDS_BETWEEN_CONNECTIONS)
 
@@ -164,103 +164,24 @@ def _listens(address: str) -> bool:
     return True
 
 
-class _Signals:
-    """Takes signals for the workers while it is entered."""
-
-    def __init__(self):
-        self.first = None
-        self.new = []
-        self._before = {}
-
-    def __enter__(self):
-        # Handlers belong to the main thread; elsewhere signals are not ours.
-        if threading.current_thread() is threading.main_thread():
-            self._before = {
-                number: signal.signal(number, self._take)
-                for number in _SIGNALS
-                # nohup ignores SIGHUP, and so do we then.
-                if signal.getsignal(number) != signal.SIG_IGN
-            }
-
-    def __exit__(self, *exception):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _take(self, number, frame):
-        del frame
-        if number in _ENDING:
-            self.first = self.first or number
-        self.new.append(number)
-
-
-class _Worker:
-    """One process; its output comes through with its rank in front."""
-
-    def __init__(self, rank: int, program: Sequence[str], environment: dict):
-        self.rank = rank
-        self.last_lines = collections.deque(maxlen=_LINES_SHOWN)
-        self.process = subprocess.Popen(
-            [sys.executable, *program],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            # A group of its own: a signal from the terminal reaches it through
-            # this process only, and its children end with it.
-            start_new_session=True,
-        )
-        self._threads = [
-            threading.Thread(target=self._pass_on, args=pair, daemon=True)
-            for pair in (
-                (self.process.stdout, sys.stdout),
-                (self.process.stderr, sys.stderr),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _pass_on(self, source, target) -> None:
-        with source:
-            for line in source:
-                text = line.decode(errors="replace").rstrip("\r\n")
-                if target is sys.stderr:
-                    self.last_lines.append(text)
-                try:
-                    # One call a line, so that workers' lines do not mix.
-                    target.write(f"[{self.rank}] {text}\n")
-                    target.flush()
-                except (OSError, ValueError):
-                    # Nobody reads any more; the worker must not wait for that.
-                    continue
-
-    def send(self, number: int) -> None:
-        """Sends a signal to the process and its children."""
-        try:
-            os.killpg(self.process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            # It has ended; PermissionError where only zombies are left, or a
-            # child has become another user.
-            pass
-
-    def has_ended(self) -> bool:
-        """Whether it has; its children, which outlive it, end then."""
-        if self.process.poll() is None:
-            return False
-        # At once, while no other group can have its number.
-        self.send(signal.SIGKILL)
-        return True
-
-    def read_to_end(self) -> None:
-        """Waits for what it has printed; a child may hold the pipe open."""
-        for thread in self._threads:
-            thread.join(1.0)
-
-
 class _Job:
-    """The workers that this machine starts, once."""
+    """The workers that this machine starts, until they end.
 
-    def __init__(self, program, addresses, ranks, restart):
-        self._workers = []
+    Args:
+      program: What follows `python`.
+      addresses: The host:port of every worker, in the order of ranks.
+      ranks: The ranks that this machine starts.
+      restart: The number of restarts so far.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        addresses: Sequence[str],
+        ranks: Iterable[int],
+        restart: int,
+    ):
+        self._workers: list[worker_process.Worker] = []
         try:
             for rank in ranks:
                 environment = {
@@ -269,22 +190,33 @@ class _Job:
                     "TF_CONFIG": local_cluster.tf_config(addresses, rank),
                     "TF_XSHARD_RESTART": str(restart),
                 }
-                self._workers.append(_Worker(rank, program, environment))
+                self._workers.append(
+                    worker_process.Worker(rank, program, environment)
+                )
         except OSError:
             for worker in self._workers:
                 worker.send(signal.SIGKILL)
             raise
 
-    def wait(self, received: _Signals) -> int:
-        """Waits until all have ended; ends the others when one fails."""
-        running, failed, deadline = list(self._workers), None, None
+    def wait(self, received: worker_process.Signals) -> int:
+        """Waits until all have ended; ends the others when one fails.
+
+        Args:
+          received: The signals to pass on.
+
+        Returns:
+          0, or the exit code of the first worker that failed, as `run` does.
+        """
+        running = list(self._workers)
+        failed: worker_process.Worker | None = None
+        deadline: float | None = None
         while running:
             while received.new:
                 number = received.new.pop(0)
                 for worker in running:
                     worker.send(number)
-                if number in _ENDING:
-                    # A second one ends all at once.
+                if number in worker_process.ENDING:
+                    # A second one kills all at once.
                     grace = GRACE_SECONDS if deadline is None else 0.0
                     deadline = time.monotonic() + grace
             for worker in list(running):
@@ -309,13 +241,13 @@ class _Job:
             return 0
         return self._report(failed)
 
-    def _end(self, workers) -> None:
+    def _end(self, workers: Sequence[worker_process.Worker]) -> None:
         for worker in workers:
             worker.send(signal.SIGTERM)
-            # One that is stopped takes the signal when it goes on.
+            # A stopped process handles SIGTERM only when it continues.
             worker.send(signal.SIGCONT)
 
-    def _report(self, failed: _Worker) -> int:
+    def _report(self, failed: worker_process.Worker) -> int:
         code = failed.process.returncode
         how = (
             f"was ended by {signal.Signals(-code).name}"

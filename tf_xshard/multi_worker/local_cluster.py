@@ -9,10 +9,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any, IO
+
+# As subprocess.Popen takes stdout and stderr.
+_Output = IO[Any] | int | None
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free on the loopback interface."""
+    """Finds ports that are free on the loopback interface.
+
+    Args:
+      count: How many.
+
+    Returns:
+      Different ports.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -21,12 +32,27 @@ def free_ports(count: int) -> list[int]:
 
 
 def local_addresses(count: int) -> list[str]:
-    """Addresses for so many workers on this machine."""
+    """Addresses for workers on this machine.
+
+    Args:
+      count: The number of workers.
+
+    Returns:
+      For each worker, host:port.
+    """
     return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def tf_config(addresses: Sequence[str], rank: int) -> str:
-    """What TF_CONFIG is for one worker of a cluster."""
+    """The value of TF_CONFIG for one worker of a cluster.
+
+    Args:
+      addresses: The host:port of every worker, in the order of ranks.
+      rank: The worker's rank.
+
+    Returns:
+      A JSON text.
+    """
     return json.dumps(
         {
             "cluster": {"worker": list(addresses)},
@@ -37,18 +63,18 @@ def tf_config(addresses: Sequence[str], rank: int) -> str:
 
 def start(
     arguments: Sequence[str],
-    outputs: Sequence[tuple],
+    outputs: Sequence[tuple[_Output, _Output]],
     environment: Mapping[str, str] | None = None,
-    **kwargs,
-) -> list[subprocess.Popen]:
+    **kwargs: Any,
+) -> list[subprocess.Popen[Any]]:
     """Starts one Python process per worker, each with its TF_CONFIG.
 
     Args:
       arguments: What follows `python`.
-      outputs: For each worker, where its stdout and stderr go, as `Popen` takes
-        them. Their number is the number of workers.
+      outputs: For each worker, its stdout and stderr, as `Popen` takes them.
+        The length is the number of workers.
       environment: Variables to set besides TF_CONFIG.
-      **kwargs: More for `Popen`.
+      **kwargs: Further arguments of `Popen`.
 
     Returns:
       The processes, in the order of ranks.
