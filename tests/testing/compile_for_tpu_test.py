@@ -278,7 +278,7 @@ def _unknown_shape(x):
             (tf.function(_run_once).get_concrete_function(tf.ones([2])),),
             {},
             TypeError,
-            "which is traced already",
+            "which is already traced",
         ),
         (
             (_run_once, tf.ones([2])),
@@ -302,7 +302,7 @@ def _unknown_shape(x):
             (_run_once, tf.ones([2])),
             dict(topology="v5e:4x4"),
             ValueError,
-            "16 cores, and the program 8 replicas",
+            "16 cores, but the program has 8 replicas",
         ),
     ],
     ids=[

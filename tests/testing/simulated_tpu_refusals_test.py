@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "table": (
         lambda: (lambda t: lambda x: t.lookup(tf.cast(x, tf.int32)))(_table()),
-        "a resource that is no variable",
+        "a resource that is not a variable",
     ),
     "variable": (_outside_variable, "outside strategy.scope"),
     "outside_compilation": (

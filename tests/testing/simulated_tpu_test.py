@@ -85,7 +85,7 @@ def test_native_groups_without_one_pair_other_replicas():
     got = replicas.run(
         "tpu_permuted", lambda x: _cross_replica_sum(x, [[0, 1], [2, 3]])
     )
-    numbering = replicas.tpu_permuted(4).extended._xla_numbering
+    numbering = replicas.tpu_permuted(4).xla_numbering
     expected = [None] * 4
     for pair in (numbering[:2], numbering[2:]):
         for replica in pair:
@@ -272,6 +272,23 @@ def test_long_constants_of_bools():
         )
         for r in range(4):
             np.testing.assert_array_equal(got[r], mask * (r + 1.0))
+
+
+def test_capture_is_of_one_strategy():
+    """Its programs do not execute; those of another strategy do."""
+    captured, other = replicas.tpu(2), replicas.tpu(4)
+
+    def sums():
+        return [
+            strategy.reduce("SUM", strategy.run(replicas.power_of_ten), None)
+            for strategy in (captured, other)
+        ]
+
+    with captured.capture() as programs:
+        nothing, total = tf.function(sums)()
+    assert [e.program.num_replicas for e in programs] == [2]
+    assert np.all(nothing == 0) and np.all(total == 1111)
+    assert np.all(tf.function(sums)()[0] == 11) and len(programs) == 1
 
 
 def test_gradients_through_run_are_refused():

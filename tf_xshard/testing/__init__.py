@@ -5,8 +5,8 @@
                  simulated_tpu_strategy: XLA:CPU, N replicas  <---+
                  compile_for_tpu: libtpu's compiler, HLO      <---+
 
-Needs the extra `[testing]`, which pins jax and libtpu to the versions that this
-is proven with; tensorflow-tpu can't be in the same environment.
+Needs the extra `[testing]`, which pins the versions of jax and libtpu that are
+tested; tensorflow-tpu can't be in the same environment.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -21,22 +21,21 @@ from tf_xshard.testing import simulated_strategy
 from tf_xshard.testing import stablehlo
 from tf_xshard.testing import strategy_run
 
-# What libtpu wants to know about the machine it believes to be on, so that it
-# does not ask a metadata server for it.
+# Describes the machine to libtpu, which would ask a metadata server otherwise.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # Only one process at a time may hold a TPU, and libtpu's lock file sees to
-    # it; several may compile.
+    # libtpu's lock file lets only one process at a time hold a TPU; any number
+    # of processes may compile.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 _STEPS = ("train", "test", "predict")
 
 
 def compile_for_tpu(
-    fn_or_model: Callable | keras.Model,
+    fn_or_model: Callable[..., Any] | keras.Model,
     *args: Any,
     topology: str = "v5e:2x4",
     step: str = "train",
@@ -44,40 +43,41 @@ def compile_for_tpu(
     """Compiles a step of TPUStrategy with the real TPU compiler, with no TPU.
 
     The program is the one that `simulated_tpu_strategy` executes: TPUStrategy
-    traces it, TensorFlow lowers it, and libtpu's compiler makes of it what
-    would be loaded onto TPU cores. It shows what a step will communicate, how
-    much memory it needs, and whether it compiles at all. Nothing is executed,
-    and no variable changes.
+    traces it, TensorFlow lowers it, and libtpu's compiler compiles it to what
+    would be loaded onto TPU cores. The result shows what a step communicates,
+    how much memory it needs, and whether it compiles at all. Nothing is
+    executed, and no variable changes.
 
     Args:
       fn_or_model: A function that calls `strategy.run()` once (a `tf.function`
-        or not), or a compiled Keras model; its strategy comes from
+        or not), or a compiled Keras model. Its strategy must be one of
         `simulated_tpu_strategy`.
       *args: For a function, its arguments. For a model, one global batch as
-        `train_on_batch` takes it: x, y and sample weights (y and weights where
-        the step uses them), nested structures of arrays whose first dimension
-        is a multiple of the number of replicas.
+        `train_on_batch` takes it: x, and y and sample weights if the step uses
+        them; nested structures of arrays [batch_size, ...], where batch_size is
+        a multiple of the number of replicas.
       topology: The TPUs, as "<generation>:<chips>x<chips>[x<chips>]". A v5e or
         v6e chip ("v5e:2x4") and a v5p chip ("v5p:2x2x2") is one core; a v4 or
-        tpu7x chip ("v4:2x2x1", "tpu7x:2x2x1") has two. The number of cores must
-        be the number of replicas, up to 256 are proven.
-      step: For a model: "train" (default), "test" (as `evaluate`) or "predict".
+        tpu7x chip ("v4:2x2x1", "tpu7x:2x2x1") is two. The number of cores must
+        equal the number of replicas; up to 256 are tested.
+      step: For a model: "train" (default), "test" (of `evaluate`) or "predict".
 
     Returns:
       A `CompiledForTPU`: the optimized HLO, its collectives, memory statistics
       and flops. `print` it for a report.
 
     Raises:
-      ImportError: If libtpu is missing or of another version than proven.
+      ImportError: If libtpu is missing or not of the tested version.
       TypeError: If the first argument is neither a function nor a model, or is
-        a ConcreteFunction, or topology is no str.
+        a ConcreteFunction, or if topology is not a str.
       ValueError: If the function does not call `strategy.run()` exactly once
         under a simulated strategy, a shape is unknown, the model is not
-        compiled, the batch can't be split evenly, or the topology does not fit.
+        compiled, the batch can't be split evenly, or the topology is unknown or
+        has another number of cores.
       NotImplementedError: If the step can't be compiled; the text names the
         construct.
-      jax.errors.JaxRuntimeError: What the TPU compiler says if it refuses the
-        program, such as one that needs more memory than a core has.
+      jax.errors.JaxRuntimeError: If the TPU compiler refuses the program, for
+        example one that needs more memory than a core has.
 
     Example:
 
@@ -106,8 +106,8 @@ def compile_for_tpu(
         args = ()
     elif isinstance(fn_or_model, tf.types.experimental.ConcreteFunction):
         raise TypeError(
-            "compile_for_tpu got a ConcreteFunction, which is traced already."
-            " Give it the tf.function, or the Python function."
+            "compile_for_tpu got a ConcreteFunction, which is already traced."
+            " Pass the tf.function, or the Python function."
         )
     elif callable(fn_or_model):
         function = getattr(fn_or_model, "python_function", fn_or_model)
@@ -125,9 +125,9 @@ def compile_for_tpu(
     if len(programs) != 1:
         raise ValueError(
             f"The function called strategy.run() {len(programs)} times under a"
-            " strategy of simulated_tpu_strategy(). It must do so once: give"
+            " strategy of simulated_tpu_strategy(). It must do so once: pass"
             " compile_for_tpu the function that calls strategy.run(), not the"
-            " one that strategy.run() gets."
+            " one that is passed to strategy.run()."
         )
     (extraction,) = programs
     program = extraction.program
@@ -137,25 +137,36 @@ def compile_for_tpu(
             raise ValueError(
                 f"An argument of strategy.run() has the unknown shape {shape}."
                 " A TPU program is compiled for one shape: batch with"
-                " drop_remainder=True, or give every replica equal arrays."
+                " drop_remainder=True, or give all replicas arrays of the same"
+                " shape."
             )
     devices = _devices(topology, program.num_replicas)
     lowered = stablehlo.lower(program, tuple(tuple(s) for s in shapes))
     return _compile(lowered.text, devices, topology)
 
 
-def _step_of(model: keras.Model, batch: tuple, step: str) -> Callable:
+def _step_of(model: keras.Model, batch: Any, step: str) -> Callable[[], Any]:
+    """A function that calls `strategy.run()` with a step of the model.
+
+    Args:
+      model: The model.
+      batch: A global batch, structures of arrays [batch_size, ...].
+      step: One of _STEPS.
+
+    Returns:
+      The function. It returns what the step returns.
+    """
     if step not in _STEPS:
         raise ValueError(f"step must be one of {_STEPS}, got {step!r}.")
     strategy = model.distribute_strategy
     if not isinstance(strategy, simulated_strategy.SimulatedTPUStrategy):
         raise ValueError(
             f"The model was created under {type(strategy).__name__}. Create it"
-            " in the scope of a strategy of simulated_tpu_strategy()."
+            " in the scope of a strategy from simulated_tpu_strategy()."
         )
     if not model.compiled and step != "predict":
         raise ValueError(
-            f"The model is not compiled, and its {step} step needs it: call"
+            f"The model is not compiled, which its {step} step needs: call"
             " model.compile() first."
         )
     if not batch:
@@ -168,8 +179,8 @@ def _step_of(model: keras.Model, batch: tuple, step: str) -> Callable:
         raise ValueError(
             f"The arrays of the batch have the shapes {shapes}. All must have"
             " the same first dimension, a positive multiple of"
-            f" {num_replicas}, the number of replicas. (Lists are structures"
-            " of arrays: give NumPy arrays.)"
+            f" {num_replicas}, the number of replicas. (A list counts as a"
+            " structure of arrays: pass NumPy arrays.)"
         )
 
     def shard(replica_id):
@@ -196,7 +207,7 @@ def _step_of(model: keras.Model, batch: tuple, step: str) -> Callable:
 
 
 @contextlib.contextmanager
-def _environment():
+def _environment() -> Iterator[None]:
     added = [name for name in _ENVIRONMENT if name not in os.environ]
     os.environ.update({name: _ENVIRONMENT[name] for name in added})
     try:
@@ -208,7 +219,7 @@ def _environment():
 
 @functools.cache
 def _all_devices(topology: str) -> tuple:
-    # jax.experimental.topologies is public; it takes part in no backend.
+    # jax.experimental.topologies is public, and initializes no jax backend.
     from jax.experimental import topologies
 
     with _environment():
@@ -220,7 +231,7 @@ def _all_devices(topology: str) -> tuple:
 
 def _devices(topology: str, num_replicas: int) -> tuple:
     try:
-        # The compiler takes an empty name for some default.
+        # The compiler reads an empty name as some default topology.
         devices = _all_devices(topology or "(empty)")
     except RuntimeError as error:
         raise ValueError(
@@ -230,7 +241,7 @@ def _devices(topology: str, num_replicas: int) -> tuple:
         ) from error
     if len(devices) != num_replicas:
         raise ValueError(
-            f"Topology {topology} has {len(devices)} cores, and the program"
+            f"Topology {topology} has {len(devices)} cores, but the program has"
             f" {num_replicas} replicas. Use simulated_tpu_strategy("
             f"{len(devices)}), or a topology of {num_replicas} cores."
         )
@@ -273,7 +284,7 @@ def _compile(
             temporary_bytes=memory.temp_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
         ),
-        # It is missing where nothing is computed, negative where unknown.
+        # Missing if nothing is computed, negative if unknown.
         flops=flops if flops is not None and flops >= 0 else None,
         compile_seconds=seconds,
     )

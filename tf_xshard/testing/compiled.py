@@ -1,4 +1,4 @@
-"""What comes back from the TPU compiler, and its report."""
+"""The result of the TPU compiler, and its report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tf_xshard.testing import compiled_hlo
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStatistics:
-    """What a compiled program needs of one core's memory, in bytes.
+    """The memory of one core that a compiled program needs, in bytes.
 
     Attributes:
       argument_bytes: Arguments and variables.
       output_bytes: Outputs and the new values of variables.
-      alias_bytes: The part of the outputs that takes the arguments' place.
-      temporary_bytes: What lives during the step only.
+      alias_bytes: The part of the outputs that reuses the arguments' memory.
+      temporary_bytes: Buffers that exist only during the step.
       code_bytes: The program itself.
     """
 
@@ -27,7 +27,7 @@ class MemoryStatistics:
 
     @property
     def peak_bytes(self) -> int:
-        """The sum of what is needed at a time: an upper bound."""
+        """An upper bound of what is needed at any time."""
         return (
             self.argument_bytes
             + self.output_bytes
@@ -44,15 +44,15 @@ class CompiledForTPU:
     Attributes:
       topology: The topology's name, such as "v5e:2x4".
       device_kind: The compiler's name for the TPU.
-      num_replicas: How many replicas the program has.
+      num_replicas: The number of replicas.
       hlo_text: The optimized HLO module.
-      stablehlo_text: The module that was handed to the compiler.
+      stablehlo_text: The module that the compiler got.
       collectives: The collectives in `hlo_text`, each a `Collective` with
         `kind`, `replica_groups`, `operands`, `num_bytes` and `name`.
       memory: The memory that one core needs, a `MemoryStatistics`.
       flops: The compiler's estimate of the floating-point operations of one
-        replica, None where it has none.
-      compile_seconds: How long the compiler took.
+        replica, None if it has none.
+      compile_seconds: How long the compiler ran.
     """
 
     topology: str
@@ -99,6 +99,6 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.3g} MB"
 
 
-def _shortened(groups: tuple) -> str:
+def _shortened(groups: tuple[tuple[int, ...], ...]) -> str:
     text = str([list(group) for group in groups])
     return text if len(text) <= 60 else f"{text[:45]}... ({len(groups)} groups)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Collective:
       replica_groups: The ids of the replicas that communicate with each other;
         for a collective-permute, its (source, target) pairs. Empty means all.
       operands: The type of each operand, such as "f32[256,512]".
-      num_bytes: The bytes that one replica hands in.
+      num_bytes: The size of one replica's operands.
       name: The instruction's name in the HLO text.
     """
 
@@ -53,7 +54,7 @@ def collectives(hlo_text: str) -> tuple[Collective, ...]:
       The collectives.
 
     Raises:
-      ValueError: If a collective's replica groups can't be read.
+      ValueError: If a collective's replica groups can't be parsed.
     """
     instructions = list(_instructions(hlo_text))
     types = {name: type_ for name, type_, _, _, _ in instructions}
@@ -79,7 +80,9 @@ def collectives(hlo_text: str) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def _instructions(hlo_text):
+def _instructions(
+    hlo_text: str,
+) -> Iterator[tuple[str, str, str, list[str], str]]:
     """Yields name, type, opcode, names of operands and the rest of the line."""
     for line in hlo_text.splitlines():
         name, equals, rest = line.strip().partition(" = ")
@@ -125,7 +128,7 @@ def _num_bytes(dtype: str, dimensions: str) -> int:
     sizes = [
         int(size.removeprefix("<=")) for size in dimensions.split(",") if size
     ]
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
     return math.prod(sizes) * bits // 8
 
 
@@ -148,10 +151,10 @@ def _replica_groups(kind: str, attributes: str) -> tuple[tuple[int, ...], ...]:
     if iota is None:
         raise ValueError(f"{kind} has unknown replica groups: {rest[:200]}")
     shape, reshape, transpose = (
-        [int(n) for n in part.split(",")] if part else None
+        [int(n) for n in part.split(",")] if part else []
         for part in iota.groups()
     )
     ids = np.arange(math.prod(reshape)).reshape(reshape)
-    if transpose is not None:
+    if transpose:
         ids = ids.transpose(transpose)
     return tuple(map(tuple, ids.reshape(shape).tolist()))

@@ -1,4 +1,4 @@
-"""Puts the execution of a replicated program into the user's graph.
+"""Adds the execution of a replicated program to the user's graph.
 
 host's operations -> read variables -> [ lower, compile, execute ] -> assign
                                         tf.numpy_function
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +16,8 @@ import tensorflow as tf
 from tf_xshard.testing import replicated_program
 from tf_xshard.testing import stablehlo
 from tf_xshard.testing import xla_cpu
+
+_Shapes = tuple[tuple[int, ...], ...]
 
 
 def emit(
@@ -26,13 +28,13 @@ def emit(
     """Adds the execution of a program to the current graph.
 
     Args:
-      extraction: The program, and what feeds it in the graph that was traced.
+      extraction: The program, and its inputs in the graph that was traced.
       traced: That graph.
       xla_numbering: The replica that each XLA replica executes.
 
     Returns:
-      For each replica its outputs, and the operations that must run before
-      these are handed to the user.
+      For each replica its outputs, of the shapes of `program.output_specs`, and
+      the operations that must run before the user gets them.
     """
     program = extraction.program
     num_replicas = program.num_replicas
@@ -81,38 +83,48 @@ def emit(
     return outputs, assignments
 
 
-def _bound_to_current_graph(runner: _Runner) -> Callable:
+def _bound_to_current_graph(
+    runner: _Runner,
+) -> Callable[..., list[np.ndarray]]:
     """A function that calls the runner, which lives as long as the graph.
 
-    `tf.numpy_function` keeps its function for as long as the process lives: in
-    the global default graph, also when a `tf.function` calls it.
+    `tf.numpy_function` never frees its function: the global default graph keeps
+    it, even if a `tf.function` calls it.
     """
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
-        # Each one on the way out: a tf.function that is traced inside another
-        # keeps its trace when the other is gone.
+        # In each graph up to the outermost: a tf.function that is traced inside
+        # another keeps its trace when the other one is gone.
         runners = getattr(graph, "simulated_tpu_runners", [])
         graph.simulated_tpu_runners = [*runners, runner]
         outer = getattr(graph, "outer_graph", None)
         is_function = isinstance(outer, tf.__internal__.FuncGraph)
         graph = outer if is_function else None
     reference = weakref.ref(runner)
-    return lambda *values: reference()(*values)
+
+    def run(*values):
+        runner = reference()
+        assert runner is not None, "the graph that runs is gone"
+        return runner(*values)
+
+    return run
 
 
-def _host_side(traced: tf.Graph) -> Callable:
-    """Rebuilds what surrounds the program, such as padding, where it is called.
+def _host_side(
+    traced: tf.Graph,
+) -> Callable[[Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]:
+    """Rebuilds what surrounds the program, such as padding, in another graph.
 
     Args:
       traced: The graph that was traced.
 
     Returns:
-      A function from tuples of tensors of that graph to tensors of the current
-      one.
+      A function from lists of tensors of that graph to tensors of the current
+      one, of the same shapes.
     """
     captured = {inside.name: outside for outside, inside in traced.captures}
 
-    def rebuilt(groups: Sequence[Sequence[tf.Tensor]]):
+    def rebuilt(groups):
         wanted = {t.name: t for ts in groups for t in ts}
         needed = _ancestors(
             [t for name, t in wanted.items() if name not in captured]
@@ -140,8 +152,9 @@ def _host_side(traced: tf.Graph) -> Callable:
     return rebuilt
 
 
-def _ancestors(tensors) -> set[tf.Operation]:
-    found = set()
+def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
+    """The operations that compute tensors (of any shape)."""
+    found: set[tf.Operation] = set()
     pending = [t.op for t in tensors]
     while pending:
         operation = pending.pop()
@@ -159,35 +172,50 @@ class _Runner:
     Args:
       program: The replicas' program.
       xla_numbering: The replica that each XLA replica executes.
-      traced: The graph it was traced in, which owns the functions that the
-        host's side calls; it lives as long as this.
+      traced: The graph in which it was traced. It owns the functions that the
+        host's operations call, so it must live as long as the runner.
     """
 
-    def __init__(self, program, xla_numbering, traced):
+    def __init__(
+        self,
+        program: replicated_program.ReplicatedProgram,
+        xla_numbering: Sequence[int],
+        traced: tf.Graph,
+    ):
         self._traced = traced
         self._program = program
         self._xla_numbering = xla_numbering
-        self._lowered = {}
+        self._lowered: dict[_Shapes, stablehlo.Lowered] = {}
         self._lock = threading.Lock()
 
-    def lower_early(self, shapes) -> None:
-        """Lowers while tracing if all shapes are known: errors come sooner."""
+    def lower_early(self, shapes: Sequence[tf.TensorShape]) -> None:
+        """Lowers while tracing if all shapes are known: it raises sooner."""
         if all(shape.is_fully_defined() for shape in shapes):
             self._lower(tuple(tuple(shape) for shape in shapes))
 
-    def _lower(self, shapes) -> stablehlo.Lowered:
+    def _lower(self, shapes: _Shapes) -> stablehlo.Lowered:
         with self._lock:
             if shapes not in self._lowered:
                 self._lowered[shapes] = stablehlo.lower(self._program, shapes)
             return self._lowered[shapes]
 
     def __call__(self, *values: np.ndarray) -> list[np.ndarray]:
+        """Executes the program.
+
+        Args:
+          *values: For each argument and then each variable, its value on each
+            replica, of one shape per argument or variable.
+
+        Returns:
+          For each output and then each written variable, its value on each
+          replica. Outputs of dynamic shape have their true shape.
+        """
         program = self._program
         num_replicas = program.num_replicas
-        values = [np.asarray(value) for value in values]
+        arrays = [np.asarray(value) for value in values]
         parameters = [
-            values[start : start + num_replicas]
-            for start in range(0, len(values), num_replicas)
+            arrays[start : start + num_replicas]
+            for start in range(0, len(arrays), num_replicas)
         ]
         num_arguments = len(program.argument_specs)
         _check_shapes(parameters)
@@ -198,9 +226,9 @@ class _Runner:
             executable = xla_cpu.compiled(lowered.text, num_replicas)
         except RuntimeError as error:
             raise NotImplementedError(
-                "XLA:CPU can't compile what strategy.run() got. If shapes are"
-                " dynamic, batch with drop_remainder=True. XLA's error:"
-                f" {error}"
+                "XLA:CPU can't compile the function given to strategy.run(). If"
+                " shapes are dynamic, batch with drop_remainder=True. XLA's"
+                f" error: {error}"
             ) from error
         numbering = self._xla_numbering
         results = executable(
@@ -233,8 +261,8 @@ def _check_shapes(parameters: list[list[np.ndarray]]) -> None:
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"The replicas hold arrays of different shapes: {shapes}."
-                " TPUStrategy pads tensors, unless"
-                " experimental_enable_dynamic_batch_size is off, and no"
+                " TPUStrategy pads dense tensors (unless"
+                " experimental_enable_dynamic_batch_size is off), but not the"
                 " components of RaggedTensors and SparseTensors. Pad them, or"
                 " make them dense, before strategy.run()."
             )

@@ -1,12 +1,13 @@
-"""A TPU system that exists on paper: its topology, and who speaks for it.
+"""A fabricated TPU system: its topology and its cluster resolver.
 
-`tf.distribute.TPUStrategy` asks a cluster resolver for the system's metadata
-and nothing else. Here every TPU core is a logical CPU of this process.
+`tf.distribute.TPUStrategy` asks a cluster resolver only for the system's
+metadata. Here every TPU core is a logical CPU of this process.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -22,16 +23,16 @@ def cpu_name(index: int) -> str:
 
 
 class Topology(tf.tpu.experimental.Topology):
-    """A topology whose cores are logical CPUs, numbered through all hosts.
+    """A topology whose cores are logical CPUs, numbered across all hosts.
 
     Args:
-      num_replicas: How many cores there are.
-      num_hosts: Over how many hosts they are spread, evenly.
+      num_replicas: The number of cores.
+      num_hosts: The number of hosts, over which the cores are spread evenly.
     """
 
     def __init__(self, num_replicas: int, num_hosts: int):
         per_host = num_replicas // num_hosts
-        # Two cores on a chip, as v2 to v4 have, where the number allows it.
+        # Two cores per chip, as v2 to v4 have, if the number is even.
         cores = 2 if per_host % 2 == 0 else 1
         chips = per_host // cores
         super().__init__(
@@ -54,20 +55,28 @@ class Topology(tf.tpu.experimental.Topology):
         index = int(core.rpartition(":")[2])
         return cpu_name(index - index % self.num_tpus_per_task)
 
-    def tpu_device_name_at_coordinates(self, device_coordinates, job=None):
+    def tpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
         """See the base class."""
         task = self.task_ordinal_at_coordinates(device_coordinates)
         ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
         return cpu_name(task * self.num_tpus_per_task + ordinal)
 
-    def cpu_device_name_at_coordinates(self, device_coordinates, job=None):
+    def cpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
         """See the base class."""
         task = self.task_ordinal_at_coordinates(device_coordinates)
         return cpu_name(task * self.num_tpus_per_task)
 
 
 class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """Answers what `TPUStrategy` asks of a `TPUClusterResolver`."""
+    """What `TPUStrategy` needs of a `TPUClusterResolver`.
+
+    Args:
+      topology: The topology of the system.
+    """
 
     environment = ""
     tpu_hardware_feature = None
@@ -77,7 +86,7 @@ class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._num_hosts = topology.num_tasks
         self._num_replicas = topology.num_tasks * topology.num_tpus_per_task
 
-    def get_tpu_system_metadata(self):
+    def get_tpu_system_metadata(self) -> tf.tpu.experimental.TPUSystemMetadata:
         """See `TPUClusterResolver`."""
         return tf.tpu.experimental.TPUSystemMetadata(
             num_cores=self._num_replicas,
@@ -90,14 +99,24 @@ class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
             ),
         )
 
-    def cluster_spec(self):
+    def cluster_spec(self) -> tf.train.ClusterSpec:
         """See the base class."""
         return tf.train.ClusterSpec({})
 
-    def master(self, task_type=None, task_id=None, rpc_layer=None):
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """See the base class."""
         return ""
 
-    def num_accelerators(self, task_type=None, task_id=None, config_proto=None):
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: tf.compat.v1.ConfigProto | None = None,
+    ) -> dict[str, int]:
         """See the base class."""
         return {"TPU": self._num_replicas}

@@ -1,44 +1,27 @@
-"""What `TPUStrategy.run` traced, cut out of its graph as one program.
+"""The program that `TPUStrategy.run` traced, extracted from its graph.
 
     strategy.run(fn, args) -> padding -> [ the replicas' program ] -> results
                               (host)       (_tpu_replicate ops)
 
 `tf.distribute.TPUStrategy` marks every operation of the replicas' program with
-the attribute `_tpu_replicate`. Those operations become a GraphDef of their own,
-in which the operations that only a TPU has are written as XLA's.
+the attribute `_tpu_replicate`. These operations become a GraphDef of their own,
+in which operations that only a TPU has are replaced by XLA's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tf_xshard.private import tpu_simulation
+from tf_xshard.testing import refusals
 from tf_xshard.testing import tpu_operations
 
-# They describe the program to a TPU's runtime and compute nothing.
+# These describe the program to a TPU's runtime and compute nothing.
 _METADATA = ("TPUReplicateMetadata", "TPUCompilationResult")
-_EMBEDDING_CORES = "TPU embedding (its embedding cores)"
-_UNSUPPORTED = {
-    "EagerPyFunc": "tf.py_function",
-    "InfeedDequeue": "infeed",
-    "InfeedDequeueTuple": "infeed",
-    "OutfeedEnqueue": "outfeed",
-    "OutfeedEnqueueTuple": "outfeed",
-    "PrintV2": "tf.print",
-    "PyFunc": "tf.numpy_function",
-    "PyFuncStateless": "tf.numpy_function",
-    "RecvTPUEmbeddingActivations": _EMBEDDING_CORES,
-    "SendTPUEmbeddingGradients": _EMBEDDING_CORES,
-    "StringFormat": "tf.strings.format (tf.print)",
-    "TPUEmbeddingActivations": _EMBEDDING_CORES,
-    "TPUPartitionedInput": "model parallelism (several cores per replica)",
-    "TPUPartitionedInputV2": "model parallelism (several cores per replica)",
-    "XlaRecvTPUEmbeddingActivations": _EMBEDDING_CORES,
-    "XlaSendTPUEmbeddingGradients": _EMBEDDING_CORES,
-}
 _unique = itertools.count()
 
 
@@ -47,7 +30,7 @@ class Variable:
     """A variable that the replicas' program captures.
 
     Attributes:
-      name: The tensor that stands for it in the program's graph.
+      name: The name of its resource in the program's graph.
       spec: Its shape and dtype.
       is_written: Whether the program may assign to it.
     """
@@ -63,12 +46,12 @@ class ReplicatedProgram:
 
     Attributes:
       graph_def: The program's operations, in the order of their creation.
-      argument_names: The tensors that are fed, a value for each replica.
+      argument_names: The tensors that are fed, with a value per replica.
       argument_specs: Their shapes (dimensions may be unknown) and dtypes.
       variables: The variables that it captures.
-      output_names: What it returns on each replica.
+      output_names: The tensors that it returns on each replica.
       output_specs: Their shapes (dimensions may be unknown) and dtypes.
-      num_replicas: How many replicas it was traced for.
+      num_replicas: The number of replicas.
     """
 
     graph_def: tf.compat.v1.GraphDef
@@ -81,7 +64,7 @@ class ReplicatedProgram:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """The indices in `variables` of those that may be written."""
+        """Indices in `variables` of those that may be written."""
         return tuple(
             index for index, v in enumerate(self.variables) if v.is_written
         )
@@ -89,12 +72,13 @@ class ReplicatedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Extraction:
-    """A program and the tensors around it in the graph that was traced.
+    """A program, and its inputs in the graph that was traced.
 
     Attributes:
       program: The replicas' program.
-      arguments: For each argument, its tensor for each replica.
-      resources: For each variable, its resource on each replica.
+      arguments: For each argument, its tensor on each replica, all of the shape
+        in `program.argument_specs`.
+      resources: For each variable, its resource (a scalar) on each replica.
     """
 
     program: ReplicatedProgram
@@ -111,17 +95,17 @@ def creates_variables(graph: tf.Graph) -> bool:
 
 
 def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
-    """Cuts the replicas' program out of a traced graph.
+    """Extracts the replicas' program from a traced graph.
 
     Args:
       graph: The graph in which `TPUStrategy.run` was traced, once.
       num_replicas: The number of replicas.
 
     Returns:
-      The program and what feeds it.
+      The program and its inputs.
 
     Raises:
-      NotImplementedError: If the program holds what can't run here.
+      NotImplementedError: If the simulated TPU can't run an operation.
     """
     operations = graph.get_operations()
     inside = [
@@ -129,7 +113,7 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
     ]
     outputs = [o.inputs[0] for o in operations if _is_output(o)]
     inside = _alive(inside, outputs)
-    _refuse(inside, graph)
+    refusals.check_operations(inside, graph)
     names = {o.name for o in inside}
     boundary = {
         tensor.name: tensor
@@ -146,7 +130,7 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
     arguments = [t for t in boundary.values() if t.dtype != tf.resource]
     resources = [t for t in boundary.values() if t.dtype == tf.resource]
     variables = tuple(
-        Variable(t.name, _variable_spec(t), t.name in written)
+        Variable(t.name, refusals.variable_spec(t), t.name in written)
         for t in resources
     )
     program = ReplicatedProgram(
@@ -171,7 +155,7 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
 
 
 def output_positions(graph: tf.Graph) -> dict[str, int]:
-    """The name of each TPUReplicatedOutput, and which output it is.
+    """The index of each TPUReplicatedOutput among the outputs.
 
     Args:
       graph: The graph in which `TPUStrategy.run` was traced.
@@ -183,10 +167,20 @@ def output_positions(graph: tf.Graph) -> dict[str, int]:
     return {operation.name: index for index, operation in enumerate(outputs)}
 
 
-def _alive(inside, outputs) -> list[tf.Operation]:
-    """Those whose result is used or that have a side effect, as on a TPU."""
+def _alive(
+    inside: Sequence[tf.Operation], outputs: Sequence[tf.Tensor]
+) -> list[tf.Operation]:
+    """Operations whose result is used or that have a side effect, as on a TPU.
+
+    Args:
+      inside: The operations of the replicas' program.
+      outputs: What the program returns, of any shape.
+
+    Returns:
+      The operations that are executed, in their order.
+    """
     candidates = set(inside)
-    alive = set()
+    alive: set[tf.Operation] = set()
     pending = [o for o in inside if o.op_def.is_stateful]
     pending += [t.op for t in outputs]
     while pending:
@@ -208,63 +202,17 @@ def _is_output(operation: tf.Operation) -> bool:
 
 
 def _root(tensor: tf.Tensor, names: set[str]) -> tf.Tensor:
-    """The tensor outside the program that a resource inside stands for."""
+    """The tensor outside the program behind a resource inside (scalars)."""
     while tensor.op.name in names and tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return tensor
 
 
 def _per_replica(tensor: tf.Tensor, num_replicas: int) -> tuple[tf.Tensor, ...]:
+    """A tensor on each replica, of the same shape."""
     if tensor.op.type == "TPUReplicatedInput":
         return tuple(tensor.op.inputs)
     return (tensor,) * num_replicas
-
-
-def _variable_spec(resource: tf.Tensor) -> tf.TensorSpec:
-    source = resource
-    if resource.op.type == "TPUReplicatedInput":
-        source = resource.op.inputs[0]
-    spec = tpu_simulation.variable_spec(source)
-    if spec is None:
-        raise NotImplementedError(
-            f"The step uses a resource that is no variable ({resource.name!r}),"
-            " such as a table or an iterator. A TPU can't hold it. Take it out"
-            " of the function that strategy.run() gets."
-        )
-    if resource.op.type != "TPUReplicatedInput":
-        raise NotImplementedError(
-            f"The step uses a variable of shape {spec.shape} and dtype"
-            f" {spec.dtype.name} that was created outside strategy.scope(), or"
-            f" in another strategy's ({resource.name!r}). It lives where TPU"
-            " cores can't reach it. Create it inside the scope."
-        )
-    if not spec.shape.is_fully_defined():
-        raise NotImplementedError(
-            f"The step uses a variable of unknown shape {spec.shape}"
-            f" ({resource.name!r}). XLA needs the shape: create the variable"
-            " with a shape that is fully defined."
-        )
-    return spec
-
-
-def _refuse(inside: list[tf.Operation], graph: tf.Graph) -> None:
-    library = graph.as_graph_def().library.function
-    nodes = itertools.chain(
-        (o.node_def for o in inside), *(f.node_def for f in library)
-    )
-    for node in nodes:
-        construct = _UNSUPPORTED.get(node.op)
-        if any(
-            name in node.attr for name in tpu_simulation.OUTSIDE_COMPILATION
-        ):
-            construct = "outside compilation"
-        if construct is not None:
-            raise NotImplementedError(
-                f"The step holds {construct} ({node.op} {node.name!r}). On a"
-                " TPU its host or cores of another kind run it; the simulated"
-                " TPU (XLA:CPU) has neither. Take it out of the function that"
-                " strategy.run() gets."
-            )
 
 
 def _graph_def(graph: tf.Graph, names: set[str]) -> tf.compat.v1.GraphDef:
@@ -282,7 +230,7 @@ def _graph_def(graph: tf.Graph, names: set[str]) -> tf.compat.v1.GraphDef:
             program.node.add().CopyFrom(node)
             del program.node[-1].input[:]
             program.node[-1].input.extend(kept)
-    # The runtime knows the functions under their names already, as they were.
+    # The runtime already has functions, unchanged, under the old names.
     suffix = f"__on_replica_{next(_unique)}"
     renamed = {
         f.signature.name: f.signature.name + suffix

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 
-# Both rest on names that jax does not export, and each libtpu knows other TPUs:
-# 0.0.51 with jax 0.10.2 can't compile for tpu7x. setup.cfg pins the same.
+# Both need names that jax does not export, and versions of libtpu support
+# different TPUs: 0.0.51 with jax 0.10.2 can't compile for tpu7x. setup.cfg pins
+# the same versions.
 JAX = "0.10.2"
 LIBTPU = "0.0.42.1"
 
@@ -20,24 +21,24 @@ def _version(distribution: str) -> str | None:
 
 
 def check_jax() -> None:
-    """Looks for what `simulated_tpu_strategy` needs.
+    """Checks the versions that `simulated_tpu_strategy` needs.
 
     Raises:
-      ImportError: If jax or jaxlib is missing or of another version, or
-        tensorflow-tpu is in the environment.
+      ImportError: If jax or jaxlib is missing or of another version, or if
+        tensorflow-tpu is installed in the same environment.
     """
     if _version("tensorflow-tpu") is not None:
         raise ImportError(
             "tf_xshard.testing can't share an environment with tensorflow-tpu:"
-            f" it needs libtpu {LIBTPU}, tensorflow-tpu another one. Use"
-            f" {_INSTALL}."
+            f" it needs libtpu {LIBTPU}, tensorflow-tpu needs another version."
+            f" Use {_INSTALL}."
         )
     _check("jax", JAX)
     _check("jaxlib", JAX)
 
 
 def check_libtpu() -> None:
-    """Looks for what `compile_for_tpu` needs.
+    """Checks the version that `compile_for_tpu` needs.
 
     Raises:
       ImportError: If libtpu is missing or of another version.
@@ -45,14 +46,14 @@ def check_libtpu() -> None:
     _check("libtpu", LIBTPU)
 
 
-def _check(distribution: str, proven: str) -> None:
+def _check(distribution: str, tested: str) -> None:
     found = _version(distribution)
-    if found == proven:
+    if found == tested:
         return
     where = ""
     if distribution == "libtpu":
         where = " (Linux x86-64 only)"
     raise ImportError(
-        f"tf_xshard.testing needs {distribution} {proven}{where}, found"
+        f"tf_xshard.testing needs {distribution} {tested}{where}, found"
         f" {found or 'none'}: {_INSTALL}."
     )

@@ -24,6 +24,9 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
       topology: The fabricated TPU.
       device_assignment: The replicas' cores, None for the cores in order.
       xla_numbering: The replica that each XLA replica executes.
+
+    Attributes:
+      xla_numbering: As given.
     """
 
     def __init__(
@@ -32,7 +35,8 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
         device_assignment: tf.tpu.experimental.DeviceAssignment | None,
         xla_numbering: Sequence[int],
     ):
-        self._runner = strategy_run.Runner(xla_numbering)
+        self.xla_numbering = tuple(xla_numbering)
+        self._runner = strategy_run.Runner(self.xla_numbering)
         extended = tpu_simulation.SimulatedTPUExtended(
             self,
             fabricated_tpu.Resolver(topology),
@@ -126,7 +130,7 @@ def simulated_tpu_strategy(
         together with a device assignment.
       RuntimeError: If TensorFlow already runs with fewer logical CPUs.
 
-      A step that cannot run raises NotImplementedError when it is traced, or,
+      A step that can't run raises NotImplementedError when it is traced, or,
       if its shapes are known only at run time, `tf.errors.UnimplementedError`
       with the same text then.
 

@@ -1,26 +1,21 @@
 """A replicated program in StableHLO, for given shapes of its arguments.
 
-TensorFlow's own bridge lowers it: what comes out is what a TPU would compile.
+TensorFlow's own bridge lowers it: the result is what a TPU would compile.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import re
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_xshard.private import tpu_simulation
+from tf_xshard.testing import portable_stablehlo
 from tf_xshard.testing import replicated_program
-from tf_xshard.testing import tpu_operations
 
-_UNKNOWN = "tf_xshard.unknown"
-# Long bool constants: the bridge prints a bit for each element, the parser
-# wants a byte.
-_BITS = re.compile(r'dense<"0x([0-9A-F]+)"> : tensor<([0-9x]+)xi1>')
 _ELEMENT_TYPES = {
     "bool": "i1",
     "bfloat16": "bf16",
@@ -34,12 +29,12 @@ _ELEMENT_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Where one output of the program is among the results.
+    """Which results are one output of the program.
 
     Attributes:
-      data: The index of its values.
-      sizes: The index of its true shape if that is dynamic (the values are
-        padded then), else None.
+      data: The index of the output's values.
+      sizes: If the output's shape is dynamic (its values are padded then), the
+        index of its true shape, else None.
     """
 
     data: int
@@ -52,11 +47,11 @@ class Lowered:
 
     Attributes:
       text: The module. Its parameters are the program's arguments, then its
-        variables; its results are listed below.
+        variables; its results are described below.
       outputs: One `Result` for each output of the program.
-      updates: From the index of a variable to the index of its new value among
-        the results, for those that the program writes.
-      num_results: How many results there are.
+      updates: For each variable that the program writes, from its index to the
+        index of its new value among the results.
+      num_results: The number of results.
     """
 
     text: str
@@ -79,7 +74,7 @@ def lower(
       The program in StableHLO.
 
     Raises:
-      NotImplementedError: If an operation can't be compiled by XLA.
+      NotImplementedError: If XLA can't compile an operation.
     """
     specs = [
         tf.TensorSpec(shape, spec.dtype)
@@ -113,15 +108,31 @@ def lower(
             )
         except (tf.errors.OpError, ValueError) as error:
             raise NotImplementedError(
-                "XLA can't compile what strategy.run() got. A TPU refuses it,"
-                " too, or leaves the operation to its host (automatic outside"
-                f" compilation), which is not simulated. XLA's error: {error}"
+                "XLA can't compile the function given to strategy.run(). A TPU"
+                " refuses it too, or leaves the operation to its host"
+                " (automatic outside compilation), which is not simulated."
+                f" XLA's error: {error}"
             ) from error
     return _finish(text, program, specs, tuple(results))
 
 
-def _import(program, tensors, results) -> list[tf.Tensor]:
-    """Builds the program's graph; fills `results`, returns the outputs."""
+def _import(
+    program: replicated_program.ReplicatedProgram,
+    tensors: dict[str, tf.Tensor],
+    results: list[Result],
+) -> list[tf.Tensor]:
+    """Builds the program's graph.
+
+    Args:
+      program: What the replicas run.
+      tensors: By name, the arguments (of any shape) and the variables'
+        resources (scalars).
+      results: Filled with one `Result` for each output.
+
+    Returns:
+      For each output a tensor of its shape, or, if that is dynamic, the padded
+      tensor and a vector with the true shape.
+    """
     wanted = [name for name in program.output_names if name not in tensors]
     imported = tf.graph_util.import_graph_def(
         program.graph_def,
@@ -130,13 +141,13 @@ def _import(program, tensors, results) -> list[tf.Tensor]:
         name="",
     )
     tensors = {**tensors, **dict(zip(wanted, imported, strict=True))}
-    outputs = []
+    outputs: list[tf.Tensor] = []
     for name in program.output_names:
         output = tf.identity(tensors[name])
         if output.shape.rank is None:
             raise NotImplementedError(
                 f"strategy.run() returns a tensor of unknown rank ({name})."
-                " Give it a shape."
+                " Set its shape."
             )
         if output.shape.is_fully_defined():
             results.append(Result(len(outputs), None))
@@ -153,62 +164,32 @@ def _import(program, tensors, results) -> list[tf.Tensor]:
     return outputs
 
 
-def _finish(text, program, specs, results) -> Lowered:
+def _finish(
+    text: str,
+    program: replicated_program.ReplicatedProgram,
+    specs: Sequence[tf.TensorSpec],
+    results: tuple[Result, ...],
+) -> Lowered:
     with tpu_simulation.make_ir_context():
-        module = _parsed(text)
+        module = portable_stablehlo.parse(text)
         num_outputs = sum(1 if r.sizes is None else 2 for r in results)
         main = _main(module)
         _check_parameters(main, program, specs)
         updates = {}
-        for alias in _aliases(module):
-            parameter, output = alias
+        for parameter, output in _aliases(module):
             variable = parameter - len(specs)
             assert program.variables[variable].is_written, variable
             updates[variable] = output
         num_results = len(main.type.results)
-        assert num_results == num_outputs + len(updates), "other results"
+        assert num_results == num_outputs + len(updates), "results are missing"
         return Lowered(_renamed(str(module)), results, updates, num_results)
-
-
-def portable(text: str) -> str:
-    """A module of the bridge in StableHLO that every compiler takes.
-
-    Args:
-      text: What the bridge printed.
-
-    Returns:
-      The module without operations of other dialects.
-    """
-    with tpu_simulation.make_ir_context():
-        return str(_parsed(text))
-
-
-def _parsed(text: str):
-    # The bridge has no name for HLO's dynamic-reshape, and the parser takes
-    # none that it does not know.
-    text = text.replace(
-        '"mhlo.unknown"(', f"stablehlo.custom_call @{_UNKNOWN}("
-    )
-    text = _BITS.sub(_bytes_of_bits, text)
-    module = tpu_simulation.ir.Module.parse(text)
-    _replace_custom_calls(module)
-    return module
-
-
-def _bytes_of_bits(match: re.Match) -> str:
-    shape = [int(size) for size in match[2].split("x")]
-    bits = np.unpackbits(
-        np.frombuffer(bytes.fromhex(match[1]), np.uint8),
-        count=math.prod(shape),
-        bitorder="little",
-    )
-    return f'dense<"0x{bits.tobytes().hex().upper()}"> : tensor<{match[2]}xi1>'
 
 
 def _renamed(text: str) -> str:
     """Numbers the functions, so that equal programs have equal texts.
 
-    The bridge names them after TensorFlow's, which count through the process.
+    The bridge takes their names from TensorFlow, which numbers them through
+    the process.
     """
     text = re.sub(r"module @\S+", "module @replicas", text, count=1)
     names = re.findall(r"func\.func private @([\w.$-]+)\(", text)
@@ -218,7 +199,8 @@ def _renamed(text: str) -> str:
     )
 
 
-def _main(module):
+def _main(module: tpu_simulation.ir.Module) -> Any:
+    """The module's main function, an operation of MLIR's dialect `func`."""
     for operation in module.body.operations:
         if operation.operation.name == "func.func":
             if operation.name.value == "main":
@@ -226,22 +208,26 @@ def _main(module):
     raise AssertionError("the bridge's module has no main function")
 
 
-def _check_parameters(main, program, specs) -> None:
-    """The bridge takes arguments first and variables in order of capture."""
+def _check_parameters(
+    main: Any,
+    program: replicated_program.ReplicatedProgram,
+    specs: Sequence[tf.TensorSpec],
+) -> None:
+    """Asserts that arguments come first, then variables as captured."""
     expected = [*specs, *(v.spec for v in program.variables)]
     assert len(main.type.inputs) == len(expected), "parameters are missing"
     for parameter, spec in zip(main.type.inputs, expected, strict=True):
-        # Of types that XLA names otherwise (float8) the shape is compared.
+        # For types that XLA names differently (float8), the shape only.
         element = _ELEMENT_TYPES.get(
             spec.dtype.name, str(parameter.element_type)
         )
         assert (list(parameter.shape), str(parameter.element_type)) == (
             spec.shape.as_list(),
             element,
-        ), f"the bridge has other parameters: {parameter}, expected {spec}"
+        ), f"the bridge's parameter is {parameter}, expected {spec}"
 
 
-def _aliases(module) -> list[tuple[int, int]]:
+def _aliases(module: tpu_simulation.ir.Module) -> list[tuple[int, int]]:
     """Pairs of a parameter and the result that updates it."""
     key = "mhlo.input_output_alias"
     if key not in module.operation.attributes:
@@ -257,71 +243,3 @@ def _aliases(module) -> list[tuple[int, int]]:
             )
         )
     return pairs
-
-
-def _replace_custom_calls(module) -> None:
-    """Writes StableHLO where the bridge left a stand-in."""
-    ir = tpu_simulation.ir
-    found = []
-
-    def visit(operation):
-        if operation.name == "mhlo.copy":
-            found.append(operation)
-        elif operation.name == "stablehlo.custom_call":
-            target = ir.StringAttr(
-                operation.attributes["call_target_name"]
-            ).value
-            if target.startswith("tf_xshard."):
-                found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    for operation in found:
-        replacement = operation.operands[0]
-        if operation.name == "stablehlo.custom_call":
-            replacement = _replacement(operation)
-        operation.results[0].replace_all_uses_with(replacement)
-        operation.erase()
-
-
-def _replacement(operation):
-    ir = tpu_simulation.ir
-    target = ir.StringAttr(operation.attributes["call_target_name"]).value
-    if target == _UNKNOWN:
-        return _dynamic_reshape(operation)
-    config = json.loads(
-        ir.StringAttr(operation.attributes["backend_config"]).value
-    )
-    replicas = ir.DenseIntElementsAttr.get(
-        np.array(config["replicas"], np.int64)
-    )
-    with ir.InsertionPoint(operation), operation.location:
-        if target == tpu_operations.COLLECTIVE_PERMUTE:
-            return tpu_simulation.stablehlo.CollectivePermuteOp(
-                operation.operands[0], replicas
-            ).result
-        return tpu_simulation.stablehlo.AllToAllOp(
-            [operation.operands[0]],
-            split_dimension=config["split_dimension"],
-            concat_dimension=config["concat_dimension"],
-            split_count=config["split_count"],
-            replica_groups=replicas,
-        ).results[0]
-
-
-def _dynamic_reshape(operation):
-    ir = tpu_simulation.ir
-    operand, *sizes = operation.operands
-    (result,) = operation.results
-    if len(sizes) != result.type.rank or any(s.type.rank for s in sizes):
-        raise NotImplementedError(
-            "The bridge emits an operation that StableHLO has no name for:"
-            f" {operation}"
-        )
-    hlo = tpu_simulation.stablehlo
-    with ir.InsertionPoint(operation), operation.location:
-        one = ir.RankedTensorType.get([1], sizes[0].type.element_type)
-        shape = hlo.ConcatenateOp(
-            [hlo.ReshapeOp(one, size) for size in sizes], dimension=0
-        )
-        return hlo.DynamicReshapeOp(result.type, operand, shape).result

@@ -62,7 +62,7 @@ class Runner:
           place of those of the graph that was traced. Their shapes are equal.
 
         Raises:
-          NotImplementedError: If the simulated TPU cannot run the program.
+          NotImplementedError: If the simulated TPU can't run the program.
         """
         if tf.__internal__.get_enclosing_xla_context() is not None:
             raise NotImplementedError(

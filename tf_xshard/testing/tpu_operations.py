@@ -1,26 +1,32 @@
-"""Operations that only a TPU has, written as operations that XLA has."""
+"""Replaces operations that only a TPU has by operations that XLA has."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tf_xshard.private import tpu_simulation
 
-# Custom calls that stablehlo.py turns into StableHLO's own operations.
+# Custom calls that portable_stablehlo.py replaces by StableHLO's operations.
 ALL_TO_ALL = "tf_xshard.all_to_all"
 COLLECTIVE_PERMUTE = "tf_xshard.collective_permute"
 
 
-def rewrite(nodes, renamed: dict[str, str], in_function=None) -> None:
-    """Makes XLA's operations of the TPU's, in place.
+def rewrite(
+    nodes: Sequence[tf.compat.v1.NodeDef],
+    renamed: dict[str, str],
+    in_function: Any = None,
+) -> None:
+    """Replaces the TPU's operations by XLA's, in place.
 
     Args:
-      nodes: NodeDefs of a graph, or of a function's body.
+      nodes: The nodes of a graph, or of a function's body.
       renamed: New names of functions.
-      in_function: The function whose body it is, None for a graph.
+      in_function: The FunctionDef whose body the nodes are, None for a graph.
 
     Raises:
       NotImplementedError: If a collective's groups or shape are unknown.
@@ -29,7 +35,8 @@ def rewrite(nodes, renamed: dict[str, str], in_function=None) -> None:
     replaced = set()
     for node in nodes:
         if node.op == "CrossReplicaSum":
-            # The same inputs, and the same HLO as the TPU's kernel emits.
+            # It takes the same inputs, and emits the same HLO as the TPU's
+            # kernel.
             node.op = "XlaAllReduce"
             node.attr["reduce_op"].s = b"Add"
             node.attr["mode"].s = b"CrossReplica"
@@ -60,7 +67,9 @@ def _output_of_custom_call(name: str, replaced: set[str]) -> str:
     return name
 
 
-def _make_custom_call(node: tf.compat.v1.NodeDef, by_name) -> None:
+def _make_custom_call(
+    node: tf.compat.v1.NodeDef, by_name: dict[str, tf.compat.v1.NodeDef]
+) -> None:
     target = ALL_TO_ALL if node.op == "AllToAll" else COLLECTIVE_PERMUTE
     config = {"replicas": _constant(node.input[1], by_name).tolist()}
     if target == ALL_TO_ALL:
@@ -72,7 +81,7 @@ def _make_custom_call(node: tf.compat.v1.NodeDef, by_name) -> None:
         raise NotImplementedError(
             f"{node.op} {node.name!r} has the unknown shape"
             f" {tf.TensorShape(shape)}. It needs a shape that is fully defined:"
-            " batch with drop_remainder=True, or give the tensor its shape."
+            " batch with drop_remainder=True, or set the tensor's shape."
         )
     control = [name for name in node.input if name.startswith("^")]
     operand = node.input[0]
@@ -92,13 +101,16 @@ def _make_custom_call(node: tf.compat.v1.NodeDef, by_name) -> None:
     )
 
 
-def _constant(name: str, by_name) -> np.ndarray:
+def _constant(
+    name: str, by_name: dict[str, tf.compat.v1.NodeDef]
+) -> np.ndarray:
+    """The value of a tensor, of its shape."""
     node = by_name.get(name.split(":")[0])
     while node is not None and node.op == "Identity":
         node = by_name.get(node.input[0].split(":")[0])
     if node is None or node.op != "Const":
         raise NotImplementedError(
-            f"A collective's group assignment ({name!r}) is no constant where"
-            " it is used. Make it a Python list."
+            f"A collective's group assignment ({name!r}) is not a constant"
+            " where it is used. Make it a Python list."
         )
     return tf.make_ndarray(node.attr["value"].tensor)

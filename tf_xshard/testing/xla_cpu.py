@@ -1,14 +1,15 @@
 """Executes one program on N replicas, which are N CPU devices of XLA.
 
-The PJRT client for CPUs comes from jaxlib and is this module's own: jax's
-devices, flags and settings stay as they are. A replica that waits 40 seconds
-for the others in a collective ends the process; XLA has no setting for it.
+The PJRT client for CPUs comes from jaxlib and belongs to this module: jax's own
+devices, flags and settings stay as they are. XLA ends the process if a replica
+waits 40 seconds for the others in a collective, and has no setting for that.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,13 +17,13 @@ import numpy as np
 from tf_xshard.private import tpu_simulation
 
 _NUM_PROGRAMS = 128
-# Replicas wait for each other in collectives. Two executions at a time could
-# each hold a part of the threads that both need.
+# Replicas wait for each other in collectives. Two concurrent executions could
+# deadlock, each holding some of the threads that both need.
 _lock = threading.Lock()
 
 
 @functools.cache
-def _client(num_replicas: int):
+def _client(num_replicas: int) -> Any:
     return tpu_simulation.xla_client.make_cpu_client(num_devices=num_replicas)
 
 
@@ -31,7 +32,7 @@ class Executable:
 
     Args:
       text: The program, in StableHLO.
-      num_replicas: On how many replicas it runs.
+      num_replicas: The number of replicas.
     """
 
     def __init__(self, text: str, num_replicas: int):
@@ -46,7 +47,7 @@ class Executable:
         )
         with tpu_simulation.make_ir_context():
             module = tpu_simulation.ir.Module.parse(text)
-            # Parameters that alias results would have to be given away.
+            # A parameter that aliases a result would have to be donated.
             if "mhlo.input_output_alias" in module.operation.attributes:
                 del module.operation.attributes["mhlo.input_output_alias"]
             self._executable = client.compile_and_load(
@@ -57,25 +58,29 @@ class Executable:
             mesh, jax.sharding.PartitionSpec()
         )
 
-    def __call__(self, parameters: list[list[np.ndarray]]) -> list[list]:
+    def __call__(
+        self, parameters: list[list[np.ndarray]]
+    ) -> list[list[np.ndarray]]:
         """Executes the program.
 
         Args:
-          parameters: For each parameter, its value on each replica.
+          parameters: For each parameter, its value on each replica, of the
+            shape that the program gives it.
 
         Returns:
-          For each result, its value on each replica.
+          For each result, its value on each replica, of the program's shape.
         """
-        # Without x64 jax makes 32 bits of 64; the setting is this thread's.
+        # Without x64 jax narrows 64-bit types to 32; the setting is per thread.
         with _lock, jax.enable_x64(True):
             arrays = [self._on_devices(values) for values in parameters]
             results = self._executable.execute_sharded(arrays)
             by_result = results.disassemble_into_single_device_arrays()
             return [[np.asarray(one) for one in values] for values in by_result]
 
-    def _on_devices(self, values):
-        # The sharding says "replicated", which is only a way to hand over one
-        # buffer per device: jax never looks whether they are equal.
+    def _on_devices(self, values: list[np.ndarray]) -> jax.Array:
+        """One array of each replica's value, all of one shape."""
+        # The sharding says "replicated", which is only a way to pass one buffer
+        # per device: jax does not check whether they are equal.
         buffers = [
             jax.device_put(value, device)
             for value, device in zip(values, self._devices, strict=True)
@@ -89,7 +94,7 @@ def compiled(text: str, num_replicas: int) -> Executable:
 
     Args:
       text: The program, in StableHLO.
-      num_replicas: On how many replicas it runs.
+      num_replicas: The number of replicas.
 
     Returns:
       The `Executable`.
