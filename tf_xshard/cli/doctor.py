@@ -1,4 +1,4 @@
-"""What is here, which path a group sum takes, and whether it is right."""
+"""Versions and devices, which transport a group sum uses, and its results."""
 
 from __future__ import annotations
 
@@ -33,22 +33,32 @@ def _report(ok: bool, text: str) -> bool:
 
 
 def shuffled_groups(num_replicas: int) -> list[list[list[int]]]:
-    """Assignments that neither a transposed nor a sorted one passes for."""
+    """Assignments that differ from their transposed and sorted versions.
+
+    Args:
+      num_replicas: The number of replicas.
+
+    Returns:
+      Assignments, each a list of groups of equal size.
+    """
     order = np.random.default_rng(1).permutation(num_replicas)
     sizes = [size for size in (2, num_replicas, 1) if num_replicas % size == 0]
     return [order.reshape(-1, size).tolist() for size in dict.fromkeys(sizes)]
 
 
-def group_sums(strategy, groups, graph: bool) -> tuple[str, list[float]]:
-    """A real update on every replica with the gradient 10^replica.
+def group_sums(
+    strategy: tf.distribute.Strategy, groups: list[list[int]], graph: bool
+) -> tuple[str, list[float]]:
+    """A real update on every replica with the scalar gradient 10^replica.
 
     Args:
-      strategy: Where to run.
-      groups: A nested list.
-      graph: In a `tf.function`, or eagerly.
+      strategy: The strategy to run under.
+      groups: The replica ids of each group.
+      graph: Whether to run in a `tf.function`, or eagerly.
 
     Returns:
-      The path's name and minus the weight of every replica of this process.
+      The transport's name, and for every replica of this process minus its
+      weight, which is its group's sum.
     """
     assignment = tf_xshard.GroupAssignment(groups)
     with strategy.scope():
@@ -62,13 +72,13 @@ def group_sums(strategy, groups, graph: bool) -> tuple[str, list[float]]:
                 timeout_seconds=TIMEOUT_SECONDS
             ),
         )
-    path = []
+    names: list[str] = []
 
     def on_replica():
         context = tf.distribute.get_replica_context()
         here = replica_context.current()
-        path.append(
-            "nothing travels"
+        names.append(
+            "no communication"
             if assignment.group_size == 1
             else collectives.choose(
                 here, assignment, optimizer.communication
@@ -85,15 +95,17 @@ def group_sums(strategy, groups, graph: bool) -> tuple[str, list[float]]:
 
     (tf.function(step) if graph else step)()
     values = strategy.experimental_local_results(weight.value)
-    return path[0], [-float(value) for value in values]
+    return names[0], [-float(value) for value in values]
 
 
-def check_strategy(title, strategy, first_replica=0) -> bool:
-    """Group reductions against NumPy. Prints a line each.
+def check_strategy(
+    title: str, strategy: tf.distribute.Strategy, first_replica: int = 0
+) -> bool:
+    """Compares group sums with NumPy's and prints a line for each.
 
     Args:
-      title: What to call the strategy.
-      strategy: A strategy.
+      title: The strategy's name in the output.
+      strategy: The strategy to run under.
       first_replica: The id of this process's first replica.
 
     Returns:
@@ -111,26 +123,26 @@ def check_strategy(title, strategy, first_replica=0) -> bool:
                 expected[members] = own[members].sum()
             where = f"{title}, {'tf.function' if graph else 'eager'}, {groups}"
             try:
-                path, got = group_sums(strategy, groups, graph)
-            except Exception as error:  # Every failure is a finding here.
+                name, got = group_sums(strategy, groups, graph)
+            except Exception as error:  # Report it, whatever it is.
                 right = _report(
                     False, f"{where}: {type(error).__name__}: {error}"
                 )
                 continue
             wanted = expected[first_replica : first_replica + len(got)]
             if np.array_equal(got, wanted):
-                _report(True, f"{where}: {path}")
+                _report(True, f"{where}: {name}")
             else:
                 right = _report(
                     False,
-                    f"{where}: {path} gave {got}, expected {wanted.tolist()}."
-                    " Report this with the lines above.",
+                    f"{where}: {name} gave {got}, expected {wanted.tolist()}."
+                    " Please report this together with the lines above.",
                 )
     return right
 
 
 def _check_processes() -> bool:
-    """MultiWorkerMirroredStrategy over four processes of this machine."""
+    """MultiWorkerMirroredStrategy over four processes on this machine."""
     nowhere = subprocess.DEVNULL
     processes = local_cluster.start(
         ["-m", "tf_xshard", "doctor", "--worker"],
@@ -142,8 +154,9 @@ def _check_processes() -> bool:
     except subprocess.TimeoutExpired:
         return _report(
             False,
-            f"MultiWorkerMirroredStrategy: no end in {3 * TIMEOUT_SECONDS} s."
-            " Is the loopback interface up, and are ports free?",
+            "MultiWorkerMirroredStrategy: not finished after"
+            f" {3 * TIMEOUT_SECONDS} s. Is the loopback interface up, and are"
+            " ports free?",
         )
     finally:
         for process in processes:
@@ -152,12 +165,16 @@ def _check_processes() -> bool:
     return _report(
         not any(codes),
         f"MultiWorkerMirroredStrategy: {NUM_REPLICAS} processes on the loopback"
-        f" interface ended with {codes}",
+        f" interface exited with {codes}",
     )
 
 
-def run(options, parser) -> int:
-    """Prints one line a check.
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Prints one line per check.
+
+    Args:
+      options: The command's arguments.
+      parser: Unused.
 
     Returns:
       0 if all is right, else 1.
@@ -168,7 +185,7 @@ def run(options, parser) -> int:
         rank = strategy.cluster_resolver.task_id
         right = check_strategy("MultiWorkerMirroredStrategy", strategy, rank)
         sys.stdout.flush()
-        # A worker that leaves in order waits for peers that may have failed.
+        # A normal exit would wait for other workers, which may have failed.
         os._exit(0 if right else 1)
     print(
         f"tf_xshard {tf_xshard.__version__}, TensorFlow {tf.__version__}, Keras"
@@ -179,9 +196,9 @@ def run(options, parser) -> int:
         for kind in ("CPU", "GPU", "TPU")
     }
     print(f"Physical devices: {found}")
-    # `import tf_xshard` has found all private names that it rests on.
+    # `import tf_xshard` has already checked all private names that it needs.
     right = True
-    # Devices can't be changed once TensorFlow runs: the strategy comes first.
+    # Devices are fixed once TensorFlow runs, so the strategy is created first.
     strategy = logical_devices.best_strategy(NUM_REPLICAS)
     print(f"The demo would run on {logical_devices.describe(strategy)}")
     right &= check_strategy("no strategy", tf.distribute.get_strategy())
@@ -191,5 +208,5 @@ def run(options, parser) -> int:
     right &= check_strategy(logical_devices.describe(strategy), strategy)
     right &= _check_processes()
     if not found["TPU"]:
-        print("--    TPUStrategy: there is no TPU here")
+        print("--    TPUStrategy: not checked, this machine has no TPU")
     return 0 if right else 1

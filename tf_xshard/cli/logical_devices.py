@@ -1,4 +1,4 @@
-"""Several replicas on one machine, for the demo, the doctor and benchmarks."""
+"""Several replicas on one machine, for demo, doctor and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ def use_logical_cpus(count: int) -> list[str]:
     """Splits the CPU into logical devices.
 
     Args:
-      count: How many, an int >= 1.
+      count: The number of devices, an int >= 1.
 
     Returns:
       Their names, for `tf.distribute.MirroredStrategy`.
 
     Raises:
-      RuntimeError: If TensorFlow has been used already, which fixes devices.
+      RuntimeError: If TensorFlow has already run, which fixes the devices.
     """
     [cpu, *_] = tf.config.list_physical_devices("CPU")
     try:
@@ -24,8 +24,8 @@ def use_logical_cpus(count: int) -> list[str]:
         )
     except RuntimeError as error:
         raise RuntimeError(
-            f"{count} logical CPUs must be made before TensorFlow runs its"
-            " first operation."
+            f"{count} logical CPUs must be configured before TensorFlow runs"
+            " its first operation."
         ) from error
     return [f"CPU:{index}" for index in range(count)]
 
@@ -34,12 +34,12 @@ def best_strategy(num_replicas: int) -> tf.distribute.Strategy:
     """The best strategy with several replicas that this machine offers.
 
     Args:
-      num_replicas: Replicas wanted, an int >= 1. A TPU has as many as it has,
-        and GPUs can be fewer.
+      num_replicas: The number of replicas wanted, an int >= 1. On a TPU there
+        is one per core, and there can be fewer GPUs.
 
     Returns:
-      A TPUStrategy where there is a TPU, a MirroredStrategy over GPUs where
-      there are at least two, else one over logical CPUs.
+      A TPUStrategy if there is a TPU, a MirroredStrategy over GPUs if there are
+      at least two, else one over logical CPUs.
     """
     if tf.config.list_physical_devices("TPU"):
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
@@ -60,7 +60,7 @@ def best_strategy(num_replicas: int) -> tf.distribute.Strategy:
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
-    """A strategy in a few words, saying when a device is a logical CPU."""
+    """Describes a strategy, such as "MirroredStrategy over 4 logical CPUs"."""
     devices = strategy.extended.worker_devices
     kinds = sorted({device.split(":")[-2] for device in devices})
     kind = "/".join("logical CPU" if k == "CPU" else k for k in kinds)

@@ -68,8 +68,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     Returns:
       0, or the exit code of the first worker that failed: 128 + the number of
-      the signal if a signal ended it. If a signal ended this process's job, 128
-      + that signal's number, however the workers ended.
+      the signal if a signal ended it. If this process got a signal that ends
+      programs, 128 + the number of the first one, however the workers ended.
     """
     hosts = _checked_hosts(options, parser)
     program = ["-m"] * options.module + [options.script, *options.arguments]

@@ -86,7 +86,7 @@ def simulated_tpu_strategy(
     device_assignment: bool = True,
     replica_permutation: Sequence[int] | None = None,
     num_hosts: int = 1,
-) -> tf.distribute.TPUStrategy:
+) -> SimulatedTPUStrategy:
     """A `tf.distribute.TPUStrategy` that executes with no TPU.
 
     For running and testing TPUStrategy code on any Linux machine. The strategy

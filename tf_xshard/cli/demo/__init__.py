@@ -1,7 +1,7 @@
-"""The main job on real data: handwritten digits, one device against many.
+"""Training on real data: handwritten digits, one device and many.
 
-Trains one small convolutional classifier on one device and, with one of the
-three optimizers, under a strategy, and checks what the package promises.
+Trains a small convolutional classifier on one device and, with one of the three
+optimizers, under a strategy, and checks what the package promises.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer-wrapper",
         choices=list(WRAPPERS),
         default="cross_shard",
-        help="whose promises to check",
+        help="the optimizer whose promises to check",
     )
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=2, help="cross_shard's")
-    parser.add_argument("--towers", type=int, default=4, help="tower's")
-    parser.add_argument("--period", type=int, default=5, help="agn's")
+    parser.add_argument("--groups", type=int, default=2, help="for cross_shard")
+    parser.add_argument("--towers", type=int, default=4, help="for tower")
+    parser.add_argument("--period", type=int, default=5, help="for agn")
     parser.add_argument("--epochs", type=int, default=promises.DEFAULT_EPOCHS)
     parser.add_argument(
         "--optimizer",
@@ -44,13 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="a picture of the groups' loss curves (cross_shard's)",
+        help="save a plot of the groups' loss curves (for cross_shard)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run)
 
 
-def _check_arguments(options, parser):
+def _check_arguments(
+    options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
     batch_size = digits_lib.BATCH_SIZE
     if options.replicas < 2 or batch_size % options.replicas:
         parser.error(
@@ -72,15 +74,15 @@ def _check_arguments(options, parser):
         if value < 1:
             parser.error(f"--{name} {value}: must be at least 1")
     if options.plot and options.optimizer_wrapper != "cross_shard":
-        parser.error("--plot shows groups, which only cross_shard has here")
+        parser.error("--plot shows groups, which only cross_shard has")
 
 
-def run(options, parser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Trains, prints the table and checks the promises.
 
     Args:
       options: The command's arguments.
-      parser: Says what is wrong with them.
+      parser: Reports errors in them.
 
     Returns:
       0 if every promise holds, else 1.

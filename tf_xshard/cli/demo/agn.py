@@ -1,9 +1,12 @@
-"""AGNOptimizer's promises: as one device at period 1, and as local SGD."""
+"""AGNOptimizer's promises: one device at period 1, and local SGD."""
 
 from __future__ import annotations
 
+import argparse
+
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tf_xshard
 from tf_xshard.cli.demo import digits as digits_lib
@@ -11,16 +14,20 @@ from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import training
 
 
-def show(options, strategy, digits) -> promises_lib.Promises:
-    """One device, period 1, local SGD against replicas one by one, and AGN.
+def show(
+    options: argparse.Namespace,
+    strategy: tf.distribute.Strategy,
+    digits: digits_lib.Digits,
+) -> promises_lib.Promises:
+    """Trains one device, period 1, local SGD, its reference, and AGN.
 
     Args:
       options: The command's arguments.
-      strategy: The strategy that trains.
+      strategy: The strategy to train under.
       digits: The batches.
 
     Returns:
-      What holds and what does not.
+      Which promises hold.
     """
     num_replicas, period = strategy.num_replicas_in_sync, options.period
     num_steps = options.epochs * digits.steps_per_epoch
@@ -78,7 +85,7 @@ def show(options, strategy, digits) -> promises_lib.Promises:
     )
 
     promises = promises_lib.Promises("its reference")
-    promises.show("one device", one, "reference of the next")
+    promises.show("one device", one, "reference of the next row")
     promises.check("AGN, period 1", each_step, one.weights[0], one.tolerance())
     tolerance = training.tolerance(training.difference(averaged, permuted))
     promises.check(f"local SGD, period {period}", updates, averaged, tolerance)
@@ -86,7 +93,7 @@ def show(options, strategy, digits) -> promises_lib.Promises:
         "never averaged (on purpose)", wrong, averaged, tolerance, right=False
     )
     promises.show(f"AGN, period {period}", documented, "another algorithm")
-    expected = -(-num_steps // period)  # fit ends with an exchange.
+    expected = -(-num_steps // period)  # One at the end of fit.
     for row, trained in (("local SGD", updates), ("AGN", documented)):
         apart = training.deviation(trained.weights, trained.weights[0])
         promises.check_that(
@@ -101,8 +108,23 @@ def show(options, strategy, digits) -> promises_lib.Promises:
     return promises
 
 
-def _replicas_one_by_one(digits, options, num_replicas, permuted=False):
-    """Local SGD on one device: train each replica, average in NumPy, repeat."""
+def _replicas_one_by_one(
+    digits: digits_lib.Digits,
+    options: argparse.Namespace,
+    num_replicas: int,
+    permuted: bool = False,
+) -> list[np.ndarray]:
+    """Local SGD on one device: train each replica, average in NumPy, repeat.
+
+    Args:
+      digits: The batches.
+      options: The command's arguments.
+      num_replicas: The number of replicas.
+      permuted: Whether to reorder the rows of each batch.
+
+    Returns:
+      The average of each of the model's weights.
+    """
     print(
         "\nEach replica by itself on one device, averaged every"
         f" {options.period} steps"

@@ -1,10 +1,14 @@
-"""CrossShardOptimizer's promises: as one device, and groups as theirs."""
+"""CrossShardOptimizer's promises: all replicas as one device, and groups."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 import tf_xshard
 from tf_xshard.cli.demo import digits as digits_lib
@@ -14,16 +18,20 @@ from tf_xshard.cli.demo import training
 MIN_GROUP_DIFFERENCE = 1e-3
 
 
-def show(options, strategy, digits) -> promises_lib.Promises:
-    """One device, plain Keras, all replicas, groups, and a wrong reduction.
+def show(
+    options: argparse.Namespace,
+    strategy: tf.distribute.Strategy,
+    digits: digits_lib.Digits,
+) -> promises_lib.Promises:
+    """Trains one device, plain Keras, all replicas, groups, and a wrong sum.
 
     Args:
       options: The command's arguments.
-      strategy: The strategy that trains.
+      strategy: The strategy to train under.
       digits: The batches.
 
     Returns:
-      What holds and what does not.
+      Which promises hold.
     """
     num_replicas = strategy.num_replicas_in_sync
     groups = tf_xshard.GroupAssignment.strided(
@@ -36,7 +44,7 @@ def show(options, strategy, digits) -> promises_lib.Promises:
             inner, group_assignment=assignment
         )
 
-    losses = []
+    losses: list[list[float]] = []
     watch = _LossOfGroups(groups, digits, options.seed, losses)
     one = training.Trained("One device, the same global batch", digits, options)
     tolerance = one.tolerance()
@@ -68,7 +76,7 @@ def show(options, strategy, digits) -> promises_lib.Promises:
     ]
     tolerances = [reference.tolerance() for reference in alone]
     wrong = training.Trained(
-        "A wrong reduction: every replica by itself",
+        "A wrong reduction: every replica alone",
         digits,
         options,
         strategy,
@@ -116,18 +124,37 @@ def show(options, strategy, digits) -> promises_lib.Promises:
 
 
 class _LossOfGroups(keras.callbacks.Callback):
-    """Each group's validation loss after every epoch."""
+    """Each group's validation loss after every epoch.
 
-    def __init__(self, groups, digits, seed, losses):
+    Args:
+      groups: The groups.
+      digits: The data that validates.
+      seed: The seed of the model.
+      losses: A list that gets each epoch's losses, one per group.
+    """
+
+    def __init__(
+        self,
+        groups: tf_xshard.GroupAssignment,
+        digits: digits_lib.Digits,
+        seed: int,
+        losses: list[list[float]],
+    ):
         super().__init__()
         self._groups, self._digits = groups, digits
         self._seed, self._losses = seed, losses
 
-    def bound_to(self, model, strategy):
+    def bound_to(
+        self, model: keras.Model, strategy: tf.distribute.Strategy
+    ) -> _LossOfGroups:
+        """This callback, for a model under a strategy."""
         self._strategy = strategy
         return self
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """See the base class."""
         weights = training.of_replicas(self.model, self._strategy)
         self._losses.append(
             [
@@ -139,7 +166,9 @@ class _LossOfGroups(keras.callbacks.Callback):
         )
 
 
-def _plot(losses, groups, path):
+def _plot(
+    losses: list[list[float]], groups: Iterable[tuple[int, ...]], path: str
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -158,7 +187,7 @@ def _plot(losses, groups, path):
         xlabel="epoch",
         ylabel="validation loss",
         yscale="log",
-        title="Groups that train apart (handwritten digits)",
+        title="Groups train independently (handwritten digits)",
     )
     axes.legend()
     axes.grid(alpha=0.3)

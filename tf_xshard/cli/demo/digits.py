@@ -1,8 +1,9 @@
-"""Handwritten digits, the model that learns them, and its optimizers."""
+"""Handwritten digits, the model that classifies them, and its optimizers."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -24,7 +25,16 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass
 class Digits:
-    """Every batch of every epoch in order, and what validates."""
+    """Every batch of every epoch in order, and the validation data.
+
+    Attributes:
+      x: Images, float32 [num_epochs * steps_per_epoch * batch_size, 8, 8, 1].
+      y: Their digits, int32 of the same length.
+      x_validation: Images, float32 [num_images, 8, 8, 1].
+      y_validation: Their digits, int32 [num_images].
+      steps_per_epoch: The number of batches in an epoch.
+      batch_size: The number of images in a batch.
+    """
 
     x: np.ndarray
     y: np.ndarray
@@ -33,11 +43,19 @@ class Digits:
     steps_per_epoch: int
     batch_size: int = BATCH_SIZE
 
-    def of_shards(self, members, num_replicas) -> Digits:
-        """What some replicas see of each batch."""
+    def of_shards(self, members: Sequence[int], num_replicas: int) -> Digits:
+        """The shards of each batch that some replicas get.
+
+        Args:
+          members: The ids of these replicas.
+          num_replicas: The number of all replicas.
+
+        Returns:
+          The rows of these replicas.
+        """
         shard = self.batch_size // num_replicas
-        rows = np.arange(len(self.x)).reshape(-1, num_replicas, shard)
-        rows = rows[:, list(members)].reshape(-1)
+        by_replica = np.arange(len(self.x)).reshape(-1, num_replicas, shard)
+        rows = by_replica[:, list(members)].reshape(-1)
         return dataclasses.replace(
             self,
             x=self.x[rows],
@@ -45,24 +63,46 @@ class Digits:
             batch_size=shard * len(members),
         )
 
-    def in_parts(self, num_parts) -> Digits:
-        """The same rows in batches that are smaller by a factor."""
+    def in_parts(self, num_parts: int) -> Digits:
+        """The same rows, with every batch split into parts.
+
+        Args:
+          num_parts: The number of parts, which divides the batch size.
+
+        Returns:
+          The same rows in smaller batches.
+        """
         return dataclasses.replace(
             self,
             steps_per_epoch=self.steps_per_epoch * num_parts,
             batch_size=self.batch_size // num_parts,
         )
 
-    def with_permuted_batches(self, seed) -> Digits:
-        """The same batches, with their rows in another order."""
+    def with_permuted_batches(self, seed: int) -> Digits:
+        """The same batches, with the rows of each in another order.
+
+        Args:
+          seed: The seed of the order.
+
+        Returns:
+          The same rows, reordered.
+        """
         rng = np.random.default_rng(seed)
-        rows = np.arange(len(self.x)).reshape(-1, self.batch_size)
-        rows = rng.permuted(rows, axis=1).reshape(-1)
+        batches = np.arange(len(self.x)).reshape(-1, self.batch_size)
+        rows = rng.permuted(batches, axis=1).reshape(-1)
         return dataclasses.replace(self, x=self.x[rows], y=self.y[rows])
 
 
-def load(epochs, seed) -> Digits:
-    """1,797 real images, which scikit-learn has; nothing is downloaded."""
+def load(epochs: int, seed: int) -> Digits:
+    """1,797 real images, which are part of scikit-learn: no download.
+
+    Args:
+      epochs: The number of epochs.
+      seed: The seed of the split and of the order in each epoch.
+
+    Returns:
+      All batches.
+    """
     from sklearn import datasets
 
     digits = datasets.load_digits()
@@ -78,8 +118,15 @@ def load(epochs, seed) -> Digits:
     return Digits(x[rows], y[rows], x[validation], y[validation], steps)
 
 
-def model(seed) -> keras.Model:
-    """A small convolutional classifier."""
+def model(seed: int) -> keras.Model:
+    """A small convolutional classifier.
+
+    Args:
+      seed: The seed of its weights.
+
+    Returns:
+      A model from images [batch_size, 8, 8, 1] to logits [batch_size, 10].
+    """
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     return keras.Sequential(
@@ -93,8 +140,18 @@ def model(seed) -> keras.Model:
     )
 
 
-def compiled(made, optimizer) -> keras.Model:
-    """The model with its loss and metric."""
+def compiled(
+    made: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> keras.Model:
+    """Compiles a model with the loss and the metric of the demo.
+
+    Args:
+      made: The model.
+      optimizer: Its optimizer.
+
+    Returns:
+      The model.
+    """
     made.compile(
         optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -103,8 +160,19 @@ def compiled(made, optimizer) -> keras.Model:
     return made
 
 
-def evaluate(weights, digits: Digits, seed) -> list[float]:
-    """Validation loss and accuracy of some weights, on one device."""
+def evaluate(
+    weights: Sequence[np.ndarray], digits: Digits, seed: int
+) -> list[float]:
+    """Validation loss and accuracy of weights, on one device.
+
+    Args:
+      weights: The value of each of the model's weights, of its shape.
+      digits: The validation data.
+      seed: The seed of the model.
+
+    Returns:
+      The loss and the accuracy.
+    """
     made = compiled(model(seed), keras.optimizers.SGD())
     made.set_weights(weights)
     x = digits.x_validation

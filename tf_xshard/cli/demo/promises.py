@@ -1,6 +1,10 @@
-"""What a demo promises: a table of runs, and what does not hold."""
+"""What a demo promises: a table of runs, and the promises that fail."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from tf_xshard.cli.demo import training
 
@@ -17,11 +21,24 @@ class Promises:
 
     def __init__(self, reference: str):
         self._head = ("run", "accuracy", "moved", f"max |dw| from {reference}")
-        self._rows = []
-        self._failures = []
+        self._rows: list[tuple[str, str, str, str]] = []
+        self._failures: list[str] = []
 
-    def show(self, row, trained=None, remark="", replica_id=0) -> None:
-        """Adds a row of which nothing is promised."""
+    def show(
+        self,
+        row: str,
+        trained: training.Trained | None = None,
+        remark: str = "",
+        replica_id: int = 0,
+    ) -> None:
+        """Adds a row about which nothing is promised.
+
+        Args:
+          row: The row's title.
+          trained: The run, None if there are no numbers.
+          remark: The text of the last column.
+          replica_id: The replica whose numbers are shown.
+        """
         self._rows.append(
             (
                 row,
@@ -32,9 +49,24 @@ class Promises:
         )
 
     def check(
-        self, row, trained, reference, tolerance, members=None, right=True
+        self,
+        row: str,
+        trained: training.Trained,
+        reference: Sequence[np.ndarray],
+        tolerance: float,
+        members: Sequence[int] | None = None,
+        right: bool = True,
     ) -> None:
-        """Promises that replicas hold a reference's weights, or that not."""
+        """Promises that replicas have a reference's weights, or others.
+
+        Args:
+          row: The row's title.
+          trained: The run.
+          reference: The weights of the reference, of the model's shapes.
+          tolerance: The largest difference that counts as equal.
+          members: The ids of the replicas, None for all.
+          right: Whether the weights should be equal.
+        """
         deviation = training.deviation(trained.weights, reference, members)
         holds = deviation <= tolerance
         self.show(
@@ -50,15 +82,27 @@ class Promises:
             f" {tolerance:.1e}",
         )
 
-    def check_that(self, holds, otherwise: str) -> None:
-        """Promises anything else."""
+    def check_that(self, holds: bool, otherwise: str) -> None:
+        """Promises anything else.
+
+        Args:
+          holds: Whether the promise holds.
+          otherwise: What is printed if it does not.
+        """
         if not holds:
             self._failures.append(otherwise)
 
-    def check_accuracy(self, runs, epochs) -> None:
-        """Promises that runs have learned."""
+    def check_accuracy(
+        self, runs: Iterable[training.Trained], epochs: int
+    ) -> None:
+        """Promises the accuracy of runs, if they are long enough.
+
+        Args:
+          runs: The runs.
+          epochs: The number of epochs in each.
+        """
         if epochs < DEFAULT_EPOCHS:
-            print(f"accuracy is promised from {DEFAULT_EPOCHS} epochs on")
+            print(f"accuracy is not checked below {DEFAULT_EPOCHS} epochs")
             return
         least = min(trained.accuracy() for trained in runs)
         self.check_that(
@@ -74,12 +118,12 @@ class Promises:
         for title, accuracy, moved, remark in self._rows:
             print(f"{title:{width}}  {accuracy:8}  {moved:6}  {remark}")
         print(
-            "tolerance: three times what another order of the rows inside each"
-            " batch changes on one device"
+            "tolerance: three times the change on one device when the rows of"
+            " each batch are reordered"
         )
 
     def exit_code(self) -> int:
-        """Prints what does not hold; 0 if that is nothing, else 1."""
+        """Prints the promises that fail; 0 if there are none, else 1."""
         for failure in self._failures:
             print(f"FAILED: {failure}")
         if not self._failures:

@@ -1,6 +1,10 @@
-"""TowerOptimizer's promises: k towers train as one batch k times as large."""
+"""TowerOptimizer's promises: k towers train like one batch k times as large."""
 
 from __future__ import annotations
+
+import argparse
+
+import tensorflow as tf
 
 import tf_xshard
 from tf_xshard.cli.demo import digits as digits_lib
@@ -8,16 +12,20 @@ from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import training
 
 
-def show(options, strategy, digits) -> promises_lib.Promises:
-    """One device, plain Keras' accumulation, towers over time and in a step.
+def show(
+    options: argparse.Namespace,
+    strategy: tf.distribute.Strategy,
+    digits: digits_lib.Digits,
+) -> promises_lib.Promises:
+    """Trains one device, plain Keras' accumulation, and towers.
 
     Args:
       options: The command's arguments.
-      strategy: The strategy that trains.
+      strategy: The strategy to train under.
       digits: The batches.
 
     Returns:
-      What holds and what does not.
+      Which promises hold.
     """
     num_towers = options.towers
     parts = digits.in_parts(num_towers)
@@ -32,7 +40,7 @@ def show(options, strategy, digits) -> promises_lib.Promises:
     one = training.Trained("One device, the same batches", digits, options)
     tolerance = one.tolerance()
     over_time = training.Trained(
-        f"TowerOptimizer, {num_towers} steps for an update",
+        f"TowerOptimizer, {num_towers} steps per update",
         parts,
         options,
         strategy,
@@ -47,7 +55,7 @@ def show(options, strategy, digits) -> promises_lib.Promises:
         train_step=tf_xshard.tower_train_step(),
     )
     wrong = training.Trained(
-        "Without towers: an update for each small batch",
+        "Without towers: one update per small batch",
         parts,
         options,
         strategy,
@@ -81,7 +89,13 @@ def show(options, strategy, digits) -> promises_lib.Promises:
     return promises
 
 
-def _plain_accumulation(parts, options, strategy) -> str:
+def _plain_accumulation(
+    parts: digits_lib.Digits,
+    options: argparse.Namespace,
+    strategy: tf.distribute.Strategy,
+) -> str:
+    """Trains with Keras' own accumulation; the accuracy, or the error."""
+
     def accumulating(inner):
         config = inner.get_config()
         config["gradient_accumulation_steps"] = options.towers

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -12,23 +16,34 @@ from tf_xshard.cli.demo import digits as digits_lib
 
 
 class Trained:
-    """A finished run: the weights of every replica, and what they are worth.
+    """A finished run: the weights of every replica, and their accuracy.
+
+    Args:
+      title: What is printed before it.
+      digits: The batches.
+      options: The command's arguments.
+      strategy: The strategy to train under, None for one device.
+      wrap: A function from the inner optimizer to the optimizer, None for the
+        inner one.
+      callbacks: Functions from the model and the strategy to a callback.
+      train_step: A `train_step` with the model as its first argument, None for
+        the model's own.
 
     Attributes:
       model: The model.
       start: The weights that it started from.
-      weights: `weights[replica][variable]`.
+      weights: `weights[replica][variable]`, arrays of the model's shapes.
     """
 
     def __init__(
         self,
-        title,
-        digits,
-        options,
-        strategy=None,
-        wrap=None,
-        callbacks=(),
-        train_step=None,
+        title: str,
+        digits: digits_lib.Digits,
+        options: argparse.Namespace,
+        strategy: tf.distribute.Strategy | None = None,
+        wrap: Callable[[Any], keras.optimizers.Optimizer] | None = None,
+        callbacks: Iterable[Callable[..., keras.callbacks.Callback]] = (),
+        train_step: Callable[..., Any] | None = None,
     ):
         print(f"\n{title}", flush=True)
         with strategy.scope() if strategy else contextlib.nullcontext():
@@ -51,18 +66,18 @@ class Trained:
         self._digits, self._options = digits, options
         self.weights = of_replicas(model, strategy)
 
-    def moved(self, replica_id=0) -> float:
-        """The largest change of a weight."""
+    def moved(self, replica_id: int = 0) -> float:
+        """The largest change of a weight on a replica."""
         return difference(self.weights[replica_id], self.start)
 
-    def accuracy(self, replica_id=0) -> float:
-        """On the validation data."""
+    def accuracy(self, replica_id: int = 0) -> float:
+        """The accuracy of a replica on the validation data."""
         return digits_lib.evaluate(
             self.weights[replica_id], self._digits, self._options.seed
         )[1]
 
     def tolerance(self) -> float:
-        """How exact float32 is: what the order of rows in a batch changes."""
+        """The precision of float32: what the order of rows changes."""
         permuted = Trained(
             "The same with the rows inside each batch in another order",
             self._digits.with_permuted_batches(self._options.seed),
@@ -72,12 +87,29 @@ class Trained:
 
 
 def tolerance(of_permuted_rows: float) -> float:
-    """What counts as equal, by what another order of rows changes."""
+    """The largest difference that counts as equal.
+
+    Args:
+      of_permuted_rows: The difference after reordering rows on one device.
+
+    Returns:
+      Three times that, 1e-6 at least.
+    """
     return max(1e-6, 3 * of_permuted_rows)
 
 
-def of_replicas(model, strategy) -> list[list[np.ndarray]]:
-    """`weights[replica][variable]`."""
+def of_replicas(
+    model: keras.Model, strategy: tf.distribute.Strategy | None
+) -> list[list[np.ndarray]]:
+    """The weights of every replica.
+
+    Args:
+      model: The model.
+      strategy: Its strategy, None for one device.
+
+    Returns:
+      `weights[replica][variable]`, arrays of the model's shapes.
+    """
     if strategy is None:
         return [model.get_weights()]
     of_variables = [
@@ -87,15 +119,38 @@ def of_replicas(model, strategy) -> list[list[np.ndarray]]:
     return [list(of_replica) for of_replica in zip(*of_variables, strict=True)]
 
 
-def difference(some, others) -> float:
-    """The largest one between two lists of weights."""
-    # np.max and not max, which can lose a nan.
+def difference(
+    some: Sequence[np.ndarray], others: Sequence[np.ndarray]
+) -> float:
+    """The largest difference between two lists of weights.
+
+    Args:
+      some: The weights of one model.
+      others: Those of the other, of the same shapes.
+
+    Returns:
+      The largest absolute difference, nan if there is a nan.
+    """
+    # np.max, because max can drop a nan.
     return float(
         np.max([np.abs(a - b).max() for a, b in zip(some, others, strict=True)])
     )
 
 
-def deviation(weights, reference, members=None) -> float:
-    """The largest difference of any replica's weights from a reference's."""
+def deviation(
+    weights: Sequence[Sequence[np.ndarray]],
+    reference: Sequence[np.ndarray],
+    members: Iterable[int] | None = None,
+) -> float:
+    """The largest difference between replicas' weights and a reference's.
+
+    Args:
+      weights: `weights[replica][variable]`.
+      reference: The weights of the reference, of the same shapes.
+      members: The ids of the replicas, None for all.
+
+    Returns:
+      The largest absolute difference, nan if there is a nan.
+    """
     members = range(len(weights)) if members is None else members
     return float(np.max([difference(weights[r], reference) for r in members]))
