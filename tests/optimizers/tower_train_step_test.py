@@ -441,5 +441,5 @@ def test_refuses_devices_where_there_is_one():
     towers = lambda: tf_xshard.TowerOptimizer(_adam(), 2)
     with pytest.raises(ValueError, match="jit_compile=False"):
         _fit(towers, None, ["CPU:1"], jit_compile=True)
-    with pytest.raises(ValueError, match="A TPU's program has one device"):
+    with pytest.raises(ValueError, match="A TPU program has one device"):
         _fit(towers, replicas.tpu(4), ["CPU:1"])

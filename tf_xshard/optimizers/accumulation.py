@@ -1,7 +1,7 @@
-"""Gradients of several calls, added up for one update.
+"""Gradients of several calls, summed for one update.
 
-TowerOptimizer and AGNOptimizer keep one accumulator for each variable, on each
-replica. Rows of an embedding stay rows where a sum needs no more.
+TowerOptimizer and AGNOptimizer keep one accumulator per variable on each
+replica. Where possible, sums of IndexedSlices stay IndexedSlices.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tf_xshard.distribute import replica_variables
 
 
 class SeenVariables:
-    """Variables that have had a gradient, by their number.
+    """Variables that have had a gradient, by their index.
 
-    Whether a variable has a gradient is known when a call is traced, and an
-    update of what several calls have accumulated handles those that were seen
-    by then. A function that is traced later must not add to them, or the
-    update would leave its gradients behind.
+    Whether a variable has a gradient is known when a call is traced. An update
+    of the accumulated gradients handles the variables seen by the time it is
+    traced. A function traced later must not add variables, since that update
+    would never apply their gradients.
 
     Args:
       optimizer_name: For errors.
@@ -48,29 +48,29 @@ class SeenVariables:
         return index not in self._dense
 
     def add(self, index: int, name: str, sparse: bool = False) -> None:
-        """Notes a gradient.
+        """Records a gradient.
 
         Args:
-          index: The variable's number.
+          index: The variable's index.
           name: Its name, for errors.
           sparse: Whether the gradient is IndexedSlices.
 
         Raises:
-          ValueError: If an update that was traced before, in another function,
-            does not handle it.
+          ValueError: If an update traced earlier, in another function, does
+            not handle it.
         """
         known = index in self._seen and (sparse or index in self._dense)
         if not known and self._has_other_updates():
-            # Functions that nobody can call any more do not count.
+            # Functions that can no longer be called do not count.
             gc.collect()
             if self._has_other_updates():
                 raise ValueError(
                     f"{self._optimizer_name}: {name!r} has"
                     f" {'IndexedSlices' if sparse else 'a dense gradient'} in"
                     " a tf.function that is traced after another one of this"
-                    " optimizer, whose update does not handle it. Give that"
-                    " gradient in both (zeros where there is none), or give"
-                    " each function an optimizer of its own."
+                    " optimizer, whose update does not handle it. Pass that"
+                    " gradient in both (zeros where there is none), or use a"
+                    " separate optimizer for each function."
                 )
         self._seen.add(index)
         if not sparse:
@@ -81,7 +81,7 @@ class SeenVariables:
         return any(graph is not here for graph in self._updates)
 
     def note_update(self) -> None:
-        """Called where an update is made of what was seen."""
+        """Records that an update of the seen variables is being traced."""
         graph = replica_context.outermost_graph()
         if graph is not None:
             self._updates.add(graph)
@@ -90,16 +90,16 @@ class SeenVariables:
 class GradientAccumulator:
     """The sums of gradients of several calls, on this replica.
 
-    The variables that it makes belong to the optimizer, which gives them the
-    attributes under which checkpoints know them.
+    The variables it creates belong to the optimizer, which assigns them to the
+    attributes under which checkpoints store them.
 
     Args:
       variables: The trainable variables, in the optimizer's order.
-      suffix: Ends the names of the sums.
-      seen: What the optimizer's gradients are, between traces.
-      has_sums: Whether there are sums. Without them only what was seen is kept.
-      is_sparse: Whether touched rows are counted, so that sums of
-        IndexedSlices can be taken as such.
+      suffix: The suffix of the sums' names.
+      seen: The variables with gradients, shared between traces.
+      has_sums: Whether to keep sums, or only the record of what was seen.
+      is_sparse: Whether to count touched rows, so that sums of IndexedSlices
+        can be returned as IndexedSlices.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class GradientAccumulator:
             for v in variables
             if has_sums
         ]
-        # Rows of an embedding that a round has touched.
+        # Embedding rows touched in this round.
         self.touched = [
             replica_variables.make(
                 v.shape[:1],
@@ -136,7 +136,7 @@ class GradientAccumulator:
 
         Args:
           gradients: Tensors of the variables' shapes, IndexedSlices or None.
-          indices: The numbers of their variables.
+          indices: The indices of their variables.
 
         Raises:
           ValueError: See `SeenVariables.add`.
@@ -157,17 +157,17 @@ class GradientAccumulator:
                 )
 
     def read(self, index: int) -> tf.Tensor:
-        """A variable's sum, a tensor of its shape."""
+        """A variable's sum, as a tensor of its shape."""
         return replica_variables.read(self.sums[index])
 
     def pop(self, index: int) -> Any:
-        """A variable's sum, which is zero afterwards.
+        """Returns a variable's sum and resets it to zero.
 
         Args:
-          index: The variable's number.
+          index: The variable's index.
 
         Returns:
-          A tensor, or IndexedSlices if all gradients were such.
+          A tensor, or IndexedSlices if all gradients were IndexedSlices.
         """
         total: Any = self.read(index)
         if self.touched and self._seen.is_sparse(index):

@@ -1,4 +1,4 @@
-"""What AGNOptimizer may be given, and its copy of an optimizer."""
+"""Checks of AGNOptimizer's arguments, and its copy of an optimizer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ACCUMULATIONS = ("gradients", "updates")
 def check(
     num_worker: Any, communication_period: Any, accumulate: Any, normalize: Any
 ) -> None:
-    """Checks AGNOptimizer's arguments of those names.
+    """Checks AGNOptimizer's arguments of the same names.
 
     Raises:
-      TypeError, ValueError: For what it can't take.
+      TypeError, ValueError: If an argument is invalid.
     """
     checks.positive_integer("communication_period", communication_period)
     if num_worker is not None:
@@ -29,8 +29,8 @@ def check(
         found = tf.distribute.get_strategy().num_replicas_in_sync
         if num_worker != found:
             raise ValueError(
-                f"num_worker is {num_worker}, and the strategy has {found}"
-                " replicas. Leave it out, or make the optimizer in the"
+                f"num_worker is {num_worker}, but the strategy has {found}"
+                " replicas. Leave it out, or create the optimizer in the"
                 " scope of the strategy that trains."
             )
     if accumulate not in ACCUMULATIONS:
@@ -42,37 +42,37 @@ def check(
 
 
 def check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
-    """Checks the two optimizers, of which the second may be None.
+    """Checks the two optimizers; the second may be None.
 
     Raises:
-      ValueError: For what they must not be, or have inside.
+      ValueError: If either is, or wraps, an optimizer that is not allowed.
     """
     for one in (inner_optimizer, local_optimizer):
         _refuse_inside(one)
     if getattr(inner_optimizer, "built", False):
         raise ValueError(
-            f"The inner optimizer {inner_optimizer.name!r} has been built, for"
-            " variables that are not the center. Give a new one."
+            f"The inner optimizer {inner_optimizer.name!r} has been built for"
+            " variables that are not the center. Pass a new one."
         )
     if local_optimizer is not None and local_optimizer is inner_optimizer:
         raise ValueError(
-            "local_optimizer is the inner optimizer itself. Give another"
-            " object; None (the default) makes a copy."
+            "local_optimizer is the inner optimizer itself. Pass another"
+            " object, or None (the default) to make a copy."
         )
 
 
 def check_variables(variables: Sequence) -> None:
-    """Checks what will be trained.
+    """Checks the variables that will be trained.
 
     Raises:
-      ValueError: For statistics of float8 training.
+      ValueError: If one is a float8 training statistic.
     """
     for variable in variables:
         if inner_update.is_overwritten(variable):
             raise ValueError(
                 f"{variable.path} is overwritten by its gradient (float8"
-                " training), which has no accumulation. AGNOptimizer does not"
-                " take it; use CrossShardOptimizer or another dtype policy."
+                " training), which can't be accumulated. AGNOptimizer does not"
+                " support it; use CrossShardOptimizer or another dtype policy."
             )
 
 
@@ -82,17 +82,17 @@ def copied(
     """A local optimizer like the inner one.
 
     Raises:
-      ValueError: If its config does not make another.
+      ValueError: If it can't be copied by its config.
     """
     try:
         config = inner_optimizer.get_config()
-        # Legacy .h5 files hold variables by path, hence by optimizer's name.
+        # Legacy .h5 files key variables by path, which contains this name.
         config["name"] = f"{inner_optimizer.name}_local"
         return type(inner_optimizer).from_config(config)
     except Exception as error:
         raise ValueError(
             f"{type(inner_optimizer).__name__} can't be copied by its config"
-            f" ({error}). Give AGNOptimizer a local_optimizer."
+            f" ({error}). Pass a local_optimizer to AGNOptimizer."
         ) from error
 
 
@@ -103,13 +103,13 @@ def _refuse_inside(optimizer: Any) -> None:
         if tree.is_wrapper(one):
             raise ValueError(
                 f"{type(one).__name__} is inside AGNOptimizer, which reduces by"
-                " itself. Give the optimizer that is inside of it."
+                " itself. Pass the optimizer that it wraps instead."
             )
         if isinstance(one, keras.optimizers.LossScaleOptimizer) or (
             one.loss_scale_factor
         ):
             raise ValueError(
-                "AGNOptimizer takes no loss scaling: replicas would scale apart"
-                " between exchanges. Use bfloat16 (mixed_bfloat16), which needs"
-                " none."
+                "AGNOptimizer does not support loss scaling: the replicas'"
+                " loss scales would diverge between exchanges. Use bfloat16"
+                " (mixed_bfloat16), which needs none."
             )

@@ -1,4 +1,4 @@
-"""AGNOptimizer: local steps on each replica, an exchange now and then."""
+"""AGNOptimizer: local steps on each replica, with periodic exchanges."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tf_xshard.reduction import gradients as gradients_lib
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class AGNOptimizer(wrapper.OptimizerWrapper):
-    """Accumulated gradient normalization: communicate every so many steps.
+    """Accumulated gradient normalization: communicate every few steps.
 
-    Each replica is a worker that trains variables of its own. Every
-    `communication_period` steps what it has accumulated, divided by the number
-    of its steps, is combined over the group, and the inner optimizer applies
-    that to a center; all workers of the group go on from there.
+    Each replica is a worker that trains its own copy of the variables. Every
+    `communication_period` steps its accumulated gradients, divided by the
+    number of steps, are combined over the group, and the inner optimizer
+    applies the result to a center. All workers of the group continue from it.
 
     ```
     each call             local    <-  local_optimizer(gradient)
@@ -44,22 +44,22 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
     With `accumulate="updates", normalize=False` and an inner `SGD(1.0)` this is
     local SGD (model averaging); with Nesterov momentum, DiLoCo.
 
-    Between exchanges nothing crosses replicas, so their variables differ, and
-    TensorFlow shows and saves those of replica 0. At the end of `fit` the
+    Between exchanges replicas do not communicate, so their variables differ,
+    and TensorFlow shows and saves those of replica 0. At the end of `fit` the
     center is put into the model, after an early exchange if steps are pending.
 
     Args:
       inner_optimizer: The `keras.optimizers.Optimizer` of the center.
-      num_worker: The number of replicas, checked if it is given. Default: None.
+      num_worker: The number of replicas, checked if given. Default: None.
       communication_period: Steps from one exchange to the next, at least 1.
         Default: 10.
-      local_optimizer: The optimizer of the replicas' own variables, whose slots
-        are never reset. Default: a copy of the inner one. (A legacy `.h5` file
-        needs two different names of optimizers.)
-      accumulate: `"gradients"` (default), or `"updates"`: what the local steps
-        have changed, center - local.
-      normalize: Whether the accumulation is divided by the number of local
-        steps in it, as in the paper. Default: True.
+      local_optimizer: The optimizer of the replicas' own variables; its slot
+        variables are never reset. Default: a copy of the inner optimizer. (A
+        legacy `.h5` file needs two optimizers with different names.)
+      accumulate: `"gradients"` (default), or `"updates"`: the change made by
+        the local steps, center - local.
+      normalize: Whether the accumulation is divided by its number of local
+        steps, as in the paper. Default: True.
       reduction: `"mean"` (default) or `"sum"` over the replicas of a group.
       group_assignment: See `CrossShardOptimizer`.
       loss_normalization: See `CrossShardOptimizer`.
@@ -67,8 +67,8 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
       name: The optimizer's name.
 
     Raises:
-      TypeError: If an argument has a wrong type.
-      ValueError: If an argument has a wrong value, a LossScaleOptimizer or a
+      TypeError: If an argument has the wrong type.
+      ValueError: If an argument is invalid, a LossScaleOptimizer or a
         tf_xshard optimizer is inside, or the strategy is not supported.
 
     Example:
@@ -146,7 +146,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
 
     @property
     def center_is_shown(self) -> bool:
-        """Whether the model's variables hold the center now."""
+        """Whether the model's variables currently hold the center."""
         if not self.built:
             return False
         [shown, *_] = self._strategy.experimental_local_results(
@@ -156,7 +156,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
 
     @property
     def exchanges(self) -> keras.Variable | tf.Tensor:
-        """How many exchanges there were; a variable when it is built."""
+        """The number of exchanges so far; a variable once built."""
         return self._exchanges if self.built else tf.constant(0, tf.int64)
 
     @property
@@ -166,7 +166,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
 
     @property
     def learning_rate(self) -> Any:
-        """The local optimizer's learning rate; can be set.
+        """The local optimizer's learning rate; settable.
 
         The center's is `inner_optimizer.learning_rate`.
         """
@@ -178,7 +178,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The center, what is counted, and both optimizers' variables."""
+        """The center, the counters, and both optimizers' variables."""
         return super().variables + self.local_optimizer.variables
 
     def exclude_from_weight_decay(
@@ -195,7 +195,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         Raises:
           ValueError: If the optimizer has been built.
         """
-        # The center does not exist yet; it will have the variables' paths.
+        # The center does not exist yet; it will get the variables' paths.
         names = [*(var_names or ())] + [
             f"{re.escape(variable.path)}$" for variable in var_list or ()
         ]
@@ -204,7 +204,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
 
     def _build(self, variables: list) -> None:
         agn_arguments.check_variables(variables)
-        # Before this optimizer's own name becomes a part of their paths.
+        # Before this optimizer's own name becomes part of their paths.
         self._center = [replica_variables.copy_of(v) for v in variables]
         super()._build(variables)
 
@@ -216,11 +216,11 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             has_sums=self._accumulate == "gradients",
         )
         self._set_untracked("_accumulator", accumulator)
-        # Checkpoints know the variables by this name.
+        # Checkpoints store the variables under this name.
         self._accumulators = accumulator.sums
         self._pending = replica_variables.make((), "int32", "pending")
         self._exchanges = replica_variables.make((), "int64", "exchanges")
-        # Saved, since a file can be written while the center is shown.
+        # Saved because a file can be written while the center is shown.
         self._shown = replica_variables.make((), "int32", "center_is_shown")
         self.inner_optimizer.build(self._center)
         with keras.name_scope("local"):
@@ -241,7 +241,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         self._accumulator.add(gradients, indices)
         replica_variables.assign(self._pending, pending + 1)
         replica_variables.cond(
-            # More, if steps of a longer period were loaded.
+            # Greater if steps of a longer period were loaded.
             pending + 1 >= self._period,
             lambda: self._exchange(pending + 1, indices, here),
         )
@@ -250,21 +250,21 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         own = self._strategy
         if own.num_replicas_in_sync > 1 and not tf.distribute.has_strategy():
             raise RuntimeError(
-                f"{self.name} was made in the scope of {type(own).__name__} and"
-                " is applied outside of it, where there are no workers. Apply"
-                " it in strategy.run()."
+                f"{self.name} was created in the scope of {type(own).__name__}"
+                " but is applied outside of it, where there are no workers."
+                " Apply it in strategy.run()."
             )
 
     def _indices(self, variables: Sequence) -> list[int]:
-        """The numbers of those variables that this was built with."""
+        """The indices of the variables that this was built with."""
         found = [keras_optimizers.index_of(self, v) for v in variables]
         return [index for index in found if index is not None]
 
     def _begin_step(self) -> tf.Tensor:
-        """Lets the model hold the local variables, and begins a period.
+        """Puts the local variables into the model; starts a period if due.
 
         Returns:
-          How many steps of the period are behind this one, a scalar int32.
+          The number of steps in the period before this one, a scalar int32.
         """
         pending = replica_variables.read(self._pending)
         replica_variables.cond(
@@ -284,10 +284,10 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         return list(zip(local, self._center, strict=True))
 
     def _start_period(self) -> None:
-        """Makes the center what the model holds.
+        """Sets the center to the model's values.
 
-        They are equal, unless the model's values have been set since the last
-        exchange (`set_weights`, `EarlyStopping`), which then count.
+        They are equal unless the model's values have been set since the last
+        exchange (`set_weights`, `EarlyStopping`); then the new values win.
         """
         for variable, center in self._with_center():
             replica_variables.assign(center, replica_variables.read(variable))
@@ -298,13 +298,13 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         indices: Sequence[int],
         here: replica_context.Here,
     ) -> None:
-        """Applies what so many local steps have accumulated to the center.
+        """Applies what `num_steps` local steps accumulated to the center.
 
-        Of all variables but those that are frozen and not among the call's.
+        Skips variables that are frozen and not among the call's.
 
         Args:
-          num_steps: How many steps, an int or a scalar tensor.
-          indices: The numbers of the call's variables.
+          num_steps: The number of steps, an int or a scalar tensor.
+          indices: The indices of the call's variables.
           here: Where the code runs.
         """
         self._seen.note_update()
@@ -324,8 +324,8 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         replica_variables.add(self._exchanges, 1)
 
     def _accumulated(self, index: int, num_steps: int | tf.Tensor) -> Any:
-        """What this replica has for the exchange, in the variable's type."""
-        # After a restore nothing has been seen, and anything may be there.
+        """This replica's part of the exchange, in the variable's dtype."""
+        # After a restore nothing has been seen, but any sum may be nonzero.
         if index not in self._seen and len(self._seen):
             return None
         variable, center = self._with_center()[index]
@@ -339,7 +339,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         return tf.cast(total, variable.dtype)
 
     def _update_center(self, totals: Sequence) -> None:
-        """Lets the inner optimizer apply reduced accumulations, or None."""
+        """Applies reduced accumulations (None is skipped) to the center."""
         present = [
             (total, center)
             for total, center in zip(totals, self._center, strict=True)
@@ -351,14 +351,14 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             )
 
     def show_center(self, shown: bool) -> None:
-        """Puts the center into the model, or the local variables back.
+        """Puts the center, or the local variables, into the model.
 
-        A step puts the local variables back by itself, after its gradients have
-        been computed. Call it outside of `strategy.run`. `SwapCenterWeights`
-        does it in `fit`.
+        A step restores the local variables by itself, after its gradients have
+        been computed. Call this outside of `strategy.run`. `SwapCenterWeights`
+        calls it in `fit`.
 
         Args:
-          shown: Whether the model's variables hold the center.
+          shown: Whether the model's variables should hold the center.
 
         Raises:
           RuntimeError: In replica context of a strategy.
@@ -383,9 +383,9 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
                 self._shown.assign(int(shown))
 
     def finalize_variable_values(self, var_list: Sequence) -> None:
-        """Makes an early exchange if steps are pending, on all replicas.
+        """Does an early exchange on all replicas if steps are pending.
 
-        Then the model holds the center. `fit` calls it at its end.
+        Afterwards the model holds the center. `fit` calls this at its end.
 
         Args:
           var_list: The model's trainable variables.

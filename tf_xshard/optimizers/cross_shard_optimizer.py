@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: combine gradients over groups of replicas, apply."""
+"""CrossShardOptimizer: reduce gradients over groups of replicas, apply."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tf_xshard.reduction import loss_scaling
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class CrossShardOptimizer(wrapper.OptimizerWrapper):
-    """Combines gradients over groups of replicas; the inner optimizer applies.
+    """Reduces gradients over groups of replicas for an inner optimizer.
 
-    Use it to train on several replicas exactly as one device with the global
-    batch would, or to train groups of replicas apart from each other
-    (ensembles, populations, teams). Do not use it under
-    ParameterServerStrategy, whose workers are not in step.
+    Use it to train several replicas exactly as one device with the global
+    batch would, or to train groups of replicas independently (ensembles,
+    populations, teams). Do not use it under ParameterServerStrategy, whose
+    workers are not synchronized.
 
     ```
     group_assignment=[[0, 1], [2, 3]], reduction="mean"
@@ -40,43 +40,42 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
     weights                  w             w             v             v
     ```
 
-    The gradients are reduced once: what the inner optimizer does (clipping,
-    weight decay, moving averages, accumulation, loss scaling) it does to the
-    reduced gradient, on each replica, and sums no more.
+    The gradients are reduced once. The inner optimizer's own processing
+    (clipping, weight decay, moving averages, accumulation, loss scaling) acts
+    on the reduced gradient, on each replica, without another reduction.
 
     Args:
       inner_optimizer: A `keras.optimizers.Optimizer` that gets the reduced
-        gradients. Made in the same strategy scope. It belongs to the wrapper
-        from then on and no longer reduces by itself.
+        gradients, created in the same strategy scope. From then on it belongs
+        to the wrapper and no longer reduces by itself.
       reduction: `"mean"` (default) or `"sum"` of the losses of a group's
         replicas. The constants of `tf.compat.v1.losses.Reduction` are accepted.
       group_assignment: A `GroupAssignment`, or a `[num_groups,
         replicas_per_group]` nested list of replica ids. None (default) for one
-        group of all replicas. With several groups the variables of different
-        groups are meant to differ, and TensorFlow shows and saves those of
-        replica 0 only.
-      loss_normalization: What the loss that was differentiated was divided by.
+        group of all replicas. With several groups, variables differ between
+        groups by design, and TensorFlow shows and saves those of replica 0
+        only.
+      loss_normalization: What the differentiated loss was divided by.
         `"global"`: by the number of replicas, as `fit`, `keras.losses` objects
         under a strategy and `tf.nn.compute_average_loss` do. `"replica"`: by
-        nothing, each replica's loss is its own mean. None (default) is
-        `"global"`, or what another wrapper in the stack says.
-      pre_reduce: A callable on a list of (gradient, variable) pairs, before the
-        reduction, on each replica's own gradients; it returns a list of pairs
-        for the same variables. None (default) does nothing. See
-        `tf_xshard.clip_by_global_norm`. Gradients come unscaled (1/N undone,
+        nothing; each replica's loss is its own mean. None (default) is
+        `"global"`, or the setting of another wrapper in the stack.
+      pre_reduce: A callable that is called before the reduction with a list of
+        (gradient, variable) pairs, each replica's own, and returns a list of
+        pairs for the same variables. None (default) does nothing. See
+        `tf_xshard.clip_by_global_norm`. Gradients arrive unscaled (1/N undone,
         the loss scale of an inner `LossScaleOptimizer` divided out), 16-bit
-        ones as float32.
+        gradients as float32.
       post_reduce: The same, on the reduced gradients.
       communication: A `Communication`. None (default) for its defaults.
       name: The optimizer's name.
 
     Raises:
-      TypeError: If an argument has a wrong type; for a TF1 or other optimizer
-        as `inner_optimizer`.
-      ValueError: If an argument has a wrong value, if `group_assignment` is for
-        another number of replicas than the strategy has, for an argument that
-        belongs on the inner optimizer, and under a strategy that is not
-        supported.
+      TypeError: If an argument has the wrong type, or `inner_optimizer` is not
+        a Keras optimizer.
+      ValueError: If an argument is invalid or belongs on the inner optimizer,
+        if `group_assignment` is for a different number of replicas than the
+        strategy has, or if the strategy is not supported.
 
     Example:
 
@@ -88,10 +87,10 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
     ...         keras.optimizers.Adam(0.01)))
     >>> history = model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
 
-    Limits: replicas' shards of a batch should have equal size for `"mean"` to
-    be the mean over the global batch; `keras.layers.BatchNormalization` keeps
-    statistics of each replica's own shard, and Dropout masks are equal on all
-    replicas, as Keras has it.
+    Limits: `"mean"` is the mean over the global batch only if the replicas'
+    shards have equal size. As in plain Keras,
+    `keras.layers.BatchNormalization` keeps statistics of each replica's own
+    shard, and Dropout masks are the same on all replicas.
 
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
     """

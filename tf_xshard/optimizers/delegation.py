@@ -1,6 +1,6 @@
-"""What is set, read and saved on a wrapper is the inner optimizer's.
+"""Attributes of a wrapper that are set, read and saved on the inner optimizer.
 
-Each attribute is forwarded by name; nothing is by `__getattr__`.
+Each one is forwarded by name; there is no `__getattr__`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _forwarded(name: str) -> property:
 
     def set_(self: Any, value: Any) -> None:
         # The base class' constructor sets its defaults before there is an inner
-        # optimizer; they say nothing.
+        # optimizer; ignore them.
         if "inner_optimizer" in self.__dict__:
             setattr(self._updating_optimizer, name, value)
 
@@ -34,7 +34,7 @@ def _forwarded(name: str) -> property:
 class Delegation(
     keras_optimizers.SwappableAverages, keras.optimizers.Optimizer
 ):
-    """The part of a wrapper that speaks for `inner_optimizer`."""
+    """The part of a wrapper that delegates to `inner_optimizer`."""
 
     @property
     def _updating_optimizer(self) -> keras.optimizers.Optimizer:
@@ -68,7 +68,7 @@ class Delegation(
 
     @property
     def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate; can be set."""
+        """The inner optimizer's learning rate; settable."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -99,7 +99,7 @@ class Delegation(
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Sequence) -> None:
-        """Lets the inner optimizer set final values (its moving averages).
+        """Makes the inner optimizer set final values (its moving averages).
 
         Args:
           var_list: The model's trainable variables.
@@ -125,16 +125,16 @@ class Delegation(
     def set_weights(self, weights: Sequence) -> None:
         """Sets the values of `variables`, the inner optimizer's included.
 
-        Before the optimizer is built they are kept, and set when it is.
+        If the optimizer is not built yet, they are set when it is.
 
         Args:
           weights: One array per variable, in the order of `variables`.
 
         Raises:
-          ValueError: If the number of arrays or a shape differs; nothing is
-            changed then.
+          ValueError: If the number of arrays or a shape differs; then nothing
+            is changed.
         """
-        # Copies, since a loader closes its file before they are used.
+        # Copies, because a loader closes its file before they are used.
         weights = [np.array(weight) for weight in weights]
         if not self.built:
             self._set_untracked("_pending_weights", weights)
@@ -168,8 +168,8 @@ class Delegation(
     def load_own_variables(self, store: Any) -> None:
         """Loads what `save_own_variables` saved.
 
-        Before the optimizer is built there is nothing to load into, which a
-        warning says, as Keras' optimizers do.
+        Before the optimizer is built there is nothing to load into, so this
+        warns, as Keras' optimizers do.
 
         Args:
           store: A dict-like object, from Keras.
@@ -188,7 +188,7 @@ class Delegation(
             return
         if len(store.keys()) != len(variables):
             raise ValueError(
-                f"{self.name} has {len(variables)} variables of its own,"
+                f"{self.name} has {len(variables)} variables of its own, but"
                 f" the file has {len(store.keys())}: it was saved by another"
                 " optimizer."
             )

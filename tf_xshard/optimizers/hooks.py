@@ -14,7 +14,7 @@ GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
 
 
 def check(name: str, hook: Any) -> None:
-    """Checks an argument that is a hook, or None.
+    """Checks that an argument is a hook or None.
 
     Args:
       name: The argument's name.
@@ -39,24 +39,24 @@ def call(
     scale_loss: Callable[[float], Any],
     multiplier: float = 1,
 ) -> list:
-    """Lets a hook see and replace gradients.
+    """Calls a hook that may replace gradients, and scales its result back.
 
-    It sees those that are there, times `multiplier` and divided by the loss
-    scale, 16-bit ones as float32. What it returns is scaled back.
+    The hook gets the gradients that are not None, times `multiplier` and
+    divided by the loss scale, 16-bit gradients as float32.
 
     Args:
-      hook: The function, or None, which changes nothing.
+      hook: The function, or None to change nothing.
       name: Its argument's name, for errors.
       gradients: Tensors of the variables' shapes, IndexedSlices or None.
       variables: The variables.
-      scale_loss: What the loss was scaled with, a function of an optimizer.
-      multiplier: What undoes a division of the loss.
+      scale_loss: The optimizer's function that scaled the loss.
+      multiplier: The factor that undoes the division of the loss.
 
     Returns:
       A list like `gradients`.
 
     Raises:
-      ValueError: If the hook returns pairs for other variables than it got.
+      ValueError: If the hook returns pairs for variables other than it got.
     """
     if hook is None:
         return list(gradients)
@@ -84,7 +84,7 @@ def call(
     ):
         raise ValueError(
             f"{name} must return (gradient, variable) pairs for the"
-            f" {len(given)} variables that it was given, in their order; it"
+            f" {len(given)} variables that it was given, in the same order; it"
             f" returned {len(returned)} that do not match."
         )
     result = list(gradients)

@@ -1,4 +1,4 @@
-"""Reduced gradients -> inner optimizer -> variables, reduced no more."""
+"""Reduced gradients -> inner optimizer -> variables, without communication."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tf_xshard.private import keras_optimizers
 
 
 def make_local(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer, and all below it, update this replica only.
+    """Makes an optimizer and all inside it update this replica only.
 
-    Idempotent; called again after `build`, in which a MultiOptimizer may make
+    Idempotent; called again after `build`, where a MultiOptimizer may create
     its optimizers.
 
     Args:
@@ -24,7 +24,7 @@ def make_local(optimizer: keras.optimizers.Optimizer) -> None:
 
     Raises:
       TypeError: If an optimizer reduces gradients by itself in a way that
-        cannot be taken out.
+        can't be disabled.
     """
     keras_optimizers.make_local(
         one for one in tree.descendants(optimizer) if not tree.is_wrapper(one)
@@ -34,16 +34,16 @@ def make_local(optimizer: keras.optimizers.Optimizer) -> None:
 def is_overwritten(variable: Any) -> bool:
     """Whether Keras assigns a variable its "gradient", as float8 training does.
 
-    That is a statistic of the replica and no gradient of its loss.
+    Such a value is a statistic of the replica, not a gradient of its loss.
     """
     return getattr(variable, "overwrite_with_gradient", False)
 
 
 class Statistics(NamedTuple):
-    """Values of variables that are overwritten by them.
+    """Variables that are overwritten, and their new values.
 
     Attributes:
-      values: One for each variable, or None.
+      values: A value for each variable, or None.
       variables: The variables.
     """
 
@@ -54,14 +54,14 @@ class Statistics(NamedTuple):
 def split_statistics(
     gradients: Sequence, variables: Sequence
 ) -> tuple[list, list, Statistics]:
-    """Tells gradients of a loss from what only looks like such.
+    """Separates gradients of a loss from statistics passed as gradients.
 
     Args:
       gradients: Tensors of the variables' shapes, IndexedSlices or None.
       variables: The variables.
 
     Returns:
-      The gradients, their variables, and `Statistics` of the others.
+      The gradients, their variables, and the `Statistics`.
     """
     pairs = list(zip(gradients, variables, strict=True))
     ours, others = (
@@ -80,17 +80,17 @@ def apply(
     gradients: Sequence,
     variables: Sequence,
 ) -> None:
-    """Lets the inner optimizer apply reduced gradients on this replica.
+    """Applies reduced gradients with the inner optimizer on this replica.
 
-    Through `apply_gradients`, as `fit` does, which a subclass may override.
+    Calls `apply_gradients`, as `fit` does, since a subclass may override it.
 
     Args:
-      optimizer: The inner optimizer, which has been made local.
+      optimizer: The inner optimizer, already made local.
       gradients: A tensor or IndexedSlices of each variable's shape, or None.
       variables: The variables.
     """
     if any(one.loss_scale_factor for one in tree.descendants(optimizer)):
-        # Keras divides gradients by it, and IndexedSlices can't be divided.
+        # Keras divides gradients by it; IndexedSlices can't be divided.
         gradients = [
             indexed_slices.dense(gradient, variable)
             if isinstance(gradient, tf.IndexedSlices)

@@ -1,4 +1,4 @@
-"""Warns of a save that loses state: Keras and TensorFlow see replica 0 only."""
+"""Warns if a save loses state: Keras and TensorFlow see replica 0 only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tf_xshard.private import keras_optimizers
 
 
 class LossySaveWarning(tf.train.experimental.PythonState):
-    """A part of an optimizer's checkpoint, which notices when it is written.
+    """A part of an optimizer's checkpoint that is called when it is written.
 
     Args:
       name: The optimizer's name.
@@ -26,7 +26,7 @@ class LossySaveWarning(tf.train.experimental.PythonState):
         self._has_warned = False
 
     def warn(self) -> None:
-        """Warns once, if something is lost."""
+        """Warns once if a save would lose state."""
         lost = self._unsaved_state()
         if lost and not self._has_warned:
             self._has_warned = True
@@ -39,7 +39,7 @@ class LossySaveWarning(tf.train.experimental.PythonState):
             )
 
     def warn_in_legacy_save(self) -> None:
-        """The same, if a legacy .h5 file is what asks for a config."""
+        """The same, if the config is read to write a legacy .h5 file."""
         if keras_optimizers.is_writing_legacy_file():
             self.warn()
 

@@ -1,4 +1,4 @@
-"""TowerOptimizer: collect gradients of several towers, apply them once."""
+"""TowerOptimizer: accumulate gradients of several towers, apply them once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tf_xshard.reduction import gradients as gradients_lib
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class TowerOptimizer(wrapper.OptimizerWrapper):
-    """Collects the gradients of several towers; the last one applies them.
+    """Accumulates the gradients of several towers; the last one applies them.
 
-    Each call of `apply` or `apply_gradients` is one tower's contribution. The
-    call that completes `num_towers` hands the mean (or sum) to the inner
-    optimizer, which updates once. In `fit` that is gradient accumulation, which
-    works in a `tf.function` under every supported strategy, and communicates
-    once per `num_towers` batches.
+    Each call of `apply` or `apply_gradients` is one tower's contribution. Every
+    `num_towers`-th call passes the mean (or sum) to the inner optimizer, which
+    updates once. In `fit` this is gradient accumulation that works in a
+    `tf.function` under every supported strategy, and communicates once per
+    `num_towers` batches.
 
     ```
     num_towers=3, reduction="mean"
@@ -44,27 +44,27 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
     iterations           0          0          1
     ```
 
-    What is set on the inner optimizer (clipping, moving averages, weight decay,
-    schedules, loss scaling) acts on the aggregated gradient and counts updates.
+    Settings of the inner optimizer (clipping, moving averages, weight decay,
+    schedules, loss scaling) act on the aggregated gradient and count updates.
     With a `LossScaleOptimizer` inside, an overflow in any tower of any replica
     makes all replicas skip the whole round.
 
-    A round that is not complete at the end of `fit` is kept for the next one,
-    and survives saving and loading; `reset` drops it.
+    A round that is incomplete at the end of `fit` is kept for the next `fit`,
+    and survives saving and loading; `reset` discards it.
 
     Args:
       optimizer_or_optimizer_fn: A `keras.optimizers.Optimizer`, or a callable
-        without arguments that returns one, which is called once. If no
-        tf_xshard optimizer is inside, a `CrossShardOptimizer` is put around it.
-      num_towers: How many calls make one update, an int of at least 1.
+        without arguments that returns one and is called once. If no tf_xshard
+        optimizer is inside, it is wrapped in a `CrossShardOptimizer`.
+      num_towers: The number of calls per update, an int of at least 1.
       reduction: `"mean"` (default) or `"sum"` of the towers' losses.
       loss_normalization: See `CrossShardOptimizer`.
       name: The optimizer's name.
 
     Raises:
-      TypeError: If an argument has a wrong type.
-      ValueError: If an argument has a wrong value, belongs on the inner
-        optimizer, or the strategy is not supported.
+      TypeError: If an argument has the wrong type.
+      ValueError: If an argument is invalid or belongs on the inner optimizer,
+        or the strategy is not supported.
 
     Example:
 
@@ -78,11 +78,11 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
     >>> float(weight), int(optimizer.iterations)
     (8.0, 1)
 
-    Limits: a variable that had a gradient in an earlier round and has none in
-    all calls of this one counts as zero; one that is frozen in mid-round loses
-    what the round had for it. Accumulators take the memory of the trainable
-    variables. tf.train.Checkpoint and files keep the mean of the
-    replicas' accumulators, so with several groups an open round is mixed.
+    Limits: a variable that had a gradient in an earlier round but has none in
+    this round counts as zero; a variable frozen in mid-round loses what the
+    round had accumulated for it. Accumulators take as much memory as the
+    trainable variables. tf.train.Checkpoint and files store the mean of the
+    replicas' accumulators, which mixes the groups of an open round.
 
     Source: `tf.contrib.estimator.TowerOptimizer` (TensorFlow 1.14).
     """
@@ -112,7 +112,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         super().__init__(
             inner,
             reduction=reduction,
-            # The nearest wrapper inside is what reduces over replicas.
+            # The nearest wrapper inside reduces over replicas.
             reducer=tree.wrappers(inner)[0]._reducer,
             loss_normalization=loss_normalization,
             name=name,
@@ -123,7 +123,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
 
     @property
     def num_towers(self) -> int:
-        """How many calls make one update."""
+        """The number of calls per update."""
         return self._num_towers
 
     def _build_inner(self, variables: list) -> None:
@@ -135,7 +135,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             variables, "accumulator", self._seen, is_sparse=True
         )
         self._set_untracked("_accumulator", accumulator)
-        # Checkpoints know the variables by these names.
+        # Checkpoints store the variables under these names.
         self._accumulators = accumulator.sums
         self._touched = accumulator.touched
 
@@ -149,7 +149,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         indices = [keras_optimizers.index_of(self, v) for v in variables]
         self._accumulator.add(gradients, indices)
         count = replica_variables.read(self._tower) + 1
-        # More, if an open round of more towers was loaded.
+        # Greater if an open round of more towers was loaded.
         is_last = count >= self._num_towers
         replica_variables.assign(
             self._tower, tf.where(is_last, tf.zeros_like(count), count)
@@ -166,9 +166,9 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
     ) -> None:
         """Applies a whole round at once.
 
-        The same as `num_towers` calls of `apply`, without accumulators in
-        between: for towers that are computed in one step, such as on several
-        devices of one replica.
+        The same as `num_towers` calls of `apply`, but without accumulators:
+        for towers that are computed in one step, such as on several devices of
+        one replica.
 
         Args:
           towers: A list of gradients for each tower, `num_towers` of them.
@@ -176,11 +176,11 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             those that the optimizer was built with.
 
         Raises:
-          ValueError: If there is another number of towers; see `apply` for the
+          ValueError: If the number of towers is wrong; see `apply` for the
             rest.
-          tf.errors.InvalidArgumentError: If a round is open. (Not on TPUs and
+          tf.errors.InvalidArgumentError: If a round is open. (Not on TPUs or
             with `jit_compile=True`: XLA has no assertions, and the open round
-            stays as it is.)
+            is left unchanged.)
 
         Example:
 
@@ -218,7 +218,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
                 self._apply_aggregate(summed, variables, here, self._num_towers)
 
     def _refuse_open_round(self) -> list:
-        """What has to run before an update, in a graph."""
+        """Assertions that must run before an update, in a graph."""
         if self._num_towers == 1:
             return []
         check = tf.debugging.assert_equal(
@@ -235,8 +235,8 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         """Applies what this call and earlier ones have accumulated.
 
         Args:
-          indices: The numbers of this call's variables.
-          count: How many calls, a scalar int32 tensor.
+          indices: The indices of this call's variables.
+          count: The number of calls, a scalar int32 tensor.
           here: Where the code runs.
         """
         self._seen.note_update()
@@ -263,19 +263,19 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         here: replica_context.Here,
         num_towers: int | tf.Tensor,
     ) -> None:
-        """Gives the inner optimizer the mean or sum of several towers.
+        """Passes the mean or sum of several towers to the inner optimizer.
 
         Args:
-          totals: What so many towers have added up: tensors of the variables'
-            shapes, IndexedSlices or None.
+          totals: The sums over the towers: tensors of the variables' shapes,
+            IndexedSlices or None.
           variables: The variables.
           here: Where the code runs.
-          num_towers: How many; an int, or a scalar tensor.
+          num_towers: The number of towers, an int or a scalar tensor.
         """
         multiplier = self._gradient_multiplier(here)
         aggregate = []
         for total, variable in zip(totals, variables, strict=True):
-            # A statistic of the replica is no gradient of its loss.
+            # A statistic of the replica is not a gradient of its loss.
             is_statistic = inner_update.is_overwritten(variable)
             scale = functools.partial(
                 _scaled,
@@ -289,7 +289,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         self.inner_optimizer.apply(aggregate, variables)
 
     def reset(self) -> None:
-        """Drops the open round, on all replicas.
+        """Discards the open round, on all replicas.
 
         Call it outside of `strategy.run`.
 
@@ -333,7 +333,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
 
 
 def _widened(values: tf.Tensor) -> tf.Tensor:
-    """float32 for 16-bit numbers, whose sums would lose digits or overflow."""
+    """Casts 16-bit to float32, since sums would lose digits or overflow."""
     return tf.cast(values, tf.float32) if values.dtype.size < 4 else values
 
 
@@ -344,7 +344,7 @@ def _scaled(
     divisor: int | tf.Tensor,
     dtype: str,
 ) -> tf.Tensor:
-    """`values * multiplier / divisor`, with one multiplication, in a type."""
+    """`values * multiplier / divisor` as `dtype`, with one multiplication."""
     if tf.is_tensor(divisor):
         divisor = tf.cast(divisor, values.dtype)
     factor = multiplier / divisor

@@ -1,4 +1,4 @@
-"""A train step that computes all towers of a batch, on devices of one's own."""
+"""A train step that computes a batch's towers, each on its own device."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ def tower_train_step(
     """Makes a `train_step` that splits each batch over the towers of one step.
 
     For a `keras.Model` compiled with a `TowerOptimizer`: the batch (under a
-    strategy, each replica's) is cut into `num_towers` parts of equal size, or
-    of sizes that differ by one row. Each part's loss and gradients are computed
-    on a device of its own, and the optimizer gets them with `apply_towers`: one
-    update for each batch. The counterpart of `replicate_model_fn`.
+    strategy, each replica's) is split into `num_towers` parts whose sizes
+    differ by at most one row. Each part's loss and gradients are computed on
+    its own device and passed to `apply_towers`: one update per batch. The
+    counterpart of `replicate_model_fn`.
 
-    A tower counts by its rows. So with `reduction="mean"` and losses that are
-    means over rows (Keras' default) the update is that of the whole batch in
-    one piece, rows left over included; losses that divide by something else
-    (masks, `reduction="sum"`) are the mean of the towers'. With
+    Towers are weighted by their rows. So with `reduction="mean"` and losses
+    that are means over rows (Keras' default) the update equals that of the
+    unsplit batch, even if it does not divide evenly; losses that divide by
+    something else (masks, `reduction="sum"`) are averaged over the towers. With
     `reduction="sum"` it is the sum of the towers' losses.
 
     Metrics are updated with one tower after the other, and so is the state of
     layers (BatchNormalization), which normalize by the tower's rows. A tower
-    without rows (fewer rows than towers) adds nothing where losses are Keras'
-    own, but such layers can't take it: use `drop_remainder=True`.
+    without rows (fewer rows than towers) adds nothing with Keras' own losses,
+    but such layers can't handle it: use `drop_remainder=True`.
 
     Args:
-      devices: Device names, used in turn if there are fewer than towers; or a
+      devices: Device names, reused in turn if there are fewer than towers; or a
         callable from a replica's id to them, for strategies with several
         replicas in one process. None (default) for the replica's own device.
 
     Returns:
-      A function of a model and what `fit` hands to `train_step`, which returns
-      the metrics. Assign it in the class of a model, as below, or to one model
+      A function of a model and the data that `fit` passes to `train_step`; it
+      returns the metrics. Assign it in a model class, as below, or to one model
       with `model.train_step = functools.partial(step, model)`.
 
     Raises:
-      TypeError: If `devices` is no list of names. When the step is traced: if
-        the model's optimizer is not a `TowerOptimizer`.
+      TypeError: If `devices` is not a list of names. When the step is traced:
+        if the model's optimizer is not a `TowerOptimizer`.
       ValueError: When the step is traced: if devices are given under a
         TPUStrategy or with `jit_compile=True`, whose programs have one device.
 
@@ -127,14 +127,14 @@ def _check_names(devices: Any) -> None:
             f" got {devices!r}."
         )
     if not devices:
-        raise TypeError("devices is empty; None stands for the replica's.")
+        raise TypeError("devices is empty; pass None for the replica's own.")
 
 
 def _check_devices(model: keras.Model, here: replica_context.Here) -> None:
     if isinstance(here.strategy, tf.distribute.TPUStrategy):
         raise ValueError(
-            "A TPU's program has one device. Leave `devices` out: the towers"
-            " are then computed one after the other."
+            "A TPU program has one device. Leave `devices` out to compute the"
+            " towers one after the other."
         )
     if model.jit_compile:
         raise ValueError(
@@ -150,15 +150,15 @@ def _compute(
 
     Args:
       model: The model.
-      data: What `fit` hands to `train_step`, of this tower's rows.
-      share: Its rows in relation to the mean tower's, a number or a scalar
-        tensor; None where towers count alike.
+      data: This tower's rows of what `fit` passes to `train_step`.
+      share: Its rows relative to the mean tower's, a number or a scalar
+        tensor; None if towers have equal weight.
       here: Where the code runs.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True)
-        # As in Keras, an override may do without it.
+        # As in Keras, an override may omit it.
         parameters = inspect.signature(model.compute_loss).parameters
         training = {"training": True} if "training" in parameters else {}
         loss = model.compute_loss(
@@ -178,13 +178,13 @@ def _compute(
 
 
 def _num_rows(data: Any) -> Any:
-    """An int where it is known, else a tensor."""
+    """The number of rows: an int if known, else a tensor."""
     first = next(one for one in tf.nest.flatten(data) if one is not None)
     return first.shape[0] or tf.shape(first)[0]
 
 
 def _split(data: Any, num_towers: int) -> tuple[list, list]:
-    """The towers' parts, and their sizes in relation to the mean size."""
+    """The towers' parts, and their sizes relative to the mean size."""
     num_rows = _num_rows(data)
     parts, shares, start = [], [], 0
     for index in range(num_towers):
@@ -204,13 +204,13 @@ def _share(part: Any, whole: Any) -> Any:
     """`part / whole`, numbers or scalar tensors."""
     if not tf.is_tensor(whole):
         return part / whole if whole else 1.0
-    # A replica without rows has what does not depend on them (regularizers).
+    # A replica without rows still has losses of weights (regularizers).
     part, whole = tf.cast(part, tf.float32), tf.cast(whole, tf.float32)
     return tf.where(whole > 0, part / tf.maximum(whole, 1.0), 1.0)
 
 
 def _rows(tensor: Any, start: Any, size: Any) -> Any:
-    """Some rows of a tensor of any rank, dense or sparse; None stays None."""
+    """A slice of a tensor's rows, dense or sparse; None stays None."""
     if tensor is None:
         return None
     if isinstance(tensor, tf.SparseTensor):

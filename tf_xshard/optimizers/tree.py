@@ -1,4 +1,4 @@
-"""Nested optimizers: one walker for all of them."""
+"""Walks over nested optimizers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import keras
 
 
 def children(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
-    """The optimizers that `optimizer` hands gradients to.
+    """The optimizers that `optimizer` passes gradients to.
 
     Args:
-      optimizer: A Keras optimizer, a wrapper of ours or Keras' included.
+      optimizer: A Keras optimizer, including wrappers (ours or Keras').
 
     Yields:
       The inner optimizer, or all of a MultiOptimizer's.
@@ -33,7 +33,7 @@ def descendants(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
 def with_local_optimizers(
     optimizer: Any,
 ) -> Iterator[keras.optimizers.Optimizer]:
-    """`descendants`, and behind each AGNOptimizer those of its local steps."""
+    """`descendants`, with local optimizers after each AGNOptimizer."""
     for one in descendants(optimizer):
         yield one
         local = getattr(one, "local_optimizer", None)

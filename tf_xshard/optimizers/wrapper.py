@@ -1,7 +1,7 @@
-"""What every Keras wrapper of this package does around its own decision.
+"""What all Keras wrappers of this package have in common.
 
-It builds, configures, and refuses by name what can't be honoured; `delegation`
-has what it forwards.
+They build, configure, and refuse by name what can't be honoured; `delegation`
+has what they forward.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tf_xshard.reduction import group_sum
 
 
 class OptimizerWrapper(delegation.Delegation):
-    """Base class of the optimizers that hand reduced gradients to another.
+    """Base class of the optimizers that pass reduced gradients to another.
 
-    Subclasses override `_step` and `get_config`. All that is set on the inner
-    optimizer acts on the gradients that `_step` hands over.
+    Subclasses override `_step` and `get_config`. Everything set on the inner
+    optimizer acts on the gradients that `_step` passes to it.
 
     Args:
-      inner_optimizer: A Keras optimizer, made in the same strategy scope.
+      inner_optimizer: A Keras optimizer, created in the same strategy scope.
       reduction: `"mean"` or `"sum"`.
-      reducer: What reduces gradients, of this wrapper or of one inside.
+      reducer: Reduces gradients; this wrapper's, or that of a wrapper inside.
       loss_normalization: `"global"`, `"replica"` or None.
       name: The optimizer's name.
       **kwargs: Arguments of the base class, to refuse them by name.
 
     Raises:
-      TypeError: If `inner_optimizer` is no Keras optimizer, or reduces by
-        itself, or a keyword is not known.
-      ValueError: For an argument that belongs on the inner optimizer, two
-        different `loss_normalization` in one stack, or another strategy's
+      TypeError: If `inner_optimizer` is not a Keras optimizer, or reduces by
+        itself, or a keyword is unknown.
+      ValueError: For an argument that belongs on the inner optimizer,
+        conflicting `loss_normalization` in one stack, or another strategy's
         scope.
     """
 
@@ -67,7 +67,7 @@ class OptimizerWrapper(delegation.Delegation):
         wrapper_arguments.check_loss_normalization(loss_normalization)
         reduction = wrapper_arguments.checked_reduction(reduction)
         replica_context.kind_of(tf.distribute.get_strategy())
-        # A callable makes no learning rate variable, which would be saved and
+        # A callable avoids a learning rate variable, which would be saved but
         # never used.
         super().__init__(learning_rate=_no_learning_rate, name=name)
         self._check_same_scope(inner_optimizer)
@@ -78,11 +78,11 @@ class OptimizerWrapper(delegation.Delegation):
         self._set_untracked("_pending_weights", None)
         warning = save_warning.LossySaveWarning(name, self._lost_now)
         self._set_untracked("_save_warning", warning)
-        # Checkpoints know it by this name.
+        # Checkpoints store it under this name.
         keras_optimizers.track(self, warning, "notice_of_saving")
         self._is_outermost = True
         self._resolved_loss_normalization()
-        # The inner optimizers change last, when nothing can be refused any
+        # Change the inner optimizers last, when nothing can be refused any
         # more.
         inner_update.make_local(inner_optimizer)
         for inner in tree.wrappers(inner_optimizer):
@@ -92,10 +92,10 @@ class OptimizerWrapper(delegation.Delegation):
         own, its = self._strategy, keras_optimizers.strategy_of(inner)
         if own is not its:
             raise ValueError(
-                f"{type(self).__name__} is made in the scope of"
-                f" {type(own).__name__} and its inner optimizer {inner.name!r}"
-                f" in that of {type(its).__name__}. Make both inside the same"
-                " `with strategy.scope():`."
+                f"{type(self).__name__} is created in the scope of"
+                f" {type(own).__name__}, but its inner optimizer"
+                f" {inner.name!r} in that of {type(its).__name__}. Create both"
+                " inside the same `with strategy.scope():`."
             )
 
     @property
@@ -118,13 +118,13 @@ class OptimizerWrapper(delegation.Delegation):
         """How gradients are communicated between replicas."""
         return self._reducer.communication
 
-    # What a step does.
+    # The training step.
 
     @private_tensorflow.entry_point
     def apply(
         self, grads: Sequence, trainable_variables: Sequence | None = None
     ) -> None:
-        """Reduces gradients as the class says and applies them.
+        """Reduces gradients as the class describes and applies them.
 
         Call it in replica context: from `strategy.run`, or with no strategy.
 
@@ -135,10 +135,10 @@ class OptimizerWrapper(delegation.Delegation):
             None (default) for those that the optimizer was built with.
 
         Raises:
-          RuntimeError: In cross-replica context, or where the optimizer was
-            made in another strategy's scope.
-          ValueError: If gradients and variables do not match, if no variable
-            has a gradient, or if the optimizer does not fit the strategy.
+          RuntimeError: In cross-replica context, or if the optimizer was
+            created in another strategy's scope.
+          ValueError: If gradients and variables do not match, no variable has
+            a gradient, or the optimizer does not fit the strategy.
 
         Example:
 
@@ -211,8 +211,8 @@ class OptimizerWrapper(delegation.Delegation):
                 " there is no gradient."
             )
         if not self.built:
-            # Variables can't be made inside a tf.function that runs more than
-            # once; init_scope leaves it, and the strategy's scope with it.
+            # Variables can't be created inside a tf.function that runs more
+            # than once; init_scope exits it, and the strategy's scope too.
             with tf.init_scope():
                 self.build(variables)
         keras_optimizers.check_variables_are_known(self, variables)
@@ -222,15 +222,14 @@ class OptimizerWrapper(delegation.Delegation):
 
     @private_tensorflow.entry_point
     def build(self, variables: Sequence) -> None:
-        """Makes the variables of this optimizer and of the inner one.
+        """Creates the variables of this optimizer and of the inner one.
 
         Args:
           variables: The list of variables that will be trained.
 
         Raises:
-          RuntimeError: If the optimizer was made in another strategy's scope.
-          ValueError: If a LossScaleOptimizer is around this optimizer under
-            several replicas.
+          RuntimeError: If it was created in another strategy's scope.
+          ValueError: If a LossScaleOptimizer wraps it on several replicas.
 
         Example:
 
@@ -241,9 +240,8 @@ class OptimizerWrapper(delegation.Delegation):
         """
         self._refuse_loss_scale_optimizer_above()
         variables = list(variables)
-        # Keras' loader of legacy .h5 files builds with the variables of the
-        # model itself, without its layers': none. What it sets then has to
-        # wait.
+        # Keras' loader of legacy .h5 files builds with the model's own
+        # variables, without its layers': none. What it then sets has to wait.
         if self.built or not variables:
             return
         if tf.distribute.has_strategy():
@@ -259,7 +257,7 @@ class OptimizerWrapper(delegation.Delegation):
         keras_optimizers.set_trainable_variables(self, variables)
         inner_update.make_local(self.inner_optimizer)
         # Keras keeps a MultiOptimizer's optimizers in a list that
-        # tf.train.Checkpoint does not follow; here it finds them.
+        # tf.train.Checkpoint does not follow, so track them here.
         for index, one in enumerate(_own_tree(self)):
             if hasattr(one, "inner_optimizer"):
                 continue
@@ -278,13 +276,13 @@ class OptimizerWrapper(delegation.Delegation):
 
     def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
         own = self._strategy
-        # Outside any scope Keras writes through to all copies; that works.
+        # Outside any scope Keras writes to all copies; that works.
         if strategy is own or not tf.distribute.has_strategy():
             return
         raise RuntimeError(
-            f"{self.name} was made"
-            f" {_scope_name(own)} and is used under"
-            f" {type(strategy).__name__}. Make the model, the inner optimizer"
+            f"{self.name} was created"
+            f" {_scope_name(own)} but is used under"
+            f" {type(strategy).__name__}. Create the model, the inner optimizer"
             f" and {type(self).__name__} inside `with strategy.scope():` of the"
             " strategy that trains them."
         )
@@ -298,7 +296,7 @@ class OptimizerWrapper(delegation.Delegation):
             raise ValueError(self._loss_scale_error())
 
     def _may_be_in_a_loss_scale_optimizer(self) -> bool:
-        """On one replica it sees all gradients, and one can scale the loss."""
+        """On one replica it sees all gradients; only one may scale the loss."""
         num_replicas = self._strategy.num_replicas_in_sync
         return not self._is_outermost or (
             num_replicas == 1
@@ -309,15 +307,15 @@ class OptimizerWrapper(delegation.Delegation):
         name = type(self).__name__
         num_replicas = self._strategy.num_replicas_in_sync
         why = (
-            "There is another inside, and both scale the loss."
+            "There is another one inside, and both scale the loss."
             if tree.has_loss_scale_optimizer(self.inner_optimizer)
             else (
-                f"It decides on replica 0's gradients alone, of {num_replicas},"
+                f"It checks the gradients of replica 0 only, of {num_replicas},"
                 " so an overflow on another replica would reach the weights."
             )
         )
         return (
-            f"A LossScaleOptimizer is around {name}. {why} Write"
+            f"A LossScaleOptimizer wraps {name}. {why} Write"
             f" {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
             " model.compile(..., auto_scale_loss=False)."
         )
@@ -333,8 +331,8 @@ class OptimizerWrapper(delegation.Delegation):
         # optimizer.
         if "inner_optimizer" not in self.__dict__:
             return
-        # A LossScaleOptimizer sets None when it is made around an optimizer,
-        # and nobody else has a reason to where there is none.
+        # A LossScaleOptimizer sets None when it wraps an optimizer; nobody else
+        # has a reason to set None where it is None already.
         if (
             value is None
             and self.loss_scale_factor is None
@@ -347,10 +345,10 @@ class OptimizerWrapper(delegation.Delegation):
 
     @property
     def loss_normalization(self) -> str:
-        """What the gradients that arrive were divided by.
+        """What the incoming gradients were divided by.
 
         `"global"`: by the number of replicas, as Keras and TF2 do. `"replica"`:
-        by nothing. One setting holds for a stack of wrappers.
+        by nothing. One setting applies to a stack of wrappers.
         """
         return self._resolved_loss_normalization()
 
@@ -365,7 +363,7 @@ class OptimizerWrapper(delegation.Delegation):
             raise ValueError(
                 "A stack of tf_xshard optimizers has one loss_normalization,"
                 f" got {sorted(given)} in"
-                f" {[one.name for one in stack]}. Give it to one of them."
+                f" {[one.name for one in stack]}. Pass it to one of them."
             )
         return given.pop() if given else "global"
 
@@ -381,11 +379,11 @@ class OptimizerWrapper(delegation.Delegation):
     # Saving.
 
     def _unsaved_state(self) -> str | None:
-        """What Keras and TensorFlow do not see, if there can be something."""
+        """Describes state that Keras and TensorFlow may not save, or None."""
         return None
 
     def _lost_now(self) -> str | None:
-        """The same, where replicas do differ now."""
+        """The same, but only if replicas currently differ."""
         lost = self._unsaved_state()
         variables = [
             *keras_optimizers.trainable_variables(self),
@@ -398,7 +396,7 @@ class OptimizerWrapper(delegation.Delegation):
     def save_own_variables(self, store: Any) -> None:
         """Saves this optimizer's own variables; Keras walks to the inner one.
 
-        Says so once where only the values of replica 0 are saved.
+        Warns once if only the values of replica 0 are saved.
 
         Args:
           store: A dict-like object, from Keras.
@@ -406,7 +404,7 @@ class OptimizerWrapper(delegation.Delegation):
         self._save_warning.warn()
         super().save_own_variables(store)
 
-    # What GroupState asks.
+    # Queried by GroupState.
 
     def _kinds_of_state(self) -> dict[int, str]:
         """Kinds of `StateVariable` that only this optimizer knows.
@@ -417,10 +415,10 @@ class OptimizerWrapper(delegation.Delegation):
         return {}
 
     def _centers_by_variable(self) -> dict[int, Any]:
-        """What holds a group's value instead of a variable of the model.
+        """The variables that hold a group's values instead of the model's.
 
         Returns:
-          Variables, by the ids of those of the model.
+          Variables, by the ids of the model's variables.
         """
         return {}
 
@@ -438,7 +436,7 @@ class OptimizerWrapper(delegation.Delegation):
         }
 
     def _reducer_config(self) -> dict:
-        """The arguments behind a reducer of one's own."""
+        """The arguments of this optimizer's own reducer."""
         groups = self.group_assignment
         return {
             "reduction": self._reduction,
@@ -454,7 +452,7 @@ class OptimizerWrapper(delegation.Delegation):
 
         Args:
           config: A dict.
-          custom_objects: A dict of names and objects that Keras does not know.
+          custom_objects: A dict from names to objects that Keras does not know.
 
         Returns:
           An optimizer with no state.
@@ -488,7 +486,7 @@ def _scope_name(strategy: tf.distribute.Strategy) -> str:
 
 
 def _own_tree(optimizer: Any) -> list[keras.optimizers.Optimizer]:
-    """What checkpoints number: an AGNOptimizer's local optimizers come last."""
+    """Optimizers in checkpoint order: AGNOptimizer's local ones come last."""
     local = getattr(optimizer, "local_optimizer", None)
     below = [] if local is None else list(tree.descendants(local))
     return [*tree.descendants(optimizer), *below]

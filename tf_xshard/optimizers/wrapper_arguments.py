@@ -1,4 +1,4 @@
-"""Checks of what every Keras wrapper of this package takes."""
+"""Checks of the arguments that every Keras wrapper of this package takes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.reduction import group_sum
 
 LOSS_NORMALIZATIONS = ("global", "replica")
-# The values of tf.compat.v1.losses.Reduction, which the original takes.
+# Includes tf.compat.v1.losses.Reduction, which the original optimizer takes.
 _REDUCTIONS = {
     "mean": "mean",
     "sum": "sum",
     tf.compat.v1.losses.Reduction.MEAN: "mean",
     tf.compat.v1.losses.Reduction.SUM: "sum",
 }
-# They act on the reduced gradient, which the inner optimizer gets.
+# These act on the reduced gradient, which the inner optimizer gets.
 _ARGUMENTS_OF_THE_INNER = (
     "learning_rate",
     "weight_decay",
@@ -36,11 +36,11 @@ _ARGUMENTS_OF_THE_INNER = (
 
 
 def refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuses keywords, those of the base class by name.
+    """Refuses unknown keywords, and those of the base class by name.
 
     Args:
-      own_name: The wrapper's class.
-      kwargs: What it was given besides its arguments.
+      own_name: The name of the wrapper's class.
+      kwargs: The extra keyword arguments.
 
     Raises:
       ValueError: For an argument that belongs on the inner optimizer.
@@ -57,11 +57,11 @@ def refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_inner_optimizer(own_name: str, inner: Any) -> None:
-    """Checks that the inner optimizer is one of Keras.
+    """Checks that the inner optimizer is a Keras optimizer.
 
     Args:
-      own_name: The wrapper's class.
-      inner: What was given.
+      own_name: The name of the wrapper's class.
+      inner: The value given.
 
     Raises:
       TypeError: If it is not.
@@ -70,7 +70,7 @@ def check_inner_optimizer(own_name: str, inner: Any) -> None:
         raise TypeError(
             f"{own_name} wraps Keras optimizers, got the TF1 optimizer"
             f" {type(inner).__name__}. Use tf_xshard.compat.v1.{own_name} for"
-            " it, or give a Keras optimizer such as keras.optimizers.SGD(0.1)."
+            " it, or pass a Keras optimizer such as keras.optimizers.SGD(0.1)."
         )
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(
@@ -81,13 +81,13 @@ def check_inner_optimizer(own_name: str, inner: Any) -> None:
 
 
 def check_loss_normalization(value: Any) -> None:
-    """Checks the argument of that name.
+    """Checks the `loss_normalization` argument.
 
     Args:
-      value: What was given.
+      value: The value given.
 
     Raises:
-      ValueError: If it is no `loss_normalization`.
+      ValueError: If it is invalid.
     """
     if value not in (None, *LOSS_NORMALIZATIONS):
         raise ValueError(
@@ -97,13 +97,13 @@ def check_loss_normalization(value: Any) -> None:
 
 
 def checked_reduction(reduction: Any) -> str:
-    """`"mean"` or `"sum"`, of what users may give.
+    """Converts a `reduction` argument to `"mean"` or `"sum"`.
 
     Args:
-      reduction: What was given.
+      reduction: The value given.
 
     Returns:
-      One of the two.
+      `"mean"` or `"sum"`.
 
     Raises:
       ValueError: For anything else.
@@ -121,15 +121,15 @@ def checked_reducer(
     """The reducer of an optimizer with these arguments.
 
     Args:
-      group_assignment: What was given as such.
-      communication: What was given as such.
+      group_assignment: The value given for this argument.
+      communication: The value given for this argument.
 
     Returns:
       A `GroupReducer`.
 
     Raises:
-      TypeError, ValueError: If an argument is none of its kind, or the groups
-        are not for the strategy in whose scope this is called.
+      TypeError, ValueError: If an argument is invalid, or the groups do not
+        fit the strategy in whose scope this is called.
     """
     if group_assignment is not None:
         group_assignment = group_assignment_lib.GroupAssignment(
