@@ -420,7 +420,9 @@ def test_an_inner_optimizer_that_has_been_built():
 
 
 def test_an_inner_optimizer_that_can_not_be_copied():
-    with pytest.raises(ValueError, match="Pass a local_optimizer to AGNOptimizer"):
+    with pytest.raises(
+        ValueError, match="Pass a local_optimizer to AGNOptimizer"
+    ):
         _agn(O.SGD(lambda: 0.1))
     optimizer = _agn(O.SGD(lambda: 0.1), local_optimizer=O.SGD(0.1))
     assert int(optimizer.exchanges) == 0

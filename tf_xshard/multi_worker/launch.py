@@ -180,7 +180,7 @@ class _Job:
         addresses: Sequence[str],
         ranks: Iterable[int],
         restart: int,
-    ):
+    ) -> None:
         self._workers: list[worker_process.Worker] = []
         try:
             for rank in ranks:

@@ -75,7 +75,7 @@ class Worker:
 
     def __init__(
         self, rank: int, program: Sequence[str], environment: Mapping[str, str]
-    ):
+    ) -> None:
         self.rank = rank
         self.last_lines: collections.deque[str] = collections.deque(
             maxlen=_LINES_SHOWN

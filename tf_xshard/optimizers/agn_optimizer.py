@@ -16,6 +16,7 @@ from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import agn_arguments
+from tf_xshard.optimizers import center as center_lib
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
@@ -149,10 +150,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         """Whether the model's variables currently hold the center."""
         if not self.built:
             return False
-        [shown, *_] = self._strategy.experimental_local_results(
-            self._shown.value
-        )
-        return bool(shown)
+        return self._center_pairs.is_shown
 
     @property
     def exchanges(self) -> keras.Variable | tf.Tensor:
@@ -222,6 +220,10 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         self._exchanges = replica_variables.make((), "int64", "exchanges")
         # Saved because a file can be written while the center is shown.
         self._shown = replica_variables.make((), "int32", "center_is_shown")
+        pairs = center_lib.Center(
+            variables, self._center, self._shown, self._strategy
+        )
+        self._set_untracked("_center_pairs", pairs)
         self.inner_optimizer.build(self._center)
         with keras.name_scope("local"):
             self.local_optimizer.build(variables)
@@ -267,30 +269,11 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
           The number of steps in the period before this one, a scalar int32.
         """
         pending = replica_variables.read(self._pending)
+        self._center_pairs.hide_here()
         replica_variables.cond(
-            replica_variables.read(self._shown) > 0, self._hide_center_here
+            tf.equal(pending, 0), self._center_pairs.start_period_here
         )
-        replica_variables.cond(tf.equal(pending, 0), self._start_period)
         return pending
-
-    def _hide_center_here(self) -> None:
-        for variable, center in self._with_center():
-            replica_variables.swap_here(variable, center)
-        replica_variables.assign(self._shown, 0)
-
-    def _with_center(self) -> list[tuple]:
-        """(local variable, center) pairs."""
-        local = keras_optimizers.trainable_variables(self)
-        return list(zip(local, self._center, strict=True))
-
-    def _start_period(self) -> None:
-        """Sets the center to the model's values.
-
-        They are equal unless the model's values have been set since the last
-        exchange (`set_weights`, `EarlyStopping`); then the new values win.
-        """
-        for variable, center in self._with_center():
-            replica_variables.assign(center, replica_variables.read(variable))
 
     def _exchange(
         self,
@@ -317,8 +300,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         ]
         totals = self._reducer.reduce(totals, local, here, self.reduction)
         self._update_center(totals)
-        for variable, center in self._with_center():
-            replica_variables.assign(variable, replica_variables.read(center))
+        self._center_pairs.adopt_here()
         self._accumulator.reset()
         replica_variables.assign(self._pending, 0)
         replica_variables.add(self._exchanges, 1)
@@ -328,15 +310,13 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         # After a restore nothing has been seen, but any sum may be nonzero.
         if index not in self._seen and len(self._seen):
             return None
-        variable, center = self._with_center()[index]
         if self._accumulate == "gradients":
             total = self._accumulator.read(index)
         else:
-            read = replica_variables.read
-            total = read(center) - read(variable)
+            total = self._center_pairs.update_here(index)
         if self._normalize:
             total /= tf.cast(num_steps, total.dtype)
-        return tf.cast(total, variable.dtype)
+        return tf.cast(total, self._center[index].dtype)
 
     def _update_center(self, totals: Sequence) -> None:
         """Applies reduced accumulations (None is skipped) to the center."""
@@ -376,11 +356,8 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         9.0
         """
         replica_context.refuse_replica_context(f"{self.name}.show_center()")
-        if self.built and shown != self.center_is_shown:
-            with self._strategy.scope():
-                for variable, center in self._with_center():
-                    replica_variables.swap(variable, center, self._strategy)
-                self._shown.assign(int(shown))
+        if self.built:
+            self._center_pairs.show(shown)
 
     def finalize_variable_values(self, var_list: Sequence) -> None:
         """Does an early exchange on all replicas if steps are pending.
@@ -409,9 +386,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
                 tf.function(lambda: strategy.run(on_replica))()
         self.inner_optimizer.finalize_variable_values(self._center)
         if self.inner_optimizer.use_ema:
-            with strategy.scope():
-                for variable, center in self._with_center():
-                    replica_variables.copy(center, variable, strategy)
+            self._center_pairs.copy_into_model()
 
     def _unsaved_state(self) -> str | None:
         if self._strategy.num_replicas_in_sync == 1:
@@ -419,7 +394,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         return "trains each replica's own variables and slots."
 
     def _kinds_of_state(self) -> dict[int, str]:
-        local, center = map(list, zip(*self._with_center(), strict=True))
+        local, center = map(list, zip(*self._center_pairs, strict=True))
         if self.center_is_shown:
             local, center = center, local
         of_local_steps = [
@@ -440,9 +415,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
     def _centers_by_variable(self) -> dict[int, Any]:
         if self.center_is_shown:
             return {}
-        return {
-            id(variable): center for variable, center in self._with_center()
-        }
+        return {id(variable): center for variable, center in self._center_pairs}
 
     def get_config(self) -> dict:
         """The arguments, for serialization.

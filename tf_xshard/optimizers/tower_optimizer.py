@@ -197,7 +197,9 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
                 f"{self.name} has {self._num_towers} towers, got gradients of"
                 f" {len(towers)}."
             )
-        variables = [self._checked_variables(g, trainable_variables) for g in towers][0]
+        variables = [
+            self._checked_variables(g, trainable_variables) for g in towers
+        ][0]
         here = replica_context.current()
         self._check_strategy(here.strategy)
         with tf.name_scope(self.name):

@@ -154,9 +154,7 @@ def _local_class(base: Any, mixin: Any) -> type:
 def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
     own: Any = type(optimizer)
     if not issubclass(own, mixin):
-        object.__setattr__(
-            optimizer, "__class__", _local_class(own, mixin)
-        )
+        object.__setattr__(optimizer, "__class__", _local_class(own, mixin))
 
 
 class _Local(keras.optimizers.Optimizer):

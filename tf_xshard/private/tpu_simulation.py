@@ -137,7 +137,7 @@ class SimulatedTPUExtended(_tpu_strategy.TPUExtended):
         devices: Sequence[str],
         host_of: Callable[[str], str],
         execute: Callable[[Callable[[], Any]], Any],
-    ):
+    ) -> None:
         super().__init__(
             strategy, resolver, device_assignment=device_assignment
         )

@@ -181,7 +181,7 @@ class _Runner:
         program: replicated_program.ReplicatedProgram,
         xla_numbering: Sequence[int],
         traced: tf.Graph,
-    ):
+    ) -> None:
         self._traced = traced
         self._program = program
         self._xla_numbering = xla_numbering

@@ -30,7 +30,7 @@ class Topology(tf.tpu.experimental.Topology):
       num_hosts: The number of hosts, over which the cores are spread evenly.
     """
 
-    def __init__(self, num_replicas: int, num_hosts: int):
+    def __init__(self, num_replicas: int, num_hosts: int) -> None:
         per_host = num_replicas // num_hosts
         # Two cores per chip, as v2 to v4 have, if the number is even.
         cores = 2 if per_host % 2 == 0 else 1
@@ -81,7 +81,7 @@ class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
     environment = ""
     tpu_hardware_feature = None
 
-    def __init__(self, topology: Topology):
+    def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._num_hosts = topology.num_tasks
         self._num_replicas = topology.num_tasks * topology.num_tpus_per_task

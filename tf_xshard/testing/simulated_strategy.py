@@ -34,9 +34,9 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
         topology: fabricated_tpu.Topology,
         device_assignment: tf.tpu.experimental.DeviceAssignment | None,
         xla_numbering: Sequence[int],
-    ):
+    ) -> None:
         self.xla_numbering = tuple(xla_numbering)
-        self._runner = strategy_run.Runner(self.xla_numbering)
+        self._step_runner = strategy_run.Runner(self.xla_numbering)
         extended = tpu_simulation.SimulatedTPUExtended(
             self,
             fabricated_tpu.Resolver(topology),
@@ -46,7 +46,7 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
                 for replica in range(len(xla_numbering))
             ],
             host_of=topology.host_of,
-            execute=self._runner,
+            execute=self._step_runner,
         )
         tf.distribute.Strategy.__init__(self, extended)
         # One handle for all copies of a variable would hide the copies.
@@ -66,7 +66,7 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
           Its `program.graph_def` holds the replicas' operations. Inside,
           `run()` returns zeros, and no variable changes.
         """
-        return strategy_run.capture(self._runner)
+        return strategy_run.capture(self._step_runner)
 
     def __enter__(self) -> SimulatedTPUStrategy:
         return self

@@ -48,7 +48,7 @@ class Runner:
       xla_numbering: The replica that each XLA replica executes.
     """
 
-    def __init__(self, xla_numbering: Sequence[int]):
+    def __init__(self, xla_numbering: Sequence[int]) -> None:
         self._xla_numbering = xla_numbering
 
     def __call__(self, replicate: Callable[[], Any]) -> Any:

@@ -35,7 +35,7 @@ class Executable:
       num_replicas: The number of replicas.
     """
 
-    def __init__(self, text: str, num_replicas: int):
+    def __init__(self, text: str, num_replicas: int) -> None:
         client = _client(num_replicas)
         self._devices = tuple(client.devices())
         xla_client = tpu_simulation.xla_client

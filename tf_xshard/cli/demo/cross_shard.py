@@ -139,10 +139,10 @@ class _LossOfGroups(keras.callbacks.Callback):
         digits: digits_lib.Digits,
         seed: int,
         losses: list[list[float]],
-    ):
+    ) -> None:
         super().__init__()
         self._groups, self._digits = groups, digits
-        self._seed, self._losses = seed, losses
+        self._seed, self._loss_curves = seed, losses
 
     def bound_to(
         self, model: keras.Model, strategy: tf.distribute.Strategy
@@ -156,7 +156,7 @@ class _LossOfGroups(keras.callbacks.Callback):
     ) -> None:
         """See the base class."""
         weights = training.of_replicas(self.model, self._strategy)
-        self._losses.append(
+        self._loss_curves.append(
             [
                 digits_lib.evaluate(
                     weights[members[0]], self._digits, self._seed

@@ -19,7 +19,7 @@ class Promises:
       reference: The title of the column with differences.
     """
 
-    def __init__(self, reference: str):
+    def __init__(self, reference: str) -> None:
         self._head = ("run", "accuracy", "moved", f"max |dw| from {reference}")
         self._rows: list[tuple[str, str, str, str]] = []
         self._failures: list[str] = []

@@ -44,7 +44,7 @@ class Trained:
         wrap: Callable[[Any], keras.optimizers.Optimizer] | None = None,
         callbacks: Iterable[Callable[..., keras.callbacks.Callback]] = (),
         train_step: Callable[..., Any] | None = None,
-    ):
+    ) -> None:
         print(f"\n{title}", flush=True)
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = digits_lib.model(options.seed)

@@ -1,0 +1,111 @@
+"""What the loss was divided by and multiplied with, before it was derived."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.distribute import replica_context
+from tf_xshard.optimizers import delegation
+from tf_xshard.optimizers import tree
+from tf_xshard.private import keras_optimizers
+
+
+class LossConventions(delegation.Delegation):
+    """The part of a wrapper that knows how losses are scaled.
+
+    Keras divides a loss by the number of replicas, which the outermost wrapper
+    of a stack undoes, once. A LossScaleOptimizer belongs inside.
+    """
+
+    inner_optimizer: keras.optimizers.Optimizer
+    _is_outermost: bool
+    _loss_normalization: str | None
+    _strategy: tf.distribute.Strategy
+
+    def _refuse_loss_scale_optimizer_above(self) -> None:
+        if self._may_be_in_a_loss_scale_optimizer():
+            return
+        if keras_optimizers.loss_scale_optimizer_above(
+            lambda one: any(inner is self for inner in tree.descendants(one))
+        ):
+            raise ValueError(self._loss_scale_error())
+
+    def _may_be_in_a_loss_scale_optimizer(self) -> bool:
+        """On one replica it sees all gradients; only one may scale the loss."""
+        num_replicas = self._strategy.num_replicas_in_sync
+        return not self._is_outermost or (
+            num_replicas == 1
+            and not tree.has_loss_scale_optimizer(self.inner_optimizer)
+        )
+
+    def _loss_scale_error(self) -> str:
+        name = type(self).__name__
+        num_replicas = self._strategy.num_replicas_in_sync
+        why = (
+            "There is another one inside, and both scale the loss."
+            if tree.has_loss_scale_optimizer(self.inner_optimizer)
+            else (
+                f"It checks the gradients of replica 0 only, of {num_replicas},"
+                " so an overflow on another replica would reach the weights."
+            )
+        )
+        return (
+            f"A LossScaleOptimizer wraps {name}. {why} Write"
+            f" {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
+            " model.compile(..., auto_scale_loss=False)."
+        )
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """The inner optimizer's `loss_scale_factor`."""
+        return self._updating_optimizer.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float | None) -> None:
+        # The base class' constructor sets a default before there is an inner
+        # optimizer.
+        if "inner_optimizer" not in self.__dict__:
+            return
+        # A LossScaleOptimizer sets None when it wraps an optimizer; nobody else
+        # has a reason to set None where it is None already.
+        if (
+            value is None
+            and self.loss_scale_factor is None
+            and not self._may_be_in_a_loss_scale_optimizer()
+        ):
+            raise ValueError(self._loss_scale_error())
+        self._updating_optimizer.loss_scale_factor = value
+
+    @property
+    def loss_normalization(self) -> str:
+        """What the incoming gradients were divided by.
+
+        `"global"`: by the number of replicas, as Keras and TF2 do. `"replica"`:
+        by nothing. One setting applies to a stack of wrappers.
+        """
+        return self._resolved_loss_normalization()
+
+    def _resolved_loss_normalization(self) -> str:
+        stack = tree.wrappers(self)
+        given = {
+            one._loss_normalization
+            for one in stack
+            if one._loss_normalization is not None
+        }
+        if len(given) > 1:
+            raise ValueError(
+                "A stack of tf_xshard optimizers has one loss_normalization,"
+                f" got {sorted(given)} in"
+                f" {[one.name for one in stack]}. Pass it to one of them."
+            )
+        return given.pop() if given else "global"
+
+    def _gradient_multiplier(self, here: replica_context.Here) -> int:
+        """The factor that undoes the 1/N that Keras applied to the loss.
+
+        The outermost wrapper of a stack undoes it, once.
+        """
+        if self._is_outermost and self.loss_normalization == "global":
+            return here.num_replicas
+        return 1
