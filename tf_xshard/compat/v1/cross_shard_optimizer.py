@@ -290,6 +290,13 @@ class _OnTPU(_Alone):
     ) -> list:
         """See `_Alone.sum`; builds what the original builds."""
         groups = reducer.group_assignment and reducer.group_assignment.to_list()
+        # The original takes the number of rows from the gradient, if it has it.
+        gradients = [
+            tf.convert_to_tensor(gradient)
+            if getattr(gradient, "dense_shape", None) is not None
+            else gradient
+            for gradient in gradients
+        ]
         summed = []
         for gradient in _dense(gradients, variables):
             if gradient is not None:
