@@ -6,7 +6,7 @@ The only module of `tf_xshard.compat` that touches them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,32 +20,36 @@ _Optimizer = tf.compat.v1.train.Optimizer
 # Each with the reason. Seen in 2.20 and 2.21.
 # conformance/private_names_test.py fails with the name of one that moved.
 TF_PRIVATE_NAMES = (
-    # How many shards tf.compat.v1.tpu.shard builds for; it tells nobody else.
+    # The number of shards of tf.compat.v1.tpu.shard; nothing public has it.
     (_tpu_function, "get_tpu_context"),
     # Under a strategy a v1 optimizer sums gradients over all replicas in here.
     # Its argument `skip_gradients_aggregation` would skip more than the sum:
     # slots would not be distributed variables any more.
     (_Optimizer, "_distributed_apply"),
-    # What tf.train.Checkpoint asks for an optimizer's slots.
+    # tf.train.Checkpoint restores an optimizer's slots through this method.
     (_Optimizer, "_create_or_restore_slot_variable"),
-    # The counts behind tf.layers' "dense_1", which each thread has of its own.
+    # Makes one object a part of another in a tf.train.Checkpoint.
+    (_Optimizer, "_track_trackable"),
+    # The name under which a Saver stores the slices of a partitioned variable.
+    (tf.Variable, "_get_save_slice_info"),
+    # The counts behind tf.layers' "dense_1" (its `variable_scopes_count`), of
+    # which each thread has its own.
     (_variable_scope, "get_variable_scope_store"),
-    # Python's view of `creators` that a tf.function has put around variables.
+    # The stack of tf.variable_creator_scope, of which each thread has its own.
     (tf.Graph, "_variable_creator_stack"),
     # Whether code is in a branch or loop of control flow v1.
     (tf.Graph, "_get_control_flow_context"),
-    # Lets what initializes a variable run before operations that exist already.
+    # Makes a variable's initialization run before operations that exist.
     (tf.Operation, "_add_control_input"),
 )
-# Attributes of instances, used the same way:
-# `_slots`, `_non_slot_dict`, `_deferred_slot_restorations`
-#                       a v1 optimizer's state
-# `_track_trackable`    what makes one object part of another in a Checkpoint
+# Attributes that only instances have: a v1 optimizer's state. Seen in 2.20 and
+# 2.21.
+_STATE = ("_slots", "_non_slot_dict", "_deferred_slot_restorations")
 dependencies.check_names(TF_PRIVATE_NAMES)
 
 
 def tpu_number_of_shards() -> int | None:
-    """For how many shards tf.compat.v1.tpu builds; None outside of it."""
+    """How many shards tf.compat.v1.tpu is building; None outside of it."""
     return _tpu_function.get_tpu_context().number_of_shards
 
 
@@ -55,15 +59,20 @@ def in_control_flow(graph: tf.Graph) -> bool:
 
 
 def run_before(operation: tf.Operation, other: tf.Operation) -> None:
-    """Makes `operation` run before `other`, which exists already."""
+    """Makes `operation` run before `other`, which already exists."""
     other._add_control_input(operation)
 
 
-def thread_state(graph: tf.Graph):
-    """Takes what another thread needs to build on in the same graph.
+def thread_state(
+    graph: tf.Graph,
+) -> contextlib.AbstractContextManager[None]:
+    """This thread's state of a graph, for another thread that builds into it.
+
+    Args:
+      graph: The graph.
 
     Returns:
-      A context manager for that thread.
+      A context manager that the other thread enters.
     """
     counts = dict(
         _variable_scope.get_variable_scope_store().variable_scopes_count
@@ -82,37 +91,51 @@ def thread_state(graph: tf.Graph):
 
 
 class _Extended:
-    """A strategy's `extended` under which gradients are summed already."""
+    """A strategy's `extended` that takes gradients as already summed."""
 
-    def __init__(self, extended):
+    def __init__(self, extended: tf.distribute.StrategyExtended):
         self._extended = extended
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._extended, name)
 
-    def batch_reduce_to(self, reduce_op, value_destination_pairs, options=None):
+    def batch_reduce_to(
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """Returns the values, of any shapes, as they are."""
         del reduce_op, options
         return [value for value, _ in value_destination_pairs]
 
 
 class _Strategy:
-    def __init__(self, strategy):
+    """A strategy with the `extended` above."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
         self.extended = _Extended(strategy.extended)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
 
-def take_out_the_sum(optimizer: _Optimizer) -> None:
+def take_out_the_sum(optimizer: tf.compat.v1.train.Optimizer) -> None:
     """Makes a v1 optimizer apply each replica's gradients as they are.
 
-    Also those that it wraps. Slots and the step counter stay as they were.
+    The same for the optimizers that it wraps. Slots and step counter are not
+    affected.
+
+    Args:
+      optimizer: The optimizer.
     """
     if "_distributed_apply" not in vars(optimizer):
         original = optimizer._distributed_apply
 
-        def distributed_apply(distribution, *args, **kwargs):
+        def distributed_apply(
+            distribution: tf.distribute.Strategy, *args: Any, **kwargs: Any
+        ) -> Any:
             return original(_Strategy(distribution), *args, **kwargs)
 
         optimizer._distributed_apply = distributed_apply
@@ -121,8 +144,8 @@ def take_out_the_sum(optimizer: _Optimizer) -> None:
             take_out_the_sum(value)
 
 
-def optimizers_in(optimizer) -> Iterator[Any]:
-    """An optimizer, and all that it holds in its attributes."""
+def optimizers_in(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and all optimizers in its attributes, at any depth."""
     yield optimizer
     if isinstance(optimizer, _Optimizer):
         for value in vars(optimizer).values():
@@ -131,18 +154,80 @@ def optimizers_in(optimizer) -> Iterator[Any]:
                 yield from optimizers_in(value)
 
 
-def stateless_copy(optimizer: _Optimizer) -> _Optimizer:
+def stateless_copy(
+    optimizer: tf.compat.v1.train.Optimizer,
+) -> tf.compat.v1.train.Optimizer:
     """A v1 optimizer with the same arguments and no slots.
 
-    The same holds for all that it holds; wrappers of this package look after
-    their own.
+    The optimizers in its attributes are copied in the same way; those inside a
+    wrapper of this package are not, the wrapper does that itself.
+
+    Args:
+      optimizer: The optimizer.
+
+    Returns:
+      An optimizer of the same type.
     """
     result = object.__new__(type(optimizer))
     vars(result).update(vars(optimizer))
-    for name in ("_slots", "_non_slot_dict", "_deferred_slot_restorations"):
+    for name in _STATE:
         setattr(result, name, {})
     vars(result).pop("_distributed_apply", None)
     for name, value in vars(optimizer).items():
         if isinstance(value, _Optimizer):
             setattr(result, name, stateless_copy(value))
     return result
+
+
+def track(
+    optimizer: tf.compat.v1.train.Optimizer, child: Any, name: str
+) -> None:
+    """Makes `tf.train.Checkpoint` find an object below a v1 optimizer.
+
+    Args:
+      optimizer: The optimizer.
+      child: An optimizer or a variable.
+      name: The child's name in the checkpoint, which must be new.
+    """
+    optimizer._track_trackable(child, name)
+
+
+def restore_slot(
+    optimizer: tf.compat.v1.train.Optimizer, **kwargs: Any
+) -> None:
+    """Restores a v1 optimizer's slot from a `tf.train.Checkpoint`.
+
+    Args:
+      optimizer: The optimizer.
+      **kwargs: The arguments of `WrapperBase._restore_slot`.
+    """
+    optimizer._create_or_restore_slot_variable(**kwargs)
+
+
+class WrapperBase(_Optimizer):
+    """A v1 optimizer whose slots are those of the optimizer inside."""
+
+    def __dir__(self) -> list[str]:
+        # Checkpoint saves the slots of every object that lists this method. A
+        # variable cannot be the slot of two; the inner optimizer saves them.
+        return [name for name in super().__dir__() if name != "get_slot_names"]
+
+    def _restore_slot(self, **kwargs: Any) -> None:
+        """Hands a slot of a checkpoint to the inner optimizer."""
+        raise NotImplementedError
+
+    def _create_or_restore_slot_variable(self, **kwargs: Any) -> None:
+        # Checkpoints of the original optimizers have slots here, and no other
+        # variables.
+        self._restore_slot(**kwargs)
+
+
+def saved_name(variable: tf.Variable) -> str:
+    """The name under which a `Saver` stores a variable.
+
+    Args:
+      variable: A variable, or a slice of a partitioned one. All slices of one
+        variable have the same name.
+    """
+    whole = variable._get_save_slice_info()
+    return whole.full_name if whole else variable.op.name

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard.compat.v1 import agn_custom_getter
 from tf_xshard.compat.v1 import inner_optimizers
 from tf_xshard.compat.v1 import wrapper
 from tf_xshard.compat.v1.agn_custom_getter import AGNCustomGetter
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private import tensorflow_v1
 
 _GLOBAL = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
 _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
@@ -93,19 +95,14 @@ class AGNOptimizer(wrapper.Wrapper):
                 "custom_getter must be an AGNCustomGetter, got"
                 f" {type(custom_getter).__name__}."
             )
-        for argument, value in (
-            ("num_worker", num_worker),
-            ("communication_period", communication_period),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{argument} must be an int, got {value!r}.")
-            if value < 1:
-                raise ValueError(f"{argument} must be positive, got {value}.")
+        checks.positive_integer("num_worker", num_worker)
+        self._period = checks.positive_integer(
+            "communication_period", communication_period
+        )
         super().__init__(use_locking, name)
         self._inner = inner_optimizers.V1(optimizer)
         self._getter = custom_getter
-        self._period = communication_period
-        self._num_worker = num_worker
+        self._locks = use_locking
         with tf.device(custom_getter.worker_device), tf.init_scope():
             self._local_step = tf.compat.v1.Variable(
                 0,
@@ -115,7 +112,7 @@ class AGNOptimizer(wrapper.Wrapper):
                 name="local_step",
             )
         self._track(self._inner)
-        self._track_trackable(self._local_step, "local_step")
+        tensorflow_v1.track(self, self._local_step, "local_step")
 
     @private_tensorflow.entry_point
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
@@ -156,9 +153,9 @@ class AGNOptimizer(wrapper.Wrapper):
             )
         with _creating_local_variables():
             local = self._inner.apply(pairs, None)
-        with tf.name_scope(name or self._name):
+        with tf.name_scope(name or self.get_name()):
             accumulated = [
-                _accumulated(gradient, of, self._use_locking)
+                _accumulated(gradient, of, self._locks)
                 for gradient, of in copies
             ]
             counted = self._assign_add(self._local_step, 1)
@@ -210,7 +207,7 @@ class AGNOptimizer(wrapper.Wrapper):
 
     def _assign(self, variable, value):
         return tf.compat.v1.assign(
-            variable, value, use_locking=self._use_locking
+            variable, value, use_locking=self._locks
         )
 
     def _assign_add(self, variable, value):
@@ -218,7 +215,7 @@ class AGNOptimizer(wrapper.Wrapper):
             return tf.compat.v1.assign_add(
                 variable,
                 tf.constant(value, variable.dtype.base_dtype),
-                use_locking=self._use_locking,
+                use_locking=self._locks,
             )
 
     def get_init_op(self, task_index: int):
@@ -297,8 +294,7 @@ class AGNOptimizer(wrapper.Wrapper):
             by_name = {}
             for variable in var_list:
                 # The slices of a partitioned variable have one name.
-                whole = variable._get_save_slice_info()
-                name_of = whole.full_name if whole else variable.op.name
+                name_of = tensorflow_v1.saved_name(variable)
                 by_name.setdefault(name_of, []).append(variable)
             var_list = {
                 key: values[0] if len(values) == 1 else values

@@ -182,9 +182,9 @@ class CrossShardOptimizer(wrapper.Wrapper):
                 where.shard, pairs, global_step, groups.num_groups
             )
             if not pairs:
-                return tf.no_op(name or self._name)
+                return tf.no_op(name or self.get_name())
         return self._inner_here().apply(
-            pairs, global_step, name=name or self._name
+            pairs, global_step, name=name or self.get_name()
         )
 
     def _groups_here(

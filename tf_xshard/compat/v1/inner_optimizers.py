@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_xshard.optimizers import inner_update
+from tf_xshard.private import keras_optimizers
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.private import tensorflow_v1
 
@@ -59,7 +60,7 @@ class V1:
 
     def restore_slot(self, **kwargs) -> None:
         """Takes a slot's value from a tf.train.Checkpoint."""
-        self.optimizer._create_or_restore_slot_variable(**kwargs)
+        tensorflow_v1.restore_slot(self.optimizer, **kwargs)
 
 
 class Keras:
@@ -130,7 +131,7 @@ class Keras:
     def get_slot_names(self) -> list[str]:
         """The names of the variables that the optimizer has for each other."""
         names = []
-        for var in self.optimizer._trainable_variables or ():
+        for var in keras_optimizers.trainable_variables(self.optimizer):
             names += [name for name, _ in self._slots(var)]
         return sorted(set(names))
 
@@ -138,16 +139,12 @@ class Keras:
         # Keras names them "<variable's path with _ for />_<name>".
         path = getattr(var, "path", None) or var.name
         prefix = path.replace("/", "_").replace(":", "_") + "_"
-        position = {
-            self.optimizer._var_key(v): i
-            for i, v in enumerate(self.optimizer._trainable_variables or ())
-        }.get(self.optimizer._var_key(var))
+        position = keras_optimizers.index_of(self.optimizer, var)
         if position is None:
             return
+        count = len(keras_optimizers.trainable_variables(self.optimizer))
         for value in vars(self.optimizer).values():
-            if not isinstance(value, (list, tuple)):
-                continue
-            if len(value) != len(self.optimizer._trainable_variables):
+            if not isinstance(value, (list, tuple)) or len(value) != count:
                 continue
             slot = value[position]
             name = getattr(slot, "name", None) or ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard.compat.v1 import shard_team
 from tf_xshard.private import tensorflow as private_tensorflow
 
@@ -121,10 +122,7 @@ def shard(
         )
     if shard_team.current() is not None:
         raise RuntimeError("shard() is called inside another shard().")
-    if isinstance(num_shards, bool) or not isinstance(num_shards, int):
-        raise TypeError(f"num_shards must be an int, got {num_shards!r}.")
-    if num_shards <= 0:
-        raise ValueError(f"num_shards must be positive, got {num_shards}.")
+    num_shards = checks.positive_integer("num_shards", num_shards)
     for argument, value in (
         ("infeed_queue", infeed_queue),
         ("xla_options", xla_options),

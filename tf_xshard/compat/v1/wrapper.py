@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tensorflow as tf
+from typing import Any
 
 from tf_xshard.compat.v1 import inner_optimizers
+from tf_xshard.private import tensorflow_v1
 
 
-class Wrapper(tf.compat.v1.train.Optimizer):
+class Wrapper(tensorflow_v1.WrapperBase):
     """Forwards slots, variables and checkpoints."""
 
     def _inner_here(self) -> inner_optimizers.V1 | inner_optimizers.Keras:
@@ -16,7 +17,7 @@ class Wrapper(tf.compat.v1.train.Optimizer):
 
     def _track(self, inner) -> None:
         """Lets a tf.train.Checkpoint find the inner optimizer."""
-        self._track_trackable(inner.optimizer, "optimizer")
+        tensorflow_v1.track(self, inner.optimizer, "optimizer")
 
     def get_slot(self, *args, **kwargs):
         """Returns a slot of the inner optimizer.
@@ -50,12 +51,5 @@ class Wrapper(tf.compat.v1.train.Optimizer):
         """
         return self._inner_here().variables()
 
-    def __dir__(self):
-        # Checkpoint looks there for `get_slot_names`, to save slots. They are
-        # the inner optimizer's and saved with it; a variable can't be the slot
-        # of two.
-        return [name for name in super().__dir__() if name != "get_slot_names"]
-
-    def _create_or_restore_slot_variable(self, **kwargs):
-        # A checkpoint of the originals has slots, but nothing else, here.
+    def _restore_slot(self, **kwargs: Any) -> None:
         self._inner_here().restore_slot(**kwargs)
