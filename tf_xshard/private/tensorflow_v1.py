@@ -204,7 +204,7 @@ def restore_slot(
     optimizer._create_or_restore_slot_variable(**kwargs)
 
 
-class WrapperBase(_Optimizer):
+class WrapperBase(tf.compat.v1.train.Optimizer):
     """A v1 optimizer whose slots are those of the optimizer inside."""
 
     def __dir__(self) -> list[str]:

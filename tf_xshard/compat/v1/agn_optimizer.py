@@ -206,9 +206,7 @@ class AGNOptimizer(wrapper.Wrapper):
             return tf.constant(True)
 
     def _assign(self, variable, value):
-        return tf.compat.v1.assign(
-            variable, value, use_locking=self._locks
-        )
+        return tf.compat.v1.assign(variable, value, use_locking=self._locks)
 
     def _assign_add(self, variable, value):
         with tf.compat.v1.colocate_with(variable):

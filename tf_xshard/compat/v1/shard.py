@@ -9,20 +9,22 @@ inputs --split--> shard 0 -- gradients --+               +-- shard 0 --+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tf_xshard import checks
 from tf_xshard.compat.v1 import shard_team
+from tf_xshard.compat.v1 import traced_shard
 from tf_xshard.private import tensorflow as private_tensorflow
 
 
 def shard_initializer() -> tf.Operation:
     """An operation that gives all shards' copies shard 0's values.
 
-    A copy that was never set takes shard 0's value by itself, when a session
-    first runs the shards. Only what changes shard 0's variables later, such as
-    a `Saver.restore` in the middle of training, needs this.
+    A copy without a value takes shard 0's by itself, when a session first runs
+    the shards. This is only needed after shard 0's variables are changed later,
+    such as by a `Saver.restore` in the middle of training.
 
     Returns:
       An operation, of the current graph.
@@ -46,22 +48,22 @@ def shard_initializer() -> tf.Operation:
 
 @private_tensorflow.entry_point
 def shard(
-    computation: Callable,
-    inputs: Sequence | None = None,
+    computation: Callable[..., Any],
+    inputs: list[Any] | None = None,
     num_shards: int = 1,
     input_shard_axes: Sequence[int] | None = None,
     outputs_from_all_shards: bool | Sequence[bool] = True,
     output_shard_axes: Sequence[int] | None = None,
-    infeed_queue=None,
+    infeed_queue: Any = None,
     device_assignment: Sequence[str] | None = None,
     name: str | None = None,
-    xla_options=None,
-) -> list:
+    xla_options: Any = None,
+) -> list[Any]:
     """Shards `computation`, with no TPU; like `tf.compat.v1.tpu.shard`.
 
     Builds one copy of the computation for each shard into the current graph.
-    Shards may share a device: their gradients meet inside the graph, in
-    `tf_xshard.compat.v1.CrossShardOptimizer`.
+    Shards may share a device: `tf_xshard.compat.v1.CrossShardOptimizer` sums
+    their gradients inside the graph.
 
     Each shard has a copy of every variable that the computation makes. Shard
     0's has the plain name and is the only one in the collections and in a
@@ -69,38 +71,40 @@ def shard(
     collection `SHARD_VARIABLES`, and take shard 0's value in the first
     `session.run` of the shards in which they have none. Inside the computation
     each shard finds its own in `tf.compat.v1.trainable_variables()`. A variable
-    made outside the computation is shared: the gradients' sum is applied to it
-    once, which groups can't share.
+    made outside the computation is shared: the sum of the gradients is applied
+    to it once, which is refused with several groups.
 
     Args:
       computation: A function of one tensor per input. It returns a tensor, an
         operation, None, or a list of tensors and operations.
-      inputs: A list of tensors, split over the shards. Default: none.
+      inputs: A list of tensors of rank 1 or more, split over the shards: a
+        shard's part has the input's shape, with that axis divided by
+        num_shards. Default: none.
       num_shards: The number of shards, at least 1. Default: 1.
       input_shard_axes: For each input the axis along which it is split, which
         the number of shards must divide. Default: 0 for all.
       outputs_from_all_shards: Whether the shards' outputs are concatenated
-        (scalars: stacked), or shard 0's is taken; one bool, or one for each
-        output. Default: True.
+        (scalars: stacked to shape [num_shards]), or shard 0's is taken; one
+        bool, or one for each output. Default: True.
       output_shard_axes: For each output the axis to concatenate along. Default:
         0 for all.
       infeed_queue: Refused: there is no TPU to feed.
-      device_assignment: A device name for each shard. Default: no device is
-        asked for.
+      device_assignment: A device name for each shard. Default: TensorFlow
+        places the shards.
       name: Does nothing, as documented.
-      xla_options: Refused: XLA takes no part.
+      xla_options: Refused: XLA is not used.
 
     Returns:
-      The outputs. If there are none, a list of one operation, after which all
-      shards have run.
+      A list of the outputs. If there are none, a list of one operation, after
+      which all shards have run.
 
     Raises:
-      TypeError: If inputs is no list, or something is returned that can't be a
-        tensor.
-      ValueError: If a number of axes, devices or shards does not fit, if
-        infeed_queue or xla_options is given, or if shards differ in the
-        variables that they make or the number of times that they apply
-        gradients.
+      TypeError: If inputs is not a list, num_shards is not an int, or an output
+        can't be converted to a tensor.
+      ValueError: If num_shards is not positive, if there are too few or too
+        many axes or devices, if infeed_queue or xla_options is given, or if
+        shards make different variables or apply gradients a different number of
+        times.
       RuntimeError: In eager mode, in another `shard`, or if gradients are
         applied in a branch, a loop or a function inside the computation.
 
@@ -120,7 +124,7 @@ def shard(
             "shard() builds a graph, and TensorFlow runs eagerly. Call it in a"
             " tf.function, or in a tf.Graph."
         )
-    if shard_team.current() is not None:
+    if traced_shard.current() is not None:
         raise RuntimeError("shard() is called inside another shard().")
     num_shards = checks.positive_integer("num_shards", num_shards)
     for argument, value in (
@@ -134,7 +138,7 @@ def shard(
         raise TypeError(
             f"inputs must be a list of tensors or None, got {type(inputs)}."
         )
-    devices = device_assignment or [None] * num_shards
+    devices: Sequence[str | None] = device_assignment or [None] * num_shards
     if len(devices) != num_shards or isinstance(devices, str):
         raise ValueError(
             f"device_assignment must name {num_shards} devices, one for each"
@@ -147,18 +151,19 @@ def shard(
         for x, axis in zip(inputs, axes, strict=True)
     ]
 
-    # Here, since other shards are traced by threads of their own.
+    # Not in the shards' threads, which do not know who called this function.
     computation = private_tensorflow.as_called_by_user(computation)
 
-    def of_shard(index):
+    def of_shard(index: int) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         return _flat_outputs(computation(*[parts[index] for parts in split]))
 
     outputs = shard_team.Team(devices).run(of_shard)
     operations = [op for _, ops in outputs for op in ops]
-    tensors = [list(column) for column in zip(*[t for t, _ in outputs])]
     counts = {len(t) for t, _ in outputs}
     if len(counts) > 1:
         raise ValueError(f"Shards return {sorted(counts)} tensors.")
+    of_shards = [t for t, _ in outputs]
+    tensors = [list(column) for column in zip(*of_shards, strict=True)]
     if not tensors:
         return [tf.group(*operations)]
     from_all = outputs_from_all_shards
@@ -170,7 +175,7 @@ def shard(
     )
     axes = _one_each("output_shard_axes", output_shard_axes, 0, tensors)
     results = []
-    # Whatever is read, all shards run whole.
+    # Whichever output a session fetches, it runs all of all shards.
     everything = operations + [t for column in tensors for t in column]
     with tf.control_dependencies(everything):
         for column, every, axis in zip(tensors, from_all, axes, strict=True):
@@ -183,7 +188,13 @@ def shard(
     return results
 
 
-def _one_each(argument, values, default, tensors) -> list:
+def _one_each(
+    argument: str,
+    values: Sequence[Any] | None,
+    default: Any,
+    tensors: Sequence[Any],
+) -> list[Any]:
+    """One value for each tensor, or an error that names the argument."""
     if values is None:
         return [default] * len(tensors)
     if len(values) != len(tensors):
@@ -194,7 +205,10 @@ def _one_each(argument, values, default, tensors) -> list:
     return list(values)
 
 
-def _flat_outputs(outputs) -> tuple[list, list]:
+def _flat_outputs(
+    outputs: Any,
+) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+    """A shard's outputs: tensors, of unchanged shapes, and operations."""
     if outputs is None:
         outputs = []
     elif not isinstance(outputs, (list, tuple)):

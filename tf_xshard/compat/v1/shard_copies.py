@@ -1,7 +1,7 @@
-"""Which variable of which shard is a copy of which variable of shard 0.
+"""Which variables are the shards' copies of which variables of shard 0.
 
-Also which shard an optimizer works for: one that several shards share would
-count their updates together.
+Also which shard an optimizer belongs to: if several shards shared one, it would
+count all their updates.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
-_by_graph = weakref.WeakKeyDictionary()
+_by_graph: weakref.WeakKeyDictionary[tf.Graph, ShardCopies] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def of(graph: tf.Graph) -> ShardCopies:
-    """The one of a graph, for all calls of `shard` in it."""
+    """The `ShardCopies` of a graph, for all calls of `shard` in it."""
     if graph not in _by_graph:
         _by_graph[graph] = ShardCopies()
     return _by_graph[graph]
@@ -26,34 +28,40 @@ def of(graph: tf.Graph) -> ShardCopies:
 class ShardCopies:
     """Shard 0's variables, and the other shards' copies of them."""
 
-    def __init__(self):
-        self._originals = {}  # id of a variable of shard 0: it
-        self._copies = {}  # id of it: {shard's index: the copy}
-        self._original_of = {}  # id of a copy: (original, shard's index)
-        self._owners = {}  # id of an optimizer: (it, the shard's index)
+    def __init__(self) -> None:
+        # Shard 0's variables, by id.
+        self._originals: dict[int, tf.Variable] = {}
+        # For each of their ids: {shard's index: the copy}.
+        self._copies: dict[int, dict[int, tf.Variable]] = {}
+        # By a copy's id: (original, shard's index).
+        self._original_of: dict[int, tuple[tf.Variable, int]] = {}
+        # By an optimizer's id: (the optimizer, shard's index).
+        self._owners: dict[int, tuple[Any, int]] = {}
 
-    def add_original(self, variable) -> None:
+    def add_original(self, variable: tf.Variable) -> None:
         """Remembers a variable that shard 0 has made."""
         self._originals[id(variable)] = variable
         self._copies[id(variable)] = {}
 
-    def add_copy(self, original, index: int, variable) -> None:
+    def add_copy(
+        self, original: tf.Variable, index: int, variable: tf.Variable
+    ) -> None:
         """Remembers shard `index`'s copy of a variable."""
         self._copies[id(original)][index] = variable
         self._original_of[id(variable)] = original, index
 
-    def is_of(self, variable, index: int) -> bool:
+    def is_of(self, variable: tf.Variable, index: int) -> bool:
         """Whether a shard has made a variable."""
         if index == 0:
             return id(variable) in self._originals
         return self._original_of.get(id(variable), (None, None))[1] == index
 
-    def key(self, variable) -> int:
+    def key(self, variable: tf.Variable) -> int:
         """Equal for a variable of shard 0 and all copies of it."""
         original, _ = self._original_of.get(id(variable), (variable, 0))
         return id(original)
 
-    def missing(self, index: int) -> list:
+    def missing(self, index: int) -> list[tf.Variable]:
         """Variables of shard 0 of which a shard has no copy, in order."""
         return [
             variable
@@ -61,23 +69,25 @@ class ShardCopies:
             if index not in self._copies[number]
         ]
 
-    def pairs(self) -> Iterator[tuple]:
+    def pairs(self) -> Iterator[tuple[tf.Variable, tf.Variable]]:
         """(variable of shard 0, copy) for all copies."""
         for number, copies in self._copies.items():
             for copy in copies.values():
                 yield self._originals[number], copy
 
-    def original_for(self, name: str, name_scope: str, index: int) -> Any:
+    def original_for(
+        self, name: str, name_scope: str, index: int
+    ) -> tf.Variable:
         """The variable that a shard is about to copy.
 
         Args:
           name: The name that the shard asks for.
-          name_scope: The name scope in which it does.
+          name_scope: The current name scope.
           index: The shard's index.
 
         Returns:
-          A variable of shard 0, which the shard has no copy of: the one of that
-          name, or else the next whose name differs only by the number that
+          A variable of shard 0 of which the shard has no copy: the one of that
+          name, or else the first whose name differs only by the number that
           makes it unique.
 
         Raises:
@@ -99,8 +109,10 @@ class ShardCopies:
             " made. All shards must run the same computation."
         )
 
-    def translated(self, collections: dict, index: int) -> dict:
-        """A graph's collections as a shard sees them: with its copies."""
+    def translated(
+        self, collections: dict[str, list[Any]], index: int
+    ) -> dict[str, list[Any]]:
+        """A graph's collections with one shard's copies of the variables."""
         return {
             name: [
                 self._copies.get(id(value), {}).get(index, value)
@@ -109,12 +121,12 @@ class ShardCopies:
             for name, values in collections.items()
         }
 
-    def owner(self, optimizer, index: int) -> int:
-        """The first shard that used an optimizer: `index`, if none has."""
+    def owner(self, optimizer: Any, index: int) -> int:
+        """The first shard that used an optimizer; now `index`, if none did."""
         return self._owners.setdefault(id(optimizer), (optimizer, index))[1]
 
 
-def _name(variable) -> str:
+def _name(variable: tf.Variable) -> str:
     return variable.name.split(":")[0]
 
 

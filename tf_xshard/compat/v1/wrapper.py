@@ -1,8 +1,10 @@
-"""What every v1 wrapper hands on to the optimizer inside."""
+"""What every v1 wrapper forwards to the optimizer inside."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import tensorflow as tf
 
 from tf_xshard.compat.v1 import inner_optimizers
 from tf_xshard.private import tensorflow_v1
@@ -15,11 +17,16 @@ class Wrapper(tensorflow_v1.WrapperBase):
         """The adapter of the optimizer that is used where this is called."""
         raise NotImplementedError
 
-    def _track(self, inner) -> None:
-        """Lets a tf.train.Checkpoint find the inner optimizer."""
+    def _track(
+        self, inner: inner_optimizers.V1 | inner_optimizers.Keras
+    ) -> None:
+        """Makes a tf.train.Checkpoint find the inner optimizer."""
         tensorflow_v1.track(self, inner.optimizer, "optimizer")
 
-    def get_slot(self, *args, **kwargs):
+    def _restore_slot(self, **kwargs: Any) -> None:
+        self._inner_here().restore_slot(**kwargs)
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> tf.Variable | None:
         """Returns a slot of the inner optimizer.
 
         Args:
@@ -27,11 +34,11 @@ class Wrapper(tensorflow_v1.WrapperBase):
           **kwargs: The same by name.
 
         Returns:
-          The variable, or None if there is none yet.
+          A variable, usually of `var`'s shape, or None if there is none yet.
         """
         return self._inner_here().get_slot(*args, **kwargs)
 
-    def get_slot_names(self, *args, **kwargs) -> list[str]:
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> list[str]:
         """Returns the names of the inner optimizer's slots.
 
         Args:
@@ -43,13 +50,10 @@ class Wrapper(tensorflow_v1.WrapperBase):
         """
         return self._inner_here().get_slot_names(*args, **kwargs)
 
-    def variables(self) -> list:
+    def variables(self) -> list[tf.Variable]:
         """Returns the inner optimizer's variables.
 
         Returns:
           A list.
         """
         return self._inner_here().variables()
-
-    def _restore_slot(self, **kwargs: Any) -> None:
-        self._inner_here().restore_slot(**kwargs)
