@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -14,7 +14,7 @@ GRAD_VARIABLE_NAME = "grad_variable"
 
 
 class Copies(NamedTuple):
-    """What AGNCustomGetter makes for one trainable variable."""
+    """What AGNCustomGetter makes for one trainable variable, of one shape."""
 
     local: tf.Variable
     center: tf.Variable
@@ -38,7 +38,7 @@ class AGNCustomGetter:
       worker_device: The worker's device, such as "/job:worker/task:0".
 
     Raises:
-      TypeError: If worker_device is no str.
+      TypeError: If worker_device is not a str.
 
     Example: see `AGNOptimizer`.
 
@@ -51,15 +51,20 @@ class AGNCustomGetter:
                 f"worker_device must be a str, got {worker_device!r}."
             )
         self.worker_device = worker_device
-        self._copies = {}
+        self._copies: dict[int, Copies] = {}  # By the local variables' ids.
 
     def __call__(
-        self, getter: Callable, name: str, *args, trainable=True, **kwargs
-    ):
+        self,
+        getter: Callable[..., tf.Variable],
+        name: str,
+        *args: Any,
+        trainable: bool | None = True,
+        **kwargs: Any,
+    ) -> tf.Variable:
         """Gets a variable; called by `tf.compat.v1.get_variable`."""
         if not trainable:
             return getter(name, *args, trainable=trainable, **kwargs)
-        # The others must neither count in a regularization loss nor be trained.
+        # The center and the accumulator are neither regularized nor trained.
         kwargs.pop("collections", None)
         others = {**kwargs, "regularizer": None}
         with tf.device(self.worker_device):
@@ -76,7 +81,7 @@ class AGNCustomGetter:
             **others,
         )
         zeros = tf.compat.v1.zeros_initializer()
-        if kwargs.get("shape") is None:  # The initial value has it.
+        if kwargs.get("shape") is None:  # The initial value has the shape.
             value = kwargs["initializer"]
             value = value() if callable(value) else value
             zeros = tf.zeros_like(tf.convert_to_tensor(value))
@@ -94,14 +99,14 @@ class AGNCustomGetter:
             self._copies[id(copies[0])] = Copies(*copies)
         return local
 
-    def copies_of(self, variable) -> Copies:
+    def copies_of(self, variable: tf.Variable) -> Copies:
         """The center and the accumulator of a worker's variable.
 
         Args:
           variable: The variable.
 
         Returns:
-          A named tuple of local, center and accumulator.
+          A named tuple of local, center and accumulator, of the same shape.
 
         Raises:
           ValueError: If this getter has not made it.
@@ -130,7 +135,7 @@ class AGNCustomGetter:
         ]
 
 
-def _parts(variable) -> list:
+def _parts(variable: Any) -> list[tf.Variable]:
     """The slices of a partitioned variable, or the variable."""
     partitioned = not hasattr(variable, "handle") and hasattr(
         variable, "__iter__"

@@ -1,4 +1,4 @@
-"""`tf.contrib.opt.AGNOptimizer`: local steps, and an exchange now and then.
+"""`tf.contrib.opt.AGNOptimizer`: local steps, with an exchange now and then.
 
 each step             local variable  <-  optimizer(gradient)
                       accumulator     <-  accumulator + gradient
@@ -9,18 +9,21 @@ period steps          local variable  <-  center
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from tf_xshard import checks
 from tf_xshard.compat.v1 import agn_custom_getter
+from tf_xshard.compat.v1 import agn_operations
+from tf_xshard.compat.v1 import agn_session
 from tf_xshard.compat.v1 import inner_optimizers
 from tf_xshard.compat.v1 import wrapper
 from tf_xshard.compat.v1.agn_custom_getter import AGNCustomGetter
-from tf_xshard.distribute import indexed_slices
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.private import tensorflow_v1
 
-_GLOBAL = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
 _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
 
 
@@ -29,23 +32,23 @@ class AGNOptimizer(wrapper.Wrapper):
 
     Every worker trains its own variables. Every `communication_period` steps
     the sum of its gradients, divided by the period, is applied to the center as
-    one gradient, with the same optimizer, and the worker takes over the center.
+    one gradient, with the same optimizer, and the worker copies the center.
     Workers do not wait for each other.
 
     The optimizer's slots exist for the worker's variables and for the center.
-    What it has once, such as Adam's beta powers, is the worker's and counts
-    local and center updates, as in the original.
+    State that is not per variable, such as Adam's beta powers, is the worker's
+    and counts local and center updates, as in the original.
 
     Args:
-      optimizer: The v1 optimizer of local variables and center.
+      optimizer: The v1 optimizer for the local variables and the center.
       num_worker: The number of workers. It has no effect, as in the original: a
         worker normalizes by the number of its own steps.
       custom_getter: The `AGNCustomGetter` that made the variables.
       communication_period: The number of steps from one exchange to the next,
         at least 1. Default: 10.
       use_locking: If True (default), updates of ref variables by this class
-        (accumulators, taking over the center) use locks. Resource variables
-        have no such choice, and the inner optimizer has its own flag.
+        (accumulators, copying the center) use locks. Resource variables have no
+        such choice, and the inner optimizer has its own flag.
       name: Prefix of the operations' names. Default: "AGNOptimizer".
 
     Raises:
@@ -102,7 +105,7 @@ class AGNOptimizer(wrapper.Wrapper):
         super().__init__(use_locking, name)
         self._inner = inner_optimizers.V1(optimizer)
         self._getter = custom_getter
-        self._locks = use_locking
+        self._operations = agn_operations.Operations(use_locking)
         with tf.device(custom_getter.worker_device), tf.init_scope():
             self._local_step = tf.compat.v1.Variable(
                 0,
@@ -115,16 +118,21 @@ class AGNOptimizer(wrapper.Wrapper):
         tensorflow_v1.track(self, self._local_step, "local_step")
 
     @private_tensorflow.entry_point
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: tf.Variable | None = None,
+        name: str | None = None,
+    ) -> tf.Operation | None:
         """Makes a local step, and every communication_period steps an exchange.
 
         Args:
-          grads_and_vars: (gradient, variable) pairs such as `compute_gradients`
-            returns, of variables that the custom getter made; anything that can
-            be iterated over once. IndexedSlices stay sparse in the local step.
-          global_step: A variable that is incremented by one after the global
-            variables have been updated, that is at each exchange. Default:
-            none.
+          grads_and_vars: (gradient, variable) pairs of equal shapes, such as
+            `compute_gradients` returns, of variables that the custom getter
+            made; any iterable. IndexedSlices stay sparse in the local step.
+          global_step: A scalar variable that is incremented by one after the
+            global variables have been updated, that is at each exchange.
+            Default: none.
           name: Prefix of the operations' names. Default: the constructor's.
 
         Returns:
@@ -133,8 +141,8 @@ class AGNOptimizer(wrapper.Wrapper):
 
         Raises:
           ValueError: If grads_and_vars is empty, malformed or has no gradient,
-            or the getter has not made a variable.
-          TypeError: If a gradient can't be a tensor.
+            or has a variable that the getter has not made.
+          TypeError: If a gradient can't be converted to a tensor.
 
         Example: see the class.
         """
@@ -151,14 +159,14 @@ class AGNOptimizer(wrapper.Wrapper):
                 "No gradients provided for any variable:"
                 f" {[v.name for _, v in pairs]}"
             )
-        with _creating_local_variables():
+        with agn_operations.creating_local_variables():
             local = self._inner.apply(pairs, None)
         with tf.name_scope(name or self.get_name()):
             accumulated = [
-                _accumulated(gradient, of, self._locks)
+                self._operations.accumulate(gradient, of)
                 for gradient, of in copies
             ]
-            counted = self._assign_add(self._local_step, 1)
+            counted = self._operations.increment(self._local_step)
             done = [
                 operation
                 for operation in (local, counted, *accumulated)
@@ -166,9 +174,12 @@ class AGNOptimizer(wrapper.Wrapper):
             ]
             with tf.control_dependencies(done):
                 is_due = tf.equal(
-                    tf.math.floormod(_read(self._local_step), self._period), 0
+                    tf.math.floormod(
+                        agn_operations.read(self._local_step), self._period
+                    ),
+                    0,
                 )
-                exchange = _cond(
+                exchange = agn_operations.cond(
                     is_due,
                     lambda: self._exchange(
                         [of for _, of in copies], global_step
@@ -179,10 +190,15 @@ class AGNOptimizer(wrapper.Wrapper):
                 return None
             return tf.group(exchange)
 
-    def _exchange(self, copies, global_step):
+    def _exchange(
+        self,
+        copies: Sequence[agn_custom_getter.Copies],
+        global_step: tf.Variable | None,
+    ) -> tf.Tensor:
+        """Updates the center, and starts from it; returns a scalar bool."""
         # Read once, so that the center never gets the undivided sum.
         averages = [
-            _read(of.accumulator)
+            agn_operations.read(of.accumulator)
             / tf.cast(self._period, of.accumulator.dtype.base_dtype)
             for of in copies
         ]
@@ -193,33 +209,17 @@ class AGNOptimizer(wrapper.Wrapper):
             after = [
                 operation
                 for of in copies
-                for operation in (
-                    self._assign(of.local, _read(of.center)),
-                    self._assign(
-                        of.accumulator, tf.zeros_like(_read(of.accumulator))
-                    ),
-                )
+                for operation in self._operations.start_from_center(of)
             ]
             if global_step is not None:
-                after.append(self._assign_add(global_step, 1))
+                after.append(self._operations.increment(global_step))
         with tf.control_dependencies([op for op in after if op is not None]):
             return tf.constant(True)
 
-    def _assign(self, variable, value):
-        return tf.compat.v1.assign(variable, value, use_locking=self._locks)
-
-    def _assign_add(self, variable, value):
-        with tf.compat.v1.colocate_with(variable):
-            return tf.compat.v1.assign_add(
-                variable,
-                tf.constant(value, variable.dtype.base_dtype),
-                use_locking=self._locks,
-            )
-
-    def get_init_op(self, task_index: int):
+    def get_init_op(self, task_index: int) -> tf.Operation | None:
         """An operation that makes a worker start from the center.
 
-        Local variables take the center's values, accumulators become zero.
+        Local variables get the center's values, accumulators become zero.
 
         Args:
           task_index: The worker's number. It has no effect, as in the original:
@@ -238,14 +238,11 @@ class AGNOptimizer(wrapper.Wrapper):
                 "The AGNCustomGetter has made no trainable variable in this"
                 " graph. Build the model in its variable_scope first."
             )
-        operations = []
-        for of in copies:
-            operations.append(self._assign(of.local, _read(of.center)))
-            operations.append(
-                self._assign(
-                    of.accumulator, tf.zeros_like(_read(of.accumulator))
-                )
-            )
+        operations = [
+            operation
+            for of in copies
+            for operation in self._operations.start_from_center(of)
+        ]
         return None if tf.executing_eagerly() else tf.group(*operations)
 
     def make_session_run_hook(
@@ -260,16 +257,16 @@ class AGNOptimizer(wrapper.Wrapper):
 
         Returns:
           A `SessionRunHook`. A worker that was restarted adopts the center,
-          drops its accumulation and goes on.
+          drops what it had accumulated and continues.
         """
         del is_chief
-        return _AGNHook(self, task_index)
+        return agn_session.InitHook(lambda: self.get_init_op(task_index))
 
     def swapping_saver(
         self,
-        var_list: list | dict | None = None,
+        var_list: list[tf.Variable] | dict[str, Any] | None = None,
         name: str = "swapping_saver",
-        **kwargs,
+        **kwargs: Any,
     ) -> tf.compat.v1.train.Saver:
         """A saver that stores the center under the variables' plain names.
 
@@ -288,30 +285,12 @@ class AGNOptimizer(wrapper.Wrapper):
         """
         if var_list is None:
             var_list = tf.compat.v1.global_variables()
-        if not isinstance(var_list, dict):
-            by_name = {}
-            for variable in var_list:
-                # The slices of a partitioned variable have one name.
-                name_of = tensorflow_v1.saved_name(variable)
-                by_name.setdefault(name_of, []).append(variable)
-            var_list = {
-                key: values[0] if len(values) == 1 else values
-                for key, values in by_name.items()
-            }
-        prefix = agn_custom_getter.GLOBAL_VARIABLE_NAME + "/"
-        return tf.compat.v1.train.Saver(
-            {
-                key.removeprefix(prefix): value
-                for key, value in var_list.items()
-            },
-            name=name,
-            **kwargs,
-        )
+        return agn_session.swapping_saver(var_list, name, **kwargs)
 
-    def _inner_here(self):
+    def _inner_here(self) -> inner_optimizers.V1:
         return self._inner
 
-    def variables(self) -> list:
+    def variables(self) -> list[tf.Variable]:
         """Returns the state: the inner optimizer's, accumulators, local step.
 
         Returns:
@@ -322,57 +301,3 @@ class AGNOptimizer(wrapper.Wrapper):
             *[of.accumulator for of in self._getter.all_copies()],
             self._local_step,
         ]
-
-
-class _AGNHook(tf.compat.v1.train.SessionRunHook):
-    def __init__(self, optimizer, task_index):
-        self._optimizer = optimizer
-        self._task_index = task_index
-        self._init_op = None
-
-    def begin(self):
-        self._init_op = self._optimizer.get_init_op(self._task_index)
-
-    def after_create_session(self, session, coord):
-        del coord
-        session.run(self._init_op)
-
-
-def _creating_local_variables():
-    """What is created inside is the worker's."""
-
-    def creator(next_creator, **kwargs):
-        collections = kwargs.get("collections") or [_GLOBAL]
-        kwargs["collections"] = [
-            _LOCAL if name == _GLOBAL else name for name in collections
-        ]
-        return next_creator(**kwargs)
-
-    return tf.variable_creator_scope(creator)
-
-
-def _cond(is_due, exchange, variables):
-    """`tf.cond`, in control flow v1 where variables can't be used in v2."""
-    in_v2 = tf.compat.v1.control_flow_v2_enabled()
-    of_refs = any(
-        v is not None and v.dtype != v.dtype.base_dtype for v in variables
-    )
-    if in_v2 and of_refs:
-        tf.compat.v1.disable_control_flow_v2()
-    try:
-        return tf.cond(is_due, exchange, lambda: tf.constant(False))
-    finally:
-        if in_v2 and of_refs:
-            tf.compat.v1.enable_control_flow_v2()
-
-
-def _read(variable) -> tf.Tensor:
-    return tf.identity(variable.read_value())
-
-
-def _accumulated(gradient, copies: agn_custom_getter.Copies, use_locking: bool):
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient = indexed_slices.dense(gradient, copies.accumulator)
-    return tf.compat.v1.assign_add(
-        copies.accumulator, gradient, use_locking=use_locking
-    )
