@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class ModeKeys:
-    """What a model_fn is called for.
+    """The mode in which a model_fn is called.
 
     Attributes:
       TRAIN: Training.
@@ -37,7 +37,7 @@ class EstimatorSpec(NamedTuple):
       loss: A scalar tensor. Default: None.
       train_op: The operation of a training step. Default: None.
       eval_metric_ops: A dict of (value, update operation) pairs. Default: None.
-      export_outputs: A dict of `PredictOutput`, `ClassificationOutput` and
+      export_outputs: A dict of `PredictOutput`, `ClassificationOutput` or
         `RegressionOutput`. Default: None.
       training_chief_hooks: Hooks of the chief. Default: none.
       training_hooks: Hooks of all workers. Default: none.
@@ -57,13 +57,13 @@ class EstimatorSpec(NamedTuple):
     predictions: Any = None
     loss: Any = None
     train_op: Any = None
-    eval_metric_ops: dict | None = None
-    export_outputs: dict | None = None
-    training_chief_hooks: tuple = ()
-    training_hooks: tuple = ()
+    eval_metric_ops: dict[str, tuple[Any, Any]] | None = None
+    export_outputs: dict[str, Any] | None = None
+    training_chief_hooks: tuple[Any, ...] = ()
+    training_hooks: tuple[Any, ...] = ()
     scaffold: Any = None
-    evaluation_hooks: tuple = ()
-    prediction_hooks: tuple = ()
+    evaluation_hooks: tuple[Any, ...] = ()
+    prediction_hooks: tuple[Any, ...] = ()
 
 
 class PredictOutput(NamedTuple):
@@ -119,11 +119,19 @@ class RegressionOutput(NamedTuple):
     value: Any
 
 
-def replaced(spec: Any, **fields) -> Any:
-    """A spec of the same type with other values in some fields."""
+def replaced(spec: Any, **fields: Any) -> Any:
+    """A spec of the same type with other values in some fields.
+
+    Args:
+      spec: An `EstimatorSpec` or any object with its fields.
+      **fields: The other values.
+
+    Returns:
+      A copy.
+    """
     if hasattr(spec, "_replace"):
         return spec._replace(**fields)
-    if dataclasses.is_dataclass(spec):
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         return dataclasses.replace(spec, **fields)
     spec = copy.copy(spec)
     for name, value in fields.items():

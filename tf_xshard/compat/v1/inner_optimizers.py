@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,8 +13,6 @@ from tf_xshard.private import keras_optimizers
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.private import tensorflow_v1
 
-Optimizer = tf.compat.v1.train.Optimizer
-
 
 class V1:
     """A v1 optimizer.
@@ -23,7 +21,7 @@ class V1:
       optimizer: The optimizer.
     """
 
-    def __init__(self, optimizer: Optimizer):
+    def __init__(self, optimizer: tf.compat.v1.train.Optimizer):
         self.optimizer = optimizer
 
     def leave_out_the_sum(self) -> None:
@@ -31,13 +29,27 @@ class V1:
         tensorflow_v1.take_out_the_sum(self.optimizer)
 
     def anew(self) -> V1:
-        """The same optimizer without state, for another shard."""
+        """The same optimizer without its state, for another shard."""
         result = V1(tensorflow_v1.stateless_copy(self.optimizer))
         result.leave_out_the_sum()
         return result
 
-    def apply(self, grads_and_vars, global_step, **kwargs):
-        """Applies gradients; returns what the optimizer returns."""
+    def apply(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: tf.Variable | None,
+        **kwargs: Any,
+    ) -> tf.Operation | None:
+        """Applies gradients.
+
+        Args:
+          grads_and_vars: (gradient, variable) pairs of equal shapes.
+          global_step: A scalar variable to increment, or None.
+          **kwargs: Further arguments of the optimizer's `apply_gradients`.
+
+        Returns:
+          What the optimizer returns.
+        """
         return self.optimizer.apply_gradients(
             grads_and_vars, global_step=global_step, **kwargs
         )
@@ -46,25 +58,25 @@ class V1:
         """The optimizer's name."""
         return self.optimizer.get_name()
 
-    def get_slot(self, *args, **kwargs):
-        """The optimizer's slot, or None."""
+    def get_slot(self, *args: Any, **kwargs: Any) -> tf.Variable | None:
+        """The optimizer's slot, usually of its variable's shape, or None."""
         return self.optimizer.get_slot(*args, **kwargs)
 
-    def get_slot_names(self, *args, **kwargs) -> list[str]:
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> list[str]:
         """The names of the optimizer's slots."""
         return self.optimizer.get_slot_names(*args, **kwargs)
 
-    def variables(self) -> list:
-        """Slots, and what exists once."""
+    def variables(self) -> list[tf.Variable]:
+        """Slots, and variables that are not per variable."""
         return self.optimizer.variables()
 
-    def restore_slot(self, **kwargs) -> None:
-        """Takes a slot's value from a tf.train.Checkpoint."""
+    def restore_slot(self, **kwargs: Any) -> None:
+        """Restores a slot from a tf.train.Checkpoint."""
         tensorflow_v1.restore_slot(self.optimizer, **kwargs)
 
 
 class Keras:
-    """A Keras optimizer, behind the v1 methods.
+    """A Keras optimizer with the v1 methods.
 
     Args:
       optimizer: The optimizer.
@@ -78,7 +90,7 @@ class Keras:
         inner_update.make_local(self.optimizer)
 
     def anew(self) -> Keras:
-        """The same optimizer without state, for another shard."""
+        """The same optimizer without its state, for another shard."""
         with tf.init_scope():
             result = Keras(
                 type(self.optimizer).from_config(self.optimizer.get_config())
@@ -90,13 +102,27 @@ class Keras:
         """The optimizer's name."""
         return self.optimizer.name
 
-    def apply(self, grads_and_vars, global_step, name=None):
-        """Applies gradients; returns an operation, None in eager mode."""
+    def apply(
+        self,
+        grads_and_vars: Sequence[tuple[Any, Any]],
+        global_step: tf.Variable | None,
+        name: str | None = None,
+    ) -> tf.Operation | None:
+        """Applies gradients.
+
+        Args:
+          grads_and_vars: (gradient, variable) pairs of equal shapes.
+          global_step: A scalar variable to increment, or None.
+          name: The operation's name.
+
+        Returns:
+          An operation, None in eager mode.
+        """
         self.check_graph()
-        if not any(g is not None for g, _ in grads_and_vars):
-            names = [v.name for _, v in grads_and_vars]
-            raise ValueError(f"No gradients provided for any variable: {names}")
         variables = [v for _, v in grads_and_vars]
+        if not any(g is not None for g, _ in grads_and_vars):
+            names = [v.name for v in variables]
+            raise ValueError(f"No gradients provided for any variable: {names}")
         if not self.optimizer.built:
             with tf.init_scope():
                 self.optimizer.build(variables)
@@ -124,18 +150,18 @@ class Keras:
                 " optimizer eagerly or in a tf.function."
             )
 
-    def get_slot(self, var, name):
-        """The optimizer's variable `name` for `var`, or None."""
-        return dict(self._slots(var)).get(name)
+    def get_slot(self, var: Any, name: str) -> Any:
+        """The optimizer's variable `name` for `var`, of its shape, or None."""
+        return dict(self._slots_of(var)).get(name)
 
     def get_slot_names(self) -> list[str]:
-        """The names of the variables that the optimizer has for each other."""
-        names = []
+        """The names of the optimizer's variables, one per trained variable."""
+        names: list[str] = []
         for var in keras_optimizers.trainable_variables(self.optimizer):
-            names += [name for name, _ in self._slots(var)]
+            names += [name for name, _ in self._slots_of(var)]
         return sorted(set(names))
 
-    def _slots(self, var):
+    def _slots_of(self, var: Any) -> Iterator[tuple[str, Any]]:
         # Keras names them "<variable's path with _ for />_<name>".
         path = getattr(var, "path", None) or var.name
         prefix = path.replace("/", "_").replace(":", "_") + "_"
@@ -151,15 +177,15 @@ class Keras:
             if slot is not var and name.startswith(prefix):
                 yield name.removeprefix(prefix), slot
 
-    def variables(self) -> list:
+    def variables(self) -> list[keras.Variable]:
         """All of the optimizer's variables."""
         return list(self.optimizer.variables)
 
-    def restore_slot(self, **kwargs) -> None:
-        """Nothing: Keras optimizers restore their own variables."""
+    def restore_slot(self, **kwargs: Any) -> None:
+        """Does nothing: Keras optimizers restore their own variables."""
 
 
-def of(opt) -> V1 | Keras:
+def of(opt: Any) -> V1 | Keras:
     """An adapter for a user's optimizer.
 
     Args:
@@ -171,7 +197,7 @@ def of(opt) -> V1 | Keras:
     Raises:
       TypeError: If it is neither.
     """
-    if isinstance(opt, Optimizer):
+    if isinstance(opt, tf.compat.v1.train.Optimizer):
         return V1(opt)
     if isinstance(opt, keras.optimizers.Optimizer):
         result = Keras(opt)
@@ -183,15 +209,15 @@ def of(opt) -> V1 | Keras:
     )
 
 
-def map_loss(function: Callable, loss: Any) -> Any:
+def map_loss(function: Callable[[Any], Any], loss: Any) -> Any:
     """Applies a function to a loss, now or when the loss is computed.
 
     Args:
       function: From a scalar tensor to another.
-      loss: A tensor, or a function without arguments that returns one.
+      loss: A scalar tensor, or a function without arguments that returns one.
 
     Returns:
-      A tensor or a function.
+      A scalar tensor, or a function that returns one.
 
     Raises:
       TypeError: If the loss is neither.
@@ -204,18 +230,24 @@ def map_loss(function: Callable, loss: Any) -> Any:
     return function(loss)
 
 
-def compute_gradients(inner, compute, loss, var_list=None, **kwargs) -> list:
-    """Gradients by the optimizer itself, or for a Keras one by v1's own way.
+def compute_gradients(
+    inner: V1 | Keras,
+    compute: Callable[..., list[tuple[Any, Any]]],
+    loss: Any,
+    var_list: Any = None,
+    **kwargs: Any,
+) -> list[tuple[Any, Any]]:
+    """Computes gradients as the inner optimizer does; a Keras one, as v1 does.
 
     Args:
       inner: A `V1` or a `Keras`.
       compute: `tf.compat.v1.train.Optimizer.compute_gradients`, bound.
-      loss: A tensor or a function.
+      loss: A scalar tensor, or a function without arguments that returns one.
       var_list: The variables, or None.
       **kwargs: Further arguments.
 
     Returns:
-      (gradient, variable) pairs.
+      (gradient, variable) pairs of equal shapes.
     """
     if callable(loss) and not tf.is_tensor(loss):
         loss = private_tensorflow.as_called_by_user(loss)
@@ -225,19 +257,25 @@ def compute_gradients(inner, compute, loss, var_list=None, **kwargs) -> list:
         )
     if var_list is None:
         return compute(loss, **kwargs)
-    # Keras variables hold TensorFlow's.
+    # v1 takes TensorFlow's variables, which Keras' hold.
     var_list = tf.nest.flatten(var_list)
     inside = [v.value if isinstance(v, keras.Variable) else v for v in var_list]
     pairs = compute(loss, var_list=inside, **kwargs)
     return [(g, v) for (g, _), v in zip(pairs, var_list, strict=True)]
 
 
-def pairs_of(grads_and_vars) -> list[tuple]:
-    """(gradient, variable) pairs, from anything that can be iterated over.
+def pairs_of(grads_and_vars: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """A list of (gradient, variable) pairs, from any iterable.
+
+    Args:
+      grads_and_vars: Pairs of equal shapes.
+
+    Returns:
+      The pairs.
 
     Raises:
-      ValueError: If there are none, or one is no pair.
-      TypeError: If it can't be iterated over.
+      ValueError: If there are none, or one is not a pair.
+      TypeError: If it is not an iterable.
     """
     pairs = []
     for pair in grads_and_vars:
@@ -246,20 +284,30 @@ def pairs_of(grads_and_vars) -> list[tuple]:
                 "grads_and_vars must hold (gradient, variable) pairs, got"
                 f" {pair!r}."
             )
-        pairs.append(tuple(pair))
+        gradient, variable = pair
+        pairs.append((gradient, variable))
     if not pairs:
         raise ValueError("No variables provided: grads_and_vars is empty.")
     return pairs
 
 
-def tensors_of(grads_and_vars: Sequence[tuple]) -> list[tuple]:
+def tensors_of(
+    grads_and_vars: Sequence[tuple[Any, Any]],
+) -> list[tuple[Any, Any]]:
     """Pairs whose gradients are tensors, IndexedSlices or None.
 
+    Args:
+      grads_and_vars: Pairs of equal shapes, whose gradients can also be arrays
+        or numbers.
+
+    Returns:
+      The pairs, of the same shapes.
+
     Raises:
-      TypeError: If a gradient can't be a tensor.
+      TypeError: If a gradient can't be converted to a tensor.
     """
 
-    def converted(gradient):
+    def converted(gradient: Any) -> Any:
         if gradient is None or isinstance(gradient, tf.IndexedSlices):
             return gradient
         return tf.convert_to_tensor(gradient)

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tf_xshard.compat.v1 import estimator_spec
 from tf_xshard.compat.v1 import tower_optimizer
+from tf_xshard.compat.v1 import tower_specs
+from tf_xshard.compat.v1 import towers as towers_lib
 from tf_xshard.compat.v1.estimator_spec import ModeKeys
 from tf_xshard.private import tensorflow as private_tensorflow
 
@@ -21,41 +23,42 @@ _VARIABLE_OPERATIONS = ("Variable", "VariableV2", "VarHandleOp")
 
 
 def replicate_model_fn(
-    model_fn: Callable,
+    model_fn: Callable[..., Any],
     loss_reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS,
     devices: Sequence[str] | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """Replicates a model_fn over several devices, one tower on each.
 
     Features and labels are split along their first axis, the model_fn is called
     for each part, and towers share variables (of `tf.compat.v1.get_variable`).
-    Optimizers in it must be wrapped with `TowerOptimizer`.
+    Optimizers in the model_fn must be wrapped with `TowerOptimizer`.
 
     Args:
-      model_fn: A function of `features`, `labels` and `mode`, and if it has
-        them `params` and `config`. It returns an `EstimatorSpec`, or any object
-        with its fields.
-      loss_reduction: How the towers' losses are combined, of
-        `tf.compat.v1.losses.Reduction`: SUM is their sum, everything else their
-        mean. NONE is refused. Default: SUM_BY_NONZERO_WEIGHTS.
-      devices: The towers' devices. One can be there more than once. Default:
-        all GPUs, or else the CPU.
+      model_fn: A function of `features`, `labels` and `mode`, and optionally of
+        `params` and `config`. It returns an `EstimatorSpec`, or any object with
+        its fields.
+      loss_reduction: How the towers' losses are combined, one of
+        `tf.compat.v1.losses.Reduction`: SUM adds them, all others average them.
+        NONE is refused. Default: SUM_BY_NONZERO_WEIGHTS.
+      devices: The towers' devices; a device can have several towers. Default:
+        all GPUs, or the CPU if there are none.
 
     Returns:
       A function of `features`, `labels`, `mode`, `params` and `config`, the
-      last two None by default. Features and labels are tensors,
-      `tf.SparseTensor`s or nested structures of these. It returns a spec:
-      for TRAIN the last tower's with the combined loss; for EVAL the first
-      tower's with the combined loss and metrics over all towers' examples; for
-      PREDICT the first tower's with the predictions and export outputs of all.
-      With one device it returns model_fn's.
+      last two None by default. Features and labels are tensors [batch, ...],
+      `tf.SparseTensor`s [batch, ...] or nested structures of these; each tower
+      gets [batch / num_towers, ...]. It returns a spec: for TRAIN the last
+      tower's with the combined loss, a scalar; for EVAL the first tower's with
+      the combined loss and metrics over all towers' examples; for PREDICT the
+      first tower's with the predictions and export outputs of all,
+      [batch, ...]. With one device it returns what model_fn returns.
 
     Raises:
       ValueError: If loss_reduction is NONE or unknown. When the function is
         called: if a batch can't be split evenly, an optimizer is not wrapped,
-        towers apply gradients or make metrics differently, or the mode or an
-        export output is of an unknown kind.
-      RuntimeError: If a replicated model_fn is called in another.
+        towers differ in the gradients that they apply or the metrics that they
+        make, or the mode or the type of an export output is unknown.
+      RuntimeError: If a replicated model_fn is called inside another one.
 
     Example: see `TowerOptimizer`.
 
@@ -77,8 +80,12 @@ def replicate_model_fn(
 
     @private_tensorflow.entry_point
     def replicated_model_fn(
-        features, labels=None, mode=None, params=None, config=None
-    ):
+        features: Any,
+        labels: Any = None,
+        mode: str | None = None,
+        params: Any = None,
+        config: Any = None,
+    ) -> Any:
         if mode not in (ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT):
             raise ValueError(
                 f"mode must be 'train', 'eval' or 'infer' (ModeKeys), got"
@@ -87,19 +94,19 @@ def replicate_model_fn(
         call = _with_arguments(model_fn, mode, params, config)
         if len(devices) == 1:
             with (
-                tower_optimizer.building(1, loss_reduction),
+                towers_lib.building(1, loss_reduction),
                 tf.device(devices[0]),
             ):
                 return call(features, labels)
-        with tower_optimizer.building(len(devices), loss_reduction) as towers:
+        with towers_lib.building(len(devices), loss_reduction) as towers:
             specs, metrics = _towers(call, features, labels, devices, towers)
             towers.check_equal_counts()
         with tf.device(_consolidation_device(devices)):
             if mode == ModeKeys.TRAIN:
-                return estimator_spec.replaced(specs[-1], loss=_loss(specs))
+                return tower_specs.training(specs)
             if mode == ModeKeys.EVAL:
-                return _evaluation(specs, metrics)
-            return _prediction(specs)
+                return tower_specs.evaluation(specs, metrics)
+            return tower_specs.prediction(specs)
 
     return replicated_model_fn
 
@@ -109,13 +116,17 @@ def _local_devices() -> list[str]:
     return [f"/device:GPU:{i}" for i in range(len(gpus))] or ["/device:CPU:0"]
 
 
-def _consolidation_device(devices) -> str:
+def _consolidation_device(devices: Sequence[str]) -> str:
+    """Where the towers' variables, inputs and combined outputs are."""
     if len(devices) == 1 and "GPU" in devices[0].upper():
         return devices[0]
     return "/CPU:0"
 
 
-def _with_arguments(model_fn, mode, params, config) -> Callable:
+def _with_arguments(
+    model_fn: Callable[..., Any], mode: str, params: Any, config: Any
+) -> Callable[[Any, Any], Any]:
+    """The model_fn as a function of features and labels only."""
     names = inspect.signature(model_fn).parameters
     # One copy for all towers, so that a model_fn can't change the caller's.
     optional = {
@@ -128,7 +139,7 @@ def _with_arguments(model_fn, mode, params, config) -> Callable:
 
     function = private_tensorflow.as_called_by_user(model_fn)
 
-    def call(features, labels):
+    def call(features: Any, labels: Any) -> Any:
         if "labels" in names:
             return function(features=features, labels=labels, **optional)
         return function(features=features, **optional)
@@ -136,7 +147,25 @@ def _with_arguments(model_fn, mode, params, config) -> Callable:
     return call
 
 
-def _towers(call, features, labels, devices, towers) -> tuple[list, list]:
+def _towers(
+    call: Callable[[Any, Any], Any],
+    features: Any,
+    labels: Any,
+    devices: Sequence[str],
+    towers: towers_lib.Towers,
+) -> tuple[list[Any], list[list[tf.Variable]]]:
+    """Builds all towers.
+
+    Args:
+      call: The model_fn, as a function of features and labels.
+      features: A structure of tensors [batch, ...].
+      labels: A structure of tensors [batch, ...].
+      devices: The towers' devices.
+      towers: The `Towers` that are being built.
+
+    Returns:
+      For each tower its spec, and its metric variables.
+    """
     num_towers = len(devices)
     variables_device = _consolidation_device(devices)
     with tf.device(variables_device), tf.name_scope("split_inputs"):
@@ -158,9 +187,7 @@ def _towers(call, features, labels, devices, towers) -> tuple[list, list]:
             tf.compat.v1.device(_placed(device, variables_device)),
         ):
             spec = call(features[index], labels[index])
-            if spec.train_op is not None and not (
-                tower_optimizer.TowerOptimizer.has_been_used()
-            ):
+            if spec.train_op is not None and not (towers_lib.is_used()):
                 raise ValueError(
                     "The model_fn trains without a TowerOptimizer, so each"
                     " tower would update the variables by itself. Please wrap"
@@ -176,12 +203,14 @@ def _towers(call, features, labels, devices, towers) -> tuple[list, list]:
     return specs, metrics
 
 
-def _placed(device: str, variables_device: str):
+def _placed(
+    device: str, variables_device: str
+) -> str | Callable[[tf.Operation], str]:
     """Variables on one device, everything else on the tower's."""
     if tf.executing_eagerly():
         return device
 
-    def choose(operation):
+    def choose(operation: tf.Operation) -> str:
         wanted = (
             variables_device
             if operation.type in _VARIABLE_OPERATIONS
@@ -194,8 +223,8 @@ def _placed(device: str, variables_device: str):
     return choose
 
 
-def _split(structure: Any, num_towers: int) -> list:
-    """A structure for each tower, with a part of each tensor."""
+def _split(structure: Any, num_towers: int) -> list[Any]:
+    """For each tower a structure of [batch / num_towers, ...] tensors."""
     flat = tf.nest.flatten(structure)
     parts = [_split_tensor(value, num_towers) for value in flat]
     return [
@@ -204,7 +233,8 @@ def _split(structure: Any, num_towers: int) -> list:
     ]
 
 
-def _split_tensor(value, num_towers) -> list:
+def _split_tensor(value: Any, num_towers: int) -> list[Any]:
+    """Parts [batch / num_towers, ...] of a tensor [batch, ...], or of None."""
     if value is None:
         return [None] * num_towers
     is_sparse = isinstance(value, tf.SparseTensor)
@@ -234,83 +264,3 @@ def _split_tensor(value, num_towers) -> list:
             tf.identity(value.indices), value.values, value.dense_shape
         )
     return tf.sparse.split(value, num_split=num_towers, axis=0)
-
-
-def _loss(specs):
-    if any(spec.loss is None for spec in specs):
-        return None
-    return tf.add_n([spec.loss for spec in specs], name="loss")
-
-
-def _evaluation(specs, metrics) -> Any:
-    shapes = [[(v.shape, v.dtype.base_dtype) for v in vs] for vs in metrics]
-    if any(of_tower != shapes[0] for of_tower in shapes):
-        raise ValueError(
-            "Towers make different metric variables. Expected the same local"
-            f" variables in each, but got {[len(vs) for vs in metrics]}:"
-            f" {[[v.name for v in vs] for vs in metrics]}."
-        )
-    first = specs[0].eval_metric_ops or {}
-    updates = []
-    for spec in specs:
-        for name, pair in (spec.eval_metric_ops or {}).items():
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise TypeError(
-                    f"Metric {name!r} must be a (value, update operation) pair,"
-                    f" as tf.compat.v1.metrics makes them, got {pair!r}."
-                )
-            updates.append(pair[1])
-    with tf.control_dependencies(updates):
-        # Reads before any of the others is set to zero.
-        additions = [
-            (variables, [tf.identity(v.read_value()) for v in variables[1:]])
-            for variables in zip(*metrics)
-        ]
-    pooled = []
-    for (target, *others), values in additions:
-        with tf.control_dependencies(values):
-            pooled.append(target.assign_add(tf.add_n(values)))
-            pooled += [v.assign(tf.zeros_like(v)) for v in others]
-    with tf.control_dependencies([tf.group(*updates)]):
-        update = tf.group(*pooled, name="eval_metric_reduction")
-    return estimator_spec.replaced(
-        specs[0],
-        loss=_loss(specs),
-        eval_metric_ops={
-            name: (value, update) for name, (value, _) in first.items()
-        },
-    )
-
-
-def _prediction(specs) -> Any:
-    fields = {"predictions": _concatenated([s.predictions for s in specs])}
-    if specs[0].export_outputs is not None:
-        fields["export_outputs"] = {
-            key: _export_output(key, [s.export_outputs[key] for s in specs])
-            for key in specs[0].export_outputs
-        }
-    return estimator_spec.replaced(specs[0], **fields)
-
-
-def _concatenated(structures):
-    return tf.nest.map_structure(
-        lambda *parts: None if parts[0] is None else tf.concat(parts, 0),
-        *structures,
-    )
-
-
-def _export_output(key, outputs):
-    """Of the same type as the towers', TensorFlow's own classes included."""
-    kind = type(outputs[0])
-    for fields in (("scores", "classes"), ("value",), ("outputs",)):
-        if all(hasattr(outputs[0], field) for field in fields):
-            return kind(
-                **{
-                    field: _concatenated([getattr(o, field) for o in outputs])
-                    for field in fields
-                }
-            )
-    raise ValueError(
-        f"Export output {key!r} is a {kind.__name__}. Supported: PredictOutput,"
-        " ClassificationOutput and RegressionOutput."
-    )

@@ -2,113 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_xshard.compat.v1 import inner_optimizers
+from tf_xshard.compat.v1 import towers as towers_lib
 from tf_xshard.compat.v1 import wrapper
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.private import tensorflow as private_tensorflow
-
-Reduction = tf.compat.v1.losses.Reduction
-
-# The towers that are being built, by graph.
-_states = weakref.WeakKeyDictionary()
-# The graphs in which a TowerOptimizer was used since the last towers.
-_used_in = weakref.WeakSet()
-
-
-class Towers:
-    """The towers of one graph while `replicate_model_fn` builds them.
-
-    Args:
-      num_towers: Their number.
-      loss_reduction: How their losses are combined.
-    """
-
-    def __init__(self, num_towers: int, loss_reduction: str):
-        self.num_towers = num_towers
-        self.loss_reduction = loss_reduction
-        self.index = 0
-        self.graph = tf.compat.v1.get_default_graph()
-        self.variable_scope = tf.compat.v1.get_variable_scope()
-        self.name_scope = self.graph.get_name_scope()
-        # For each tower the gradients of each apply, of all its optimizers.
-        self.collected = [[] for _ in range(num_towers)]
-
-    @property
-    def averages(self) -> bool:
-        """Whether the losses of several towers are averaged."""
-        return self.num_towers > 1 and self.loss_reduction != Reduction.SUM
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the last tower is being built."""
-        return self.index == self.num_towers - 1
-
-    def check_equal_counts(self) -> None:
-        """Refuses towers of which one has applied gradients less often.
-
-        Raises:
-          ValueError: If there is one.
-        """
-        counts = [len(applied) for applied in self.collected]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"The towers called apply_gradients() {counts} times. Every"
-                " tower was supposed to make the same optimizer calls."
-            )
-
-
-@contextlib.contextmanager
-def building(num_towers: int, loss_reduction: str) -> Iterator[Towers]:
-    """Makes TowerOptimizers of the current graph collect gradients.
-
-    Args:
-      num_towers: The number of towers.
-      loss_reduction: How their losses are combined.
-
-    Yields:
-      The `Towers`.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    if graph in _states:
-        raise RuntimeError(
-            "A replicated model_fn is called inside another one."
-        )
-    _states[graph] = towers = Towers(num_towers, loss_reduction)
-    _used_in.discard(graph)
-    try:
-        yield towers
-    finally:
-        del _states[graph]
-        _used_in.discard(graph)
-
-
-def _current() -> Towers | None:
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if graph in _states:
-            return _states[graph]
-        graph = getattr(graph, "outer_graph", None)
-    return None
 
 
 class TowerOptimizer(wrapper.Wrapper):
     """Gathers gradients from all towers and reduces them in the last one.
 
     For optimizers in a model_fn that `replicate_model_fn` replicates; with one
-    tower, or outside of it, everything goes to the wrapped optimizer.
+    tower, or outside of it, all calls go to the wrapped optimizer.
 
     `compute_gradients` divides the loss by the number of towers, unless losses
-    are combined by SUM. `apply_gradients` collects; in the last tower the sum
-    of all towers' gradients is applied once. `SyncReplicasOptimizer` belongs
-    inside.
+    are combined by SUM. `apply_gradients` collects gradients; in the last tower
+    it applies the sum of all towers' gradients once. A `SyncReplicasOptimizer`
+    must be inside, not around it.
 
     Args:
       optimizer_or_optimizer_fn: A v1 optimizer (in a `tf.function` and eagerly
@@ -147,10 +63,11 @@ class TowerOptimizer(wrapper.Wrapper):
         self,
         optimizer_or_optimizer_fn: tf.compat.v1.train.Optimizer
         | keras.optimizers.Optimizer
-        | Callable,
+        | Callable[[], Any],
     ):
         super().__init__(False, "TowerOptimizer")
-        self._inner = self._optimizer_fn = None
+        self._inner: inner_optimizers.V1 | inner_optimizers.Keras | None = None
+        self._optimizer_fn: Callable[[], Any] | None = None
         if isinstance(
             optimizer_or_optimizer_fn,
             (tf.compat.v1.train.Optimizer, keras.optimizers.Optimizer),
@@ -159,18 +76,22 @@ class TowerOptimizer(wrapper.Wrapper):
         else:
             self._optimizer_fn = optimizer_or_optimizer_fn
 
-    def _set_inner(self, optimizer):
+    def _set_inner(
+        self, optimizer: Any
+    ) -> inner_optimizers.V1 | inner_optimizers.Keras:
         self._inner = inner_optimizers.of(optimizer)
         self._track(self._inner)
-
-    def _inner_here(self):
-        """The wrapped optimizer's adapter; remembers that it was needed."""
-        _used_in.add(tf.compat.v1.get_default_graph())
-        if self._inner is None:
-            self._set_inner(
-                private_tensorflow.as_called_by_user(self._optimizer_fn)()
-            )
         return self._inner
+
+    def _inner_here(self) -> inner_optimizers.V1 | inner_optimizers.Keras:
+        """The wrapped optimizer's adapter; remembers that it was needed."""
+        towers_lib.mark_used()
+        if self._inner is not None:
+            return self._inner
+        assert self._optimizer_fn is not None, "neither optimizer nor function"
+        return self._set_inner(
+            private_tensorflow.as_called_by_user(self._optimizer_fn)()
+        )
 
     @staticmethod
     def has_been_used() -> bool:
@@ -181,30 +102,33 @@ class TowerOptimizer(wrapper.Wrapper):
         Returns:
           A bool.
         """
-        return tf.compat.v1.get_default_graph() in _used_in
+        return towers_lib.is_used()
 
     @private_tensorflow.entry_point
-    def compute_gradients(self, loss, *args, **kwargs) -> list:
-        """Computes gradients, but first, if needed, scales the loss.
+    def compute_gradients(
+        self, loss: Any, *args: Any, **kwargs: Any
+    ) -> list[tuple[Any, Any]]:
+        """Scales the loss if needed, and computes this tower's gradients.
 
         Args:
-          loss: A tensor, or in a `tf.function` and eagerly a function without
-            arguments that returns one.
+          loss: A scalar tensor, or in a `tf.function` and eagerly a function
+            without arguments that returns one.
           *args: Further arguments of the wrapped optimizer's
             `compute_gradients`.
           **kwargs: The same by name.
 
         Returns:
-          A list of (gradient, variable) pairs of this tower.
+          A list of (gradient, variable) pairs of this tower; a gradient has its
+          variable's shape.
 
         Raises:
-          TypeError: If the loss is no floating point tensor.
+          TypeError: If the loss is not a floating point tensor.
           ValueError, RuntimeError: As the wrapped optimizer's.
 
         Example: see the class.
         """
         inner = self._inner_here()
-        towers = _current()
+        towers = towers_lib.current()
         if towers is not None and towers.averages:
             loss = averaged_loss(loss, towers.num_towers)
         return inner_optimizers.compute_gradients(
@@ -212,41 +136,47 @@ class TowerOptimizer(wrapper.Wrapper):
         )
 
     @private_tensorflow.entry_point
-    def apply_gradients(self, grads_and_vars, global_step=None, **kwargs):
-        """Collects gradients, to apply them with the last tower.
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: tf.Variable | None = None,
+        **kwargs: Any,
+    ) -> tf.Operation | None:
+        """Collects gradients; in the last tower, applies those of all towers.
 
         Args:
-          grads_and_vars: (gradient, variable) pairs; anything that can be
-            iterated over once. Where towers give a variable dense gradients and
-            IndexedSlices, these are made dense.
-          global_step: A variable that is incremented by one after the update;
-            the last tower's counts. Default: none.
+          grads_and_vars: (gradient, variable) pairs of equal shapes; any
+            iterable. Where a variable has a dense gradient in one tower and
+            IndexedSlices in another, the slices are made dense.
+          global_step: A scalar variable that is incremented by one after the
+            update; the last tower's is used. Default: none.
           **kwargs: Further arguments of the wrapped optimizer's
-            `apply_gradients`; the last tower's count.
+            `apply_gradients`; the last tower's are used.
 
         Returns:
-          The operation that applies the gradients; in all towers but the last
-          one that waits for this tower's gradients. None in eager mode.
+          In the last tower, the operation that applies the gradients; in the
+          others, one that waits for this tower's gradients. None in eager mode.
 
         Raises:
           ValueError: If grads_and_vars is empty, malformed or, over all towers,
-            has no gradient, or towers applied a different number of times.
-          TypeError: If a gradient can't be a tensor.
-          RuntimeError: If it is called in a branch, a loop or a function inside
-            the model_fn, where towers' gradients can't meet.
+            has no gradient, or towers applied gradients a different number of
+            times.
+          TypeError: If a gradient can't be converted to a tensor.
+          RuntimeError: In a branch, a loop or a function inside the model_fn,
+            where towers' gradients cannot be added up.
 
         Example: see the class.
         """
         inner = self._inner_here()
         pairs = inner_optimizers.pairs_of(grads_and_vars)
-        towers = _current()
+        towers = towers_lib.current()
         if towers is None or towers.num_towers == 1:
             return inner.apply(pairs, global_step, **kwargs)
         if towers.graph is not tf.compat.v1.get_default_graph():
             raise RuntimeError(
                 "Gradients are applied in tf.cond, tf.while_loop or a"
-                " tf.function inside the model_fn, where towers' gradients"
-                " can't meet. Apply them outside of it."
+                " tf.function inside the model_fn, where the towers' gradients"
+                " cannot be added up. Apply them outside of it."
             )
         pairs = inner_optimizers.tensors_of(pairs)
         collected = towers.collected
@@ -282,15 +212,31 @@ class TowerOptimizer(wrapper.Wrapper):
 
 
 def averaged_loss(loss: Any, num_towers: int) -> Any:
-    """A tower's share of the mean of all towers' losses; see `map_loss`."""
+    """A tower's share of the mean of all towers' losses.
+
+    Args:
+      loss: A scalar tensor, or a function without arguments that returns one.
+      num_towers: The number of towers.
+
+    Returns:
+      The same, divided by the number of towers.
+    """
     return inner_optimizers.map_loss(
         lambda x: tf.divide(x, float(num_towers), name="averaged_loss"), loss
     )
 
 
-def _summed(of_towers: list[list[tuple]]) -> list[tuple]:
-    """The towers' gradients added up, variables in first-seen order."""
-    by_variable = {}
+def _summed(of_towers: list[towers_lib.Pairs]) -> towers_lib.Pairs:
+    """The towers' gradients added up, variables in first-seen order.
+
+    Args:
+      of_towers: For each tower (gradient, variable) pairs of equal shapes.
+
+    Returns:
+      A pair for each variable, of equal shapes; the gradient is None if it is
+      None in all towers.
+    """
+    by_variable: dict[int, tuple[Any, list[indexed_slices.Gradient]]] = {}
     for pairs in of_towers:
         for gradient, variable in pairs:
             _, gradients = by_variable.setdefault(id(variable), (variable, []))

@@ -1,0 +1,121 @@
+"""The towers of a graph while they are built."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+Reduction = tf.compat.v1.losses.Reduction
+
+# (gradient, variable) pairs, of the same shape.
+Pairs = list[tuple[Any, Any]]
+
+# The towers that are being built, by graph.
+_states: weakref.WeakKeyDictionary[tf.Graph, Towers] = (
+    weakref.WeakKeyDictionary()
+)
+# The graphs in which a TowerOptimizer was used since its last towers.
+_used_in: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
+
+
+class Towers:
+    """The towers of one graph while `replicate_model_fn` builds them.
+
+    Args:
+      num_towers: Their number.
+      loss_reduction: How their losses are combined.
+
+    Attributes:
+      num_towers: Their number.
+      loss_reduction: How their losses are combined.
+      index: The number of the tower that is being built.
+      graph: The graph.
+      variable_scope: The variable scope around the towers.
+      name_scope: The name scope around the towers.
+      collected: For each tower the (gradient, variable) pairs of each call of
+        `apply_gradients`, of all its optimizers.
+    """
+
+    def __init__(self, num_towers: int, loss_reduction: str):
+        self.num_towers = num_towers
+        self.loss_reduction = loss_reduction
+        self.index = 0
+        self.graph = tf.compat.v1.get_default_graph()
+        self.variable_scope = tf.compat.v1.get_variable_scope()
+        self.name_scope = self.graph.get_name_scope()
+        self.collected: list[list[Pairs]] = [[] for _ in range(num_towers)]
+
+    @property
+    def averages(self) -> bool:
+        """Whether the losses of several towers are averaged."""
+        return self.num_towers > 1 and self.loss_reduction != Reduction.SUM
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last tower is being built."""
+        return self.index == self.num_towers - 1
+
+    def check_equal_counts(self) -> None:
+        """Refuses towers that apply gradients a different number of times.
+
+        Raises:
+          ValueError: If they do.
+        """
+        counts = [len(applied) for applied in self.collected]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"The towers called apply_gradients() {counts} times. Every"
+                " tower must make the same optimizer calls."
+            )
+
+
+@contextlib.contextmanager
+def building(num_towers: int, loss_reduction: str) -> Iterator[Towers]:
+    """Makes TowerOptimizers of the current graph collect gradients.
+
+    Args:
+      num_towers: The number of towers.
+      loss_reduction: How their losses are combined.
+
+    Yields:
+      The `Towers`.
+
+    Raises:
+      RuntimeError: If towers are being built in this graph.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if graph in _states:
+        raise RuntimeError(
+            "A replicated model_fn is called inside another one."
+        )
+    _states[graph] = towers = Towers(num_towers, loss_reduction)
+    _used_in.discard(graph)
+    try:
+        yield towers
+    finally:
+        del _states[graph]
+        _used_in.discard(graph)
+
+
+def current() -> Towers | None:
+    """The towers that are being built in this graph or one around it."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if graph in _states:
+            return _states[graph]
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def mark_used() -> None:
+    """Remembers that a TowerOptimizer was used in the current graph."""
+    _used_in.add(tf.compat.v1.get_default_graph())
+
+
+def is_used() -> bool:
+    """Whether one was, since the graph's last towers were built."""
+    return tf.compat.v1.get_default_graph() in _used_in
