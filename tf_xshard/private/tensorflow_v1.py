@@ -1,6 +1,6 @@
 """Private names of TensorFlow that the TF1 surface needs.
 
-The only module of `tf_xshard.compat` that touches them.
+`tf_xshard.compat` uses them through this module only.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Strategy:
 def take_out_the_sum(optimizer: tf.compat.v1.train.Optimizer) -> None:
     """Makes a v1 optimizer apply each replica's gradients as they are.
 
-    The same for the optimizers that it wraps. Slots and step counter are not
+    The optimizers that it wraps do the same. Slots and step counter are not
     affected.
 
     Args:
@@ -159,8 +159,8 @@ def stateless_copy(
 ) -> tf.compat.v1.train.Optimizer:
     """A v1 optimizer with the same arguments and no slots.
 
-    The optimizers in its attributes are copied in the same way; those inside a
-    wrapper of this package are not, the wrapper does that itself.
+    The optimizers in its attributes are copied in the same way, except inside a
+    wrapper of this package, which copies its own.
 
     Args:
       optimizer: The optimizer.

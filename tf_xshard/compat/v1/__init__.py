@@ -1,4 +1,4 @@
-"""The documented TF1 optimizers, running where the originals can't."""
+"""The documented TF1 optimizers, which run where the originals cannot."""
 
 from tf_xshard.compat.v1.agn_custom_getter import AGNCustomGetter
 from tf_xshard.compat.v1.agn_optimizer import AGNOptimizer

@@ -54,7 +54,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
     Raises:
       ValueError: If reduction, name or group_assignment is invalid.
-      TypeError: If opt is no optimizer, or a Keras one in a tf.Graph.
+      TypeError: If opt is not an optimizer, or a Keras one in a tf.Graph.
 
     Example:
 
@@ -124,9 +124,9 @@ class CrossShardOptimizer(wrapper.Wrapper):
           are not yet summed.
 
         Raises:
-          TypeError: If the loss is no floating point tensor.
+          TypeError: If the loss is not a floating point tensor.
           ValueError: If group_assignment does not fit the number of shards.
-          RuntimeError: In eager mode with a loss that is no function; in the
+          RuntimeError: In eager mode with a loss that is not a function; in the
             cross-replica context of a strategy.
 
         Example: see the class.

@@ -67,7 +67,7 @@ class V1:
         return self.optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self) -> list[tf.Variable]:
-        """Slots, and variables that are not per variable."""
+        """Slots, and state that is not per variable."""
         return self.optimizer.variables()
 
     def restore_slot(self, **kwargs: Any) -> None:

@@ -151,7 +151,7 @@ def shard(
         for x, axis in zip(inputs, axes, strict=True)
     ]
 
-    # Not in the shards' threads, which do not know who called this function.
+    # Not in the shards' threads: AutoGraph's state belongs to this thread.
     computation = private_tensorflow.as_called_by_user(computation)
 
     def of_shard(index: int) -> tuple[list[tf.Tensor], list[tf.Operation]]:
@@ -175,7 +175,7 @@ def shard(
     )
     axes = _one_each("output_shard_axes", output_shard_axes, 0, tensors)
     results = []
-    # Whichever output a session fetches, it runs all of all shards.
+    # Fetching any output runs all shards completely.
     everything = operations + [t for column in tensors for t in column]
     with tf.control_dependencies(everything):
         for column, every, axis in zip(tensors, from_all, axes, strict=True):

@@ -126,7 +126,7 @@ def _slots_of(
     Args:
       name: The variable's name.
       stored: The checkpoint's arrays, by name.
-      weights: The names of weights, which are no slots.
+      weights: The names of weights, which are not slots.
 
     Returns:
       Names of arrays that have the variable's shape.
