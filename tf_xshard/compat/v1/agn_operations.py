@@ -23,7 +23,7 @@ class Operations:
     """
 
     def __init__(self, use_locking: bool):
-        self._use_locking = use_locking
+        self._locked = use_locking
 
     def accumulate(
         self,
@@ -34,7 +34,7 @@ class Operations:
         if isinstance(gradient, tf.IndexedSlices):
             gradient = indexed_slices.dense(gradient, copies.accumulator)
         return tf.compat.v1.assign_add(
-            copies.accumulator, gradient, use_locking=self._use_locking
+            copies.accumulator, gradient, use_locking=self._locked
         )
 
     def start_from_center(
@@ -61,13 +61,11 @@ class Operations:
             return tf.compat.v1.assign_add(
                 variable,
                 tf.constant(1, variable.dtype.base_dtype),
-                use_locking=self._use_locking,
+                use_locking=self._locked,
             )
 
     def _assign(self, variable: tf.Variable, value: tf.Tensor) -> Any:
-        return tf.compat.v1.assign(
-            variable, value, use_locking=self._use_locking
-        )
+        return tf.compat.v1.assign(variable, value, use_locking=self._locked)
 
 
 def read(variable: tf.Variable) -> tf.Tensor:

@@ -99,10 +99,10 @@ class ShardCopies:
         missing = self.missing(index)
         for wanted in (plain, f"{scope}{plain}"):
             for variable in missing:
-                if _name(variable) == wanted:
+                if _plain_name(variable) == wanted:
                     return variable
         for variable in missing:
-            if _without_number(_name(variable)) == _without_number(plain):
+            if _without_number(_plain_name(variable)) == _without_number(plain):
                 return variable
         raise ValueError(
             f"Shard {index} makes variable {plain!r}, which shard 0 has not"
@@ -126,7 +126,7 @@ class ShardCopies:
         return self._owners.setdefault(id(optimizer), (optimizer, index))[1]
 
 
-def _name(variable: tf.Variable) -> str:
+def _plain_name(variable: tf.Variable) -> str:
     return variable.name.split(":")[0]
 
 

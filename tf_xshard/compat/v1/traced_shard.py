@@ -84,7 +84,7 @@ class Shard:
         outer = current()
         _this_thread.shard = self
         try:
-            with self._scope():
+            with self._building():
                 self.result = function(self.index)
             self.done = True
         finally:
@@ -128,7 +128,7 @@ class Shard:
         self._may_run.wait()
         try:
             if not self.team.cancelled:
-                with state, self._scope():
+                with state, self._building():
                     self._copy_global_step()
                     self.result = function(self.index)
         except BaseException as error:
@@ -145,7 +145,7 @@ class Shard:
         self._copy_global_step()
 
     @contextlib.contextmanager
-    def _scope(self) -> Iterator[None]:
+    def _building(self) -> Iterator[None]:
         """Names and places what this shard makes."""
         team = self.team
         if self.index == 0:
