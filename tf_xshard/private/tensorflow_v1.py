@@ -93,7 +93,7 @@ def thread_state(
 class _Extended:
     """A strategy's `extended` that takes gradients as already summed."""
 
-    def __init__(self, extended: tf.distribute.StrategyExtended):
+    def __init__(self, extended: tf.distribute.StrategyExtended) -> None:
         self._extended = extended
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +113,7 @@ class _Extended:
 class _Strategy:
     """A strategy with the `extended` above."""
 
-    def __init__(self, strategy: tf.distribute.Strategy):
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
         self.extended = _Extended(strategy.extended)
 

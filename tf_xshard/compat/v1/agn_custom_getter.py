@@ -45,7 +45,7 @@ class AGNCustomGetter:
     Source: tf.contrib.opt.AGNCustomGetter (TensorFlow 1.14).
     """
 
-    def __init__(self, worker_device: str):
+    def __init__(self, worker_device: str) -> None:
         if not isinstance(worker_device, str):
             raise TypeError(
                 f"worker_device must be a str, got {worker_device!r}."

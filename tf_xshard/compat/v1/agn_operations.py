@@ -22,7 +22,7 @@ class Operations:
       use_locking: Whether updates of ref variables use locks.
     """
 
-    def __init__(self, use_locking: bool):
+    def __init__(self, use_locking: bool) -> None:
         self._locked = use_locking
 
     def accumulate(

@@ -87,7 +87,7 @@ class AGNOptimizer(wrapper.Wrapper):
         communication_period: int = 10,
         use_locking: bool = True,
         name: str = "AGNOptimizer",
-    ):
+    ) -> None:
         if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
             raise TypeError(
                 "optimizer must be a tf.compat.v1.train.Optimizer, got"

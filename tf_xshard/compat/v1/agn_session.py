@@ -18,7 +18,7 @@ class InitHook(tf.compat.v1.train.SessionRunHook):
       make_init_op: Builds the operation, once the graph is complete.
     """
 
-    def __init__(self, make_init_op: Callable[[], tf.Operation | None]):
+    def __init__(self, make_init_op: Callable[[], tf.Operation | None]) -> None:
         self._make_init_op = make_init_op
         self._init_op: tf.Operation | None = None
 

@@ -83,7 +83,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
         group_assignment: Sequence[Sequence[int]]
         | group_assignment_lib.GroupAssignment
         | None = None,
-    ):
+    ) -> None:
         if reduction not in _REDUCTIONS:
             raise ValueError(
                 f"reduction must be one of {_REDUCTIONS} (tf.compat.v1.losses."

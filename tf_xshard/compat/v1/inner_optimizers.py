@@ -21,7 +21,7 @@ class V1:
       optimizer: The optimizer.
     """
 
-    def __init__(self, optimizer: tf.compat.v1.train.Optimizer):
+    def __init__(self, optimizer: tf.compat.v1.train.Optimizer) -> None:
         self.optimizer = optimizer
 
     def leave_out_the_sum(self) -> None:
@@ -82,7 +82,7 @@ class Keras:
       optimizer: The optimizer.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
 
     def leave_out_the_sum(self) -> None:

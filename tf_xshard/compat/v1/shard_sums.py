@@ -109,7 +109,7 @@ class OnTPU(Alone):
 
     description = "the TPU computation"
 
-    def __init__(self, num_shards: int):
+    def __init__(self, num_shards: int) -> None:
         self.num_shards = num_shards
 
     def sum(
@@ -147,7 +147,7 @@ class InShards(Alone):
 
     description = "shard()"
 
-    def __init__(self, shard: traced_shard.Shard):
+    def __init__(self, shard: traced_shard.Shard) -> None:
         self._shard = shard
         self._copies = shard.team.copies
         self.num_shards = shard.team.num_shards

@@ -51,7 +51,7 @@ class Team:
       shards: The shards.
     """
 
-    def __init__(self, devices: Sequence[str | None]):
+    def __init__(self, devices: Sequence[str | None]) -> None:
         self.graph = tf.compat.v1.get_default_graph()
         self.is_legacy_graph = not isinstance(
             self.graph, tf.__internal__.FuncGraph

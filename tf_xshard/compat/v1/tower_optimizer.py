@@ -64,7 +64,7 @@ class TowerOptimizer(wrapper.Wrapper):
         optimizer_or_optimizer_fn: tf.compat.v1.train.Optimizer
         | keras.optimizers.Optimizer
         | Callable[[], Any],
-    ):
+    ) -> None:
         super().__init__(False, "TowerOptimizer")
         self._inner: inner_optimizers.V1 | inner_optimizers.Keras | None = None
         self._optimizer_fn: Callable[[], Any] | None = None

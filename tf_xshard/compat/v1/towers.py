@@ -40,7 +40,7 @@ class Towers:
         `apply_gradients`, of all its optimizers.
     """
 
-    def __init__(self, num_towers: int, loss_reduction: str):
+    def __init__(self, num_towers: int, loss_reduction: str) -> None:
         self.num_towers = num_towers
         self.loss_reduction = loss_reduction
         self.index = 0

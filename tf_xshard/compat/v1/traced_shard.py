@@ -39,7 +39,7 @@ class Shard:
       collections: The graph's collections, with this shard's variables.
     """
 
-    def __init__(self, index: int, team: shard_team.Team):
+    def __init__(self, index: int, team: shard_team.Team) -> None:
         self.index = index
         self.team = team
         self.contribution: Any = None
