@@ -23,7 +23,9 @@ def main(num_steps):
     sets = [hvd.ProcessSet(ranks) for ranks in GROUPS]
     hvd.init(process_sets=sets)
     rank = hvd.rank()
-    [(mine, members)] = [pair for pair in zip(sets, GROUPS) if rank in pair[1]]
+    [(mine, members)] = [
+        pair for pair in zip(sets, GROUPS, strict=True) if rank in pair[1]
+    ]
     variables = [tf.Variable(tf.fill(s, 2.0**rank)) for s in SHAPES]
 
     @tf.function

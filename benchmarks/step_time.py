@@ -118,7 +118,7 @@ def _loop(strategy, model, rows, steps):
                 loss = loss_fn(y, model(x, training=True))
             gradients = tape.gradient(loss, model.trainable_variables)
             model.optimizer.apply_gradients(
-                zip(gradients, model.trainable_variables)
+                zip(gradients, model.trainable_variables, strict=True)
             )
             return loss
 

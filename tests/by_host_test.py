@@ -66,7 +66,7 @@ _TASK = "/job:worker/replica:0/task:{}/device:{}:{}"
 def test_by_host(strategy, expected):
     groups = tf_xshard.GroupAssignment.by_host(strategy)
     assert groups.to_list() == expected
-    columns = [list(row) for row in zip(*expected)]
+    columns = [list(row) for row in zip(*expected, strict=True)]
     assert groups.transposed().to_list() == columns
     assert groups.transposed().transposed() == groups
 

@@ -17,8 +17,7 @@ from tests.support import replicas
 def _run(program):
     return subprocess.run(
         [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=90,
         cwd=paths.ROOT,

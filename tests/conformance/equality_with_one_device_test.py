@@ -55,7 +55,7 @@ for _name, _class in (
 ):
     if not hasattr(O, _class):  # Keras 3.12 has neither.
         del OTHERS[_name]
-# Plain Keras can't trace these under a strategy; tests/conformance/plain_keras_test.py.
+# Plain Keras can't trace these under a strategy: see plain_keras_test.py.
 PLAIN_FAILS = ("accumulation",)
 # tests/conformance/groups_test.py permutes 8.
 COUNTS = {"mirrored": (2, 4, 8), "tpu": (4,), "tpu_permuted": (4, 8)}

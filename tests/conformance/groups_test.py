@@ -80,7 +80,7 @@ def test_groups_train_apart(layout, group_size, kind, report):
     # XLA's rounding differs from the one device's, and Adam enlarges that most
     # where a group's batch is small.
     assert largest <= (1e-6 if kind == "mirrored" else 3e-6)
-    for group, other in zip(list(groups), list(groups)[1:]):
+    for group, other in itertools.pairwise(groups):
         assert np.abs(weights[0][group[0]] - weights[0][other[0]]).max() > 1e-3
 
 

@@ -102,13 +102,15 @@ def _check(
         optimizer,
         lambda r: [
             _arriving(of_replica[r], shape, case.dtype, divisor)
-            for of_replica, shape in zip(case.gradients, case.shapes)
+            for of_replica, shape in zip(
+                case.gradients, case.shapes, strict=True
+            )
         ],
         variables,
         graph,
     )
     for variable, shape, of_replica in zip(
-        variables, case.shapes, case.gradients
+        variables, case.shapes, case.gradients, strict=True
     ):
         expected = _oracle(
             [_dense(g, shape) for g in of_replica], groups, reduction
@@ -244,7 +246,9 @@ def test_powers_of_two_are_exact(dtype, reduction, normalization, graph):
     )
     size = 2 if reduction == "mean" else 1
     expected = [-9 / size, -6 / size, -6 / size, -9 / size]
-    for got, want in zip(replicas.values(strategy, weight), expected):
+    for got, want in zip(
+        replicas.values(strategy, weight), expected, strict=True
+    ):
         np.testing.assert_array_equal(got.astype(np.float64), [want] * 3)
 
 
@@ -310,7 +314,7 @@ def test_several_buckets_keep_their_order():
         ],
         variables,
     )
-    for i, (variable, shape) in enumerate(zip(variables, shapes)):
+    for i, (variable, shape) in enumerate(zip(variables, shapes, strict=True)):
         for r, total in enumerate([1001, 110, 110, 1001]):
             np.testing.assert_array_equal(
                 replicas.values(strategy, variable)[r],

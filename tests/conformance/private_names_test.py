@@ -54,7 +54,7 @@ def test_attributes_of_instances():
 
 
 def test_keras_begins_with_the_epoch_that_it_is_told():
-    """`private.keras_models`, as BackupAndRestore: attributes of a model in `fit`."""
+    """What `keras_models` sets, as BackupAndRestore does, while `fit` runs."""
     source = inspect.getsource(keras.Model.fit)
     assert "self._initial_epoch or initial_epoch" in source
     assert "logs = self.train_function(iterator)" in source

@@ -224,10 +224,10 @@ def test_set_weights_is_all_or_nothing():
         optimizer.set_weights(other[:-1])
     with pytest.raises(ValueError, match="got a weight of shape"):
         optimizer.set_weights([*other[:-1], np.zeros(5)])
-    for variable, value in zip(optimizer.variables, before):
+    for variable, value in zip(optimizer.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     optimizer.set_weights(other)
-    for variable, value in zip(optimizer.variables, other):
+    for variable, value in zip(optimizer.variables, other, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
 
 

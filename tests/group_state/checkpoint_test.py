@@ -24,7 +24,9 @@ ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 def _more(model, num_steps=3):
     step = group_training.step_function(model)
     for _, batch in zip(
-        range(num_steps), group_training.distributed(model.distribute_strategy)
+        range(num_steps),
+        group_training.distributed(model.distribute_strategy),
+        strict=False,
     ):
         step(*batch)
 

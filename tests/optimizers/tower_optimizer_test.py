@@ -243,7 +243,9 @@ def test_embeddings_reach_the_inner_optimizer_sparse():
         )
     [got] = seen
     assert isinstance(got, tf.IndexedSlices)
-    assert dict(zip(got.indices.numpy(), got.values.numpy()[:, 0])) == {
+    assert dict(
+        zip(got.indices.numpy(), got.values.numpy()[:, 0], strict=True)
+    ) == {
         0: 2.0,
         1: 7.0,
         4: 5.0,
@@ -395,7 +397,7 @@ def test_apply_towers():
             x, y = data
             towers, losses = [], []
             for device, xs, ys in zip(
-                ("CPU:4", "CPU:5"), tf.split(x, 2), tf.split(y, 2)
+                ("CPU:4", "CPU:5"), tf.split(x, 2), tf.split(y, 2), strict=True
             ):
                 with tf.device(device), tf.GradientTape() as tape:
                     loss = self.compute_loss(y=ys, y_pred=self(xs))

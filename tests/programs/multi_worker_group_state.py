@@ -1,4 +1,4 @@
-"""What each process of multi_worker/four_processes_test.py does with GroupState."""
+"""What each process of four_processes_test.py does with GroupState."""
 
 import os
 

@@ -1,8 +1,7 @@
-"""What each process of multi_worker/four_processes_test.py runs.
+"""What each process of four_processes_test.py runs.
 
-`python -m tests.programs.multi_worker_program CASE [DIRECTORY] [--full]`, with TF_CONFIG
-set.
-Prints one JSON line with what this process's replica holds.
+`python -m tests.programs.multi_worker_program CASE [DIRECTORY] [--full]`, with
+TF_CONFIG set. Prints one JSON line with what this process's replica holds.
 """
 
 import json
@@ -169,7 +168,9 @@ def training(strategy):
             with tf.GradientTape() as tape:
                 loss = loss_fn(y, model(x, training=True))
             gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            optimizer.apply_gradients(
+                zip(gradients, model.trainable_variables, strict=True)
+            )
 
         strategy.run(on_replica, args=(x, y))
 

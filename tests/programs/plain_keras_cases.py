@@ -1,8 +1,8 @@
 """What plain Keras does under MirroredStrategy, one case a process.
 
-`python -m tests.programs.plain_keras_cases CASE` prints one JSON line: the values that
-replicas hold, or the error's text. A failing collective aborts all that follow
-in a process, hence the processes.
+`python -m tests.programs.plain_keras_cases CASE` prints one JSON line: the
+values that replicas hold, or the error's text. A failing collective aborts all
+that follow in a process, hence the processes.
 """
 
 import json

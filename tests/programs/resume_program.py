@@ -1,7 +1,8 @@
-"""Trains two groups of four, is killed, and goes on in another process.
+"""Trains two groups of four, is killed, and resumes in another process.
 
-`python -m tests.programs.resume_program KIND DIRECTORY killed|resumed`. "resumed" also
-trains without interruption, and prints digests of all that both hold.
+`python -m tests.programs.resume_program KIND DIRECTORY killed|resumed`.
+"resumed" also trains without interruption, and prints digests of all that both
+hold.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Saves one state after another until it is killed.
 
-`python -m tests.programs.saving_program DIRECTORY`. Prints the number of each save that
-is complete.
+`python -m tests.programs.saving_program DIRECTORY`. Prints the number of each
+save that is complete.
 """
 
 import sys

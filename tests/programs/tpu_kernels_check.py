@@ -3,8 +3,8 @@
 The simulated TPU writes `CrossReplicaSum` as XLA's all-reduce, because only
 tensorflow-tpu has the TPU's kernel. Here tensorflow-tpu 2.20 lowers a momentum
 step for the platform "TPU", with no TPU, in an environment of its own; both
-programs then run on the CPU replicas and must agree:
-`python -m tests.programs.tpu_kernels_check [--python PYTHON_WITH_TENSORFLOW_TPU]`.
+programs then run on the CPU replicas and must agree: `python -m
+tests.programs.tpu_kernels_check [--python PYTHON_WITH_TENSORFLOW_TPU]`.
 """
 
 import os

@@ -80,7 +80,7 @@ def test_an_overflow_on_one_replica(groups, kind, bad_replica, bad_value):
     step(tf.constant(False))
     means = [1.5] * 4 if groups is None else [1.0, 2.0, 1.0, 2.0]
     got = _check_equal_within_groups(strategy, weight, groups)
-    for value, mean in zip(got, means):
+    for value, mean in zip(got, means, strict=True):
         np.testing.assert_array_equal(value, np.full(3, -2 * 0.5 * mean))
     assert replicas.values(strategy, scaler.dynamic_scale) == [1024.0] * 4
     assert replicas.values(strategy, optimizer.iterations) == [2] * 4

@@ -85,7 +85,7 @@ def history(
             sums[r] += g
             x[r] = x[r] + locals_[r].step(g)
         if step % period == 0:
-            for one, members in zip(inners, groups):
+            for one, members in zip(inners, groups, strict=True):
                 total = sum(
                     sums[r] if accumulate == "gradients" else center[r] - x[r]
                     for r in members

@@ -76,8 +76,8 @@ class Transport(abc.ABC):
         """
         raise NotImplementedError(self.name)
 
-    def check_dtype(self, dtype: tf.DType) -> None:
-        """Refuses a type that this path cannot sum.
+    def check_dtype(self, dtype: tf.DType) -> None:  # noqa: B027
+        """Refuses a type that this path cannot sum; most can sum all.
 
         Args:
           dtype: The type in which tensors are summed.

@@ -41,14 +41,16 @@ def _workers(name, num_workers, period, gradients):
     for step, of_workers in enumerate(gradients):
         for k, gs in enumerate(of_workers):
             counts[k] += 1
-            for one, total, g in zip(local[k], sums[k], gs):
+            for one, total, g in zip(local[k], sums[k], gs, strict=True):
                 one.t = counts[k] - 1
                 one.apply(g)
                 total += g
             if (step + 1) % period == 0:
                 counts[k] += 1
                 exchanges += 1
-                for one, total, x in zip(center, sums[k], local[k]):
+                for one, total, x in zip(
+                    center, sums[k], local[k], strict=True
+                ):
                     one.t = counts[k] - 1
                     one.apply(total / period)
                     x.x = one.x.copy()
@@ -132,7 +134,7 @@ def _check_oracle(name, period, use_resource):
     with tf1.Session() as session:
         _initialize(session, optimizer)
         for ((arrays, _),) in feeds:
-            session.run(train, dict(zip(inputs, arrays)))
+            session.run(train, dict(zip(inputs, arrays, strict=True)))
         got = session.run(
             [
                 [list(getter.copies_of(v)) for v in (w, e)],
@@ -155,7 +157,9 @@ def _check_oracle(name, period, use_resource):
     assert got[1] == exchanges == NUM_STEPS // period
     assert optimizer.get_slot_names() == list(local[0][0].slots)
     for values, s in zip(got[2], local[0][0].slots, strict=True):
-        for value, expected in zip(values, (local[0][0], center[0])):
+        for value, expected in zip(
+            values, (local[0][0], center[0]), strict=True
+        ):
             np.testing.assert_allclose(
                 value, expected.state[s], rtol=3e-5, atol=3e-6
             )
@@ -195,7 +199,9 @@ def test_two_workers_in_one_graph(name):
     with tf1.Session() as session:
         _initialize(session, *[w[2] for w in workers])
         for step in feeds:
-            for (inputs, *_), train, (arrays, _) in zip(workers, trains, step):
+            for (inputs, *_), train, (arrays, _) in zip(
+                workers, trains, step, strict=True
+            ):
                 session.run(train, {inputs[0]: arrays[0]})
         got = session.run([list(w[1]) for w in workers])
     expected = _two_workers(name, [[g for _, g in one] for one in feeds])

@@ -97,7 +97,8 @@ def test_oracle_in_shard(num_shards, groups, name, reduction):
         assert isinstance(pairs[1][0], tf.IndexedSlices)
         assert pairs[2] == (None, unused)
         train = optimizer.apply_gradients(
-            zip(*zip(*pairs)), tf1.train.get_or_create_global_step()
+            zip(*zip(*pairs, strict=True), strict=True),
+            tf1.train.get_or_create_global_step(),
         )
         fetched[index] = [w, e]
         assert optimizer.get_slot_names() == list(oracle.slots)
@@ -111,7 +112,7 @@ def test_oracle_in_shard(num_shards, groups, name, reduction):
         train = v1.shard(computation, inputs, num_shards=num_shards)
         session.run(tf1.global_variables_initializer())
         for arrays in _feeds(num_shards):
-            session.run(train, dict(zip(inputs, arrays)))
+            session.run(train, dict(zip(inputs, arrays, strict=True)))
         got = session.run(fetched)
         assert session.run(tf1.train.get_global_step()) == NUM_STEPS
     expected = _expected(name, num_shards, groups, reduction)
@@ -132,7 +133,7 @@ def test_the_oracle_tells_groups_apart():
         _expected("momentum", 4, [[0, 2], [1, 3]], SUM),
         _expected("momentum", 4, [[0], [1], [2], [3]], MEAN),
     ):
-        for mine, theirs in zip(right, wrong):
+        for mine, theirs in zip(right, wrong, strict=True):
             assert np.abs(mine[0].x - theirs[0].x).max() > 1e-2
 
 
@@ -241,7 +242,7 @@ def test_oracle_under_a_strategy_in_a_tf1_graph(groups):
         with tf1.Session(config=config) as session:
             session.run(tf1.global_variables_initializer())
             for arrays in _feeds(2):
-                session.run(train, dict(zip(inputs, arrays)))
+                session.run(train, dict(zip(inputs, arrays, strict=True)))
             got = session.run(list(strategy.experimental_local_results(w)))
             assert session.run(num) == NUM_STEPS
     expected = _expected("adam", 2, groups, MEAN)

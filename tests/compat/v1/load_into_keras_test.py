@@ -104,7 +104,9 @@ def test_the_originals_checkpoint_in_ours_and_back(name, shards, tmp_path):
         assert [v.op.name for v in tf1.global_variables()] == names
         saver = tf1.train.Saver()
         saver.restore(session, prefix)
-        for value, saved in zip(session.run(tf1.global_variables()), values):
+        for value, saved in zip(
+            session.run(tf1.global_variables()), values, strict=True
+        ):
             np.testing.assert_array_equal(value, saved)
         for _ in range(2):
             session.run(train)
@@ -400,7 +402,7 @@ def test_batch_normalization(tmp_path):
             f"{path}/{name}": f"batch_normalization/{name}" for name in names
         },
     )
-    for weight, value in zip(model.get_weights(), values.values()):
+    for weight, value in zip(model.get_weights(), values.values(), strict=True):
         np.testing.assert_array_equal(weight, value)
 
 
@@ -416,8 +418,8 @@ def test_other_names(tmp_path):
     )
     model.compile(KERAS["sgd"](), "mse")
     ours = [w.path for w in model.weights]
-    v1.load_into_keras(prefix, model, names=dict(zip(ours, names)))
-    for weight, value in zip(model.get_weights(), values):
+    v1.load_into_keras(prefix, model, names=dict(zip(ours, names, strict=True)))
+    for weight, value in zip(model.get_weights(), values, strict=True):
         np.testing.assert_array_equal(weight, value)
 
 

@@ -84,12 +84,12 @@ def test_oracle(num_towers, name, reduction):
         for array in v1_oracle.gradients(num_towers, 0)
     ]
     spec = _towers(num_towers, model_fn, reduction)(
-        dict(zip("div", inputs)), None, "train"
+        dict(zip("div", inputs, strict=True)), None, "train"
     )
     steps = [v1_oracle.gradients(num_towers, s) for s in range(NUM_STEPS)]
     got = _train(
         spec,
-        [dict(zip(inputs, arrays)) for arrays in steps],
+        [dict(zip(inputs, arrays, strict=True)) for arrays in steps],
         [
             tf1.trainable_variables()[:4],
             slots[num_towers - 1],
@@ -99,9 +99,12 @@ def test_oracle(num_towers, name, reduction):
     expected = [oracle(np.ones(s)) for s in ((3, 2), (4, 2), (4, 2), (3, 2))]
     factor = 1 if reduction == R.SUM else 1 / num_towers
     for dense, indices, values in steps:
-        rows = [v1_oracle.as_dense(i, v) for i, v in zip(indices, values)]
+        rows = [
+            v1_oracle.as_dense(i, v)
+            for i, v in zip(indices, values, strict=True)
+        ]
         for one, g in zip(
-            expected, (sum(dense), sum(rows), sum(rows), dense[0])
+            expected, (sum(dense), sum(rows), sum(rows), dense[0]), strict=True
         ):
             one.apply(factor * g)
     if name != "momentum":  # Its sparse update leaves other rows alone.
@@ -117,7 +120,8 @@ def _sparse_momentum(steps, factor):
     x, momentum = np.ones((4, 2)), np.zeros((4, 2))
     for _, indices, values in steps:
         g = factor * sum(
-            v1_oracle.as_dense(i, v) for i, v in zip(indices, values)
+            v1_oracle.as_dense(i, v)
+            for i, v in zip(indices, values, strict=True)
         )
         rows = np.unique(indices)
         momentum[rows] = 0.9 * momentum[rows] + g[rows]
@@ -212,7 +216,9 @@ def test_digits_on_1_2_and_4_towers(make, report):
     assert loss < 0.8  # It starts above 2.3.
     for num_towers in (2, 4):
         weights, _ = _train_digits(num_towers, make)
-        largest = max(np.abs(a - b).max() for a, b in zip(one, weights))
+        largest = max(
+            np.abs(a - b).max() for a, b in zip(one, weights, strict=True)
+        )
         report(f"digits, {num_towers} towers: max |dw| {largest:.1e}")
         assert largest <= 2e-5
 
