@@ -1,8 +1,8 @@
 """What `tests/multi_worker/faults_test.py` launches: training that may fail.
 
 `python -m tf_xshard launch ... -m tests.programs.launched_job DIRECTORY
-[FAULT:RANK:STEP ...]`. In the n-th start the worker RANK has the n-th fault, at a
-step. Prints digests of all that the worker holds at the end.
+[FAULT:RANK:STEP ...]`. In the n-th start the worker RANK has the n-th fault, at
+a step. Prints digests of all that the worker holds at the end.
 """
 
 import hashlib
