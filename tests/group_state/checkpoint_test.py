@@ -190,16 +190,16 @@ def test_foreign_directories_are_refused(small, tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no saved group state"):
         small.restore(tmp_path)
     for content, text in (
-        ("[1, 2]", "no manifest of a group state"),
-        ("{}", "no manifest of a group state"),
-        ("not json", "no manifest of a group state"),
+        ("[1, 2]", "not a group state's manifest"),
+        ("{}", "not a group state's manifest"),
+        ("not json", "not a group state's manifest"),
     ):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(ValueError, match=text):
             small.restore(tmp_path)
     for change, text in (
-        ({"format": "other"}, "is no manifest of a group state"),
-        ({"version": 99}, "has version 99, this tf_xshard reads version 2"),
+        ({"format": "other"}, "is not a group state's manifest"),
+        ({"version": 99}, "has version 99, but this tf_xshard reads version 2"),
     ):
         inner = json.dumps(
             {"format": "tf_xshard group state", "version": 2, **change}
@@ -241,9 +241,9 @@ def test_another_model_is_refused(tmp_path):
         (
             wider,
             adam,
-            "another model or optimizer: where here is .* .4, 7., it has",
+            "another model or optimizer: in place of .* .4, 7., it has",
         ),
-        (renamed, adam, "where here is '(sequential_\\d+/)?encoder/kernel'"),
+        (renamed, adam, "in place of '(sequential_\\d+/)?encoder/kernel'"),
         (group_training.network, sgd, "other optimizers: .*Adam.*here.*SGD"),
     ):
         with strategy.scope():
@@ -261,7 +261,7 @@ def test_more_and_fewer_variables_are_refused(small, tmp_path):
         one, two = keras.Variable(1.0), keras.Variable(2.0)
     tf_xshard.GroupState([one], small.group_assignment).save(tmp_path)
     state = tf_xshard.GroupState([one, two], small.group_assignment)
-    with pytest.raises(ValueError, match="it has 1 variables, and here are 2"):
+    with pytest.raises(ValueError, match="it has 1 variables, but there are 2 here"):
         state.restore(tmp_path)
     assert [float(v.numpy()) for v in (one, two)] == [1.0, 2.0]
     with pytest.raises(ValueError, match="found no variables"):
@@ -295,7 +295,7 @@ def test_layers_that_have_changed_places_are_refused(optimizer, tmp_path):
 
 def test_a_manifest_of_something_else_is_not_replaced(small, tmp_path):
     (tmp_path / "manifest.json").write_text('{"name": "my web app"}')
-    with pytest.raises(ValueError, match="is no group state's"):
+    with pytest.raises(ValueError, match="is not of a group state"):
         small.save(tmp_path)
     assert "web app" in (tmp_path / "manifest.json").read_text()
     assert os.listdir(tmp_path) == ["manifest.json"]

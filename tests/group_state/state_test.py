@@ -176,7 +176,7 @@ def test_refusals_change_nothing(model):
         (lambda: state.get_weights(2), "group must be an int from 0 to 1"),
         (lambda: state.get_weights(True), "group must be an int"),
         (lambda: state.set_weights(-1, weights), "group must be an int"),
-        (lambda: state.set_weights(0, {"modle": []}), "got .'modle'., and"),
+        (lambda: state.set_weights(0, {"modle": []}), "got .'modle'., but"),
         (
             lambda: state.set_weights(0, {"model": weights["model"][:-1]}),
             "has 8 variables, got 7 values",
@@ -554,9 +554,9 @@ def test_values_that_do_not_fit_change_nothing():
     one, two, count = keras.Variable(1.0), keras.Variable(2.0), tf.Variable(3)
     state = tf_xshard.GroupState([one, two, count])
     for wrong in ([7, None, 3], [7, "x", 3], [7, 1j, 3], [7, 2, 1.5]):
-        with pytest.raises(ValueError, match="has type (float|int)32, got"):
+        with pytest.raises(ValueError, match="has dtype (float|int)32, got"):
             state.set_weights(0, {"variables": wrong})
-    with pytest.raises(ValueError, match="has type float32, got"):
+    with pytest.raises(ValueError, match="has dtype float32, got"):
         state.assign(one, ["fast"])
     assert [float(v.numpy()) for v in (one, two, count)] == [1.0, 2.0, 3.0]
     state.set_weights(0, {"variables": [5, np.float64(6), np.int64(7)]})

@@ -379,7 +379,7 @@ def test_group_state_saves_and_restores(states, directory):
         assert state["eagerly"]
         # What fails on one process fails on all, and nothing is half done.
         assert ("failed on worker 0" in state["not_exported"]) == (rank != 0)
-        assert "another process wrote, is not here" in state["not_saved"]
+        assert "another process wrote, is missing here" in state["not_saved"]
         assert state["not_committed"]
     loaded = keras.models.load_model(directory / "group_1.keras")
     assert type(loaded.optimizer) is keras.optimizers.Adam

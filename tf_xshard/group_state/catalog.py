@@ -1,7 +1,7 @@
 """A frozen catalog of what a model holds: variables, optimizers, groups.
 
-It is made anew for each call of `GroupState`, by one walk over the model, since
-a model may have been compiled again in between. Making it changes nothing.
+It is created for each call of `GroupState`, by one walk over the model, since
+the model may have been compiled again in between. Creating it changes nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tf_xshard.group_state import walk
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizers
 
-# What replicas of one group hold alike, unless something is wrong.
+# Equal on all replicas of one group, unless something is wrong.
 EQUAL_IN_A_GROUP = ("weight", "slot", "center")
-# What is learned, as against what a step only uses.
+# Learned state, as opposed to state that a step only uses.
 LEARNED = (*EQUAL_IN_A_GROUP, "local", "statistic")
 
 Optimizers = tuple[keras.optimizers.Optimizer, ...]
@@ -31,18 +31,18 @@ Optimizers = tuple[keras.optimizers.Optimizer, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Catalog:
-    """What a model, or what else a user gave, holds at one moment.
+    """What a model, or another object given by the user, holds at one moment.
 
     Attributes:
       holders: What the user gave, by names of parts. A model's optimizers are
-        parts of their own.
-      optimizers: For each part its optimizers, those inside others included.
+        separate parts.
+      optimizers: For each part its optimizers, including nested ones.
       strategy: The strategy of the variables.
       groups: Which replicas are in which group.
-      entries: Every variable of every part, in a deterministic order; one that
-        two parts hold is there twice.
-      centers: The variable that holds a group's value instead of a local one
-        that AGNOptimizer trains, by the id of the latter.
+      entries: Every variable of every part, in a deterministic order; a
+        variable held by two parts is listed twice.
+      centers: The variable that holds a group's value instead of a local
+        variable trained by AGNOptimizer, by the id of the latter.
     """
 
     holders: Mapping[str, Any]
@@ -59,8 +59,8 @@ class Catalog:
 
         Args:
           kinds: Kinds of `StateVariable`; None for all.
-          each_once: Whether a variable of several parts is listed with the
-            first only.
+          each_once: Whether to list a variable of several parts only with the
+            first.
 
         Returns:
           A list, in the order of `entries`.
@@ -76,20 +76,20 @@ class Catalog:
         return result
 
     def shown(self, variables: Sequence[walk.StateVariable]) -> list:
-        """The variables that hold a group's value: of AGN's, the center."""
+        """The variables that hold a group's values: for AGN, the center."""
         return [
             self.centers.get(id(one.variable), one.variable)
             for one in variables
         ]
 
     def checked_group(self, group: Any) -> int:
-        """A group's index.
+        """Checks a group's index.
 
         Args:
-          group: What was given.
+          group: The value given.
 
         Returns:
-          An int.
+          The index as an int.
 
         Raises:
           ValueError: If there is no such group.
@@ -107,7 +107,7 @@ class Catalog:
         return int(group)
 
     def optimizer_classes(self) -> dict[str, list[str]]:
-        """The classes of each optimizer and of those inside it, by parts."""
+        """The classes of each part's optimizers, including nested ones."""
         return {
             name: [type(one).__name__ for one in found]
             for name, found in self.optimizers.items()
@@ -122,16 +122,16 @@ def of(
     """A catalog of what a user gave, as it is now.
 
     Args:
-      holder: A model, a dict of what holds variables, or a list.
-      groups: The groups; None for those that the optimizers make in the end.
+      holder: A model, a dict of objects that hold variables, or a list.
+      groups: The groups; None for the combined groups of the optimizers.
 
     Returns:
       A `Catalog`.
 
     Raises:
       TypeError: If something holds no variables.
-      ValueError: If variables are of different strategies, or two optimizers
-        make different groups, or the groups are for other replicas.
+      ValueError: If variables belong to different strategies, two optimizers
+        have different groups, or the groups do not fit the replicas.
     """
     parts = walk.parts_of(holder)
     optimizers = {
@@ -200,8 +200,8 @@ def _strategy(
     if len(strategies) > 1:
         raise ValueError(
             f"GroupState got variables of {len(strategies)} strategies,"
-            f" {[type(one).__name__ for one in strategies]}. Make all in the"
-            " scope of one."
+            f" {[type(one).__name__ for one in strategies]}. Create all of"
+            " them in the scope of one strategy."
         )
     if strategies:
         return strategies[0]
@@ -213,10 +213,10 @@ def _strategy(
 def _groups_of(
     optimizers: Mapping[str, Optimizers], num_replicas: int
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups that the optimizers make in the end.
+    """The combined groups of nested optimizers.
 
     Raises:
-      ValueError: If two parts make different ones.
+      ValueError: If two parts have different groups.
     """
     found = {}
     for name, of_part in optimizers.items():
@@ -238,7 +238,7 @@ def _groups_of(
     ):
         raise ValueError(
             "GroupState: optimizers have different groups,"
-            f" { {n: g.to_list() for n, g in found.items()} }. Give"
-            " group_assignment, or make one GroupState for each."
+            f" { {n: g.to_list() for n, g in found.items()} }. Pass"
+            " group_assignment, or create one GroupState for each."
         )
     return first

@@ -1,4 +1,4 @@
-"""Every variable of every replica, to a directory and back."""
+"""Saves every variable of every replica to a directory, and restores them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Position(NamedTuple):
     """How far training was when a state was saved.
 
     Attributes:
-      epoch: Epochs that were complete.
-      step: Steps of the next epoch that were complete.
+      epoch: The number of completed epochs.
+      step: The number of completed steps of the next epoch.
     """
 
     epoch: int
@@ -87,7 +87,7 @@ def _own_values(
     variables: Sequence[walk.StateVariable],
     owners: Sequence[Sequence[int]],
 ) -> dict[str, np.ndarray]:
-    """What this process saves, by names."""
+    """The values that this process saves, by name."""
     values = {}
     ids = replicas.local_ids
     for index, one in enumerate(variables):
@@ -138,16 +138,16 @@ def _read(
     directory: str,
     regroup: str | Mapping[int, int] | None,
 ) -> tuple[Position, list]:
-    """Everything that is to be assigned, all of it checked."""
+    """Everything that will be assigned, after all checks."""
     manifest = checkpoint_files.read_manifest(directory)
     groups = group_assignment_lib.GroupAssignment(manifest["group_assignment"])
     sources = _sources(catalog.groups, directory, groups, regroup)
     own, its = catalog.optimizer_classes(), manifest["optimizers"]
     if own != its:
         raise ValueError(
-            f"{directory!r} was saved from other optimizers: it has {its}, and"
-            f" here are {own} (of models inside and in attributes those that"
-            " are built)."
+            f"{directory!r} was saved from other optimizers: it has {its}, but"
+            f" this model has {own} (for nested models and attributes only"
+            " those that are built)."
         )
     pairs = _matched(catalog.variables(), manifest["variables"], directory)
     if sources is not None:
@@ -188,15 +188,15 @@ def _sources(
     saved_groups: group_assignment_lib.GroupAssignment,
     regroup: str | Mapping[int, int] | None,
 ) -> list[list[int]] | None:
-    """The saved groups that each group takes; None for exactly what was."""
+    """The saved groups that each group takes; None for the same groups."""
     if regroup is None:
         if group_assignment_lib.same_groups(groups, saved_groups):
             return None
         raise ValueError(
             f"{directory!r} was saved with the groups"
             f" {saved_groups.to_list()} of {saved_groups.num_replicas}"
-            f" replicas, and here are {groups.to_list()} of"
-            f' {groups.num_replicas}. Give regroup="mean", "first" or a dict'
+            f" replicas, but the groups here are {groups.to_list()} of"
+            f' {groups.num_replicas}. Pass regroup="mean", "first" or a dict'
             " {group: saved group} to restore it to other groups."
         )
     every = range(saved_groups.num_groups)
@@ -210,8 +210,8 @@ def _sources(
         or not set(regroup.values()) <= set(every)
     ):
         raise ValueError(
-            'regroup must be "mean", "first", or a dict that gives each group'
-            f" from 0 to {groups.num_groups - 1} a saved group from 0 to"
+            'regroup must be "mean", "first", or a dict that maps each group'
+            f" from 0 to {groups.num_groups - 1} to a saved group from 0 to"
             f" {saved_groups.num_groups - 1}, got {regroup!r}."
         )
     return [[regroup[group]] for group in range(groups.num_groups)]
@@ -222,7 +222,7 @@ def _matched(
     saved: list[dict[str, Any]],
     directory: str,
 ) -> list[tuple[walk.StateVariable, int, dict]]:
-    """Variables with what was saved of them.
+    """Pairs variables with their saved entries.
 
     Raises:
       ValueError: If the save is not of these variables.
@@ -233,8 +233,8 @@ def _matched(
         for index, one in enumerate(saved)
         if one["kind"] != "metric"
     ]
-    # Names that users give are in another order, though all there: Keras'
-    # numbers are no more than numbers only where that is not so.
+    # The same names in another order mean reordered layers. Only where the
+    # names differ are Keras' numbers in them ignored, below.
     mine, theirs = (
         [_last(n) for n in names]
         for names in (
@@ -246,7 +246,7 @@ def _matched(
         first = next(a for a, b in zip(mine, theirs, strict=True) if a != b)
         raise ValueError(
             f"{directory!r} was saved from a model whose variables are in"
-            f" another order; the first that differs here is {first!r}."
+            f" another order; the first that differs is {first!r}."
         )
     for one, (_, other) in zip(own, its, strict=False):
         here = (
@@ -262,7 +262,7 @@ def _matched(
         if here != there:
             raise ValueError(
                 f"{directory!r} was saved from another model or optimizer:"
-                f" where here is {one.name!r} of {one.part!r},"
+                f" in place of {one.name!r} of {one.part!r},"
                 f" {one.dtype} {list(one.shape)}, it has {other['name']!r} of"
                 f" {other['part']!r}, {other['dtype']} {other['shape']}."
             )
@@ -274,8 +274,8 @@ def _matched(
         )
         raise ValueError(
             f"{directory!r} was saved from another model or optimizer: it has"
-            f" {len(its)} variables, and here are {len(own)}. The first that"
-            f" is missing is {longer[min(len(own), len(its))]!r}."
+            f" {len(its)} variables, but there are {len(own)} here. The first"
+            f" one missing is {longer[min(len(own), len(its))]!r}."
         )
     return [
         (one, index, other)
@@ -286,8 +286,8 @@ def _matched(
 def _matched_metrics(
     variables: Sequence[walk.StateVariable], saved: list[dict[str, Any]]
 ) -> list[tuple[walk.StateVariable, int, dict]]:
-    # Keras makes them when training begins, and resets them then. Several have
-    # one name, so all are the same, or none counts.
+    # Keras creates and resets metrics when training begins. Several share a
+    # name, so either all match or none is restored.
     own = [one for one in variables if one.kind == "metric"]
     its = [
         (index, other)
@@ -303,18 +303,18 @@ def _matched_metrics(
 
 
 def _last(path: str) -> str:
-    """A variable's name and its layer's, without what is around these.
+    """A variable's name and its layer's, without the rest of the path.
 
-    A model's name is a part of the path or not, depending on how it was made.
+    Whether the path contains the model's name depends on how it was created.
     """
     return "/".join(path.split("/")[-2:])
 
 
 def _own_name(path: str, of_optimizer: bool) -> str:
-    """What is always the same in a variable's path.
+    """The part of a variable's path that does not change between runs.
 
-    Keras numbers equal names: `sequential_1/dense_2/kernel`. Of an optimizer's
-    variable, whose name has that in front, it is the last word.
+    Keras numbers equal names: `sequential_1/dense_2/kernel`. The name of an
+    optimizer's variable starts with such a path; its last word is stable.
     """
     own = re.sub(r"_\d+", "", _last(path))
     return re.split("[/_]", own)[-1] if of_optimizer else own

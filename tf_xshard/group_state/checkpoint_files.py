@@ -3,10 +3,10 @@
     manifest.json                   what is saved, and the checksums of the rest
     state-<save>-<process>.*        values, in TensorFlow's checkpoint format
 
-Files of a save have names of their own. They are on the disk before one rename
-puts the manifest in place, and those of the save before are removed after it.
-So a crash leaves the one save or the other. There is JSON and numbers in it,
-and nothing that runs when it is read.
+Each save's files have unique names. They are flushed to disk before a rename
+puts the manifest in place; only then are the previous save's files removed. So
+a crash leaves one save or the other. The files hold JSON and numbers only, and
+reading them executes nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _BYTES_AT_ONCE = 16 << 20
 
 
 def new_token() -> str:
-    """A name for one save, which no other has."""
+    """A unique name for a save."""
     return secrets.token_hex(8)
 
 
 def has_save(directory: str) -> bool:
-    """Whether a save was completed in a directory."""
+    """Whether a directory holds a completed save."""
     return tf.io.gfile.exists(os.path.join(directory, MANIFEST))
 
 
@@ -50,13 +50,13 @@ def write_values(
     """Writes one process's values.
 
     Args:
-      directory: A path, which is made.
+      directory: A path, created if missing.
       token: The save's name.
-      rank: The process's number.
+      rank: The process's rank.
       values: Arrays by name.
 
     Returns:
-      The checksums of the files by their names; empty if there are no values.
+      The files' checksums by file name; empty if there are no values.
     """
     if not tf.io.gfile.exists(directory):
         tf.io.gfile.makedirs(directory)
@@ -66,7 +66,7 @@ def write_values(
     if not values:
         return {}
     prefix = f"state-{token}-{rank:05d}"
-    # A GPU has no room for all of them once more.
+    # A GPU may have no memory for a second copy.
     with tf.device("CPU"):
         tf.raw_ops.SaveV2(
             prefix=os.path.join(directory, prefix),
@@ -85,25 +85,25 @@ def write_values(
 
 
 def _refuse_foreign(directory: str) -> None:
-    """Checks that a manifest that is to be replaced is one of these."""
+    """Checks that a manifest about to be replaced is a group state's."""
     if not has_save(directory):
         return
     with tf.io.gfile.GFile(os.path.join(directory, MANIFEST), "rb") as file:
         content = file.read()
     if not (b'"sha256"' in content and _FORMAT.encode() in content):
         raise ValueError(
-            f"{directory!r} holds a {MANIFEST} that is no group state's. Save"
-            " to another directory."
+            f"{directory!r} holds a {MANIFEST} that is not of a group state."
+            " Save to another directory."
         )
 
 
 def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
-    """Makes a save the directory's, and removes the one before.
+    """Commits a save to the directory, and removes the previous one.
 
     Args:
       directory: Where the values have been written.
       token: The save's name.
-      manifest: What `read_manifest` is to return, with `files`.
+      manifest: What `read_manifest` will return, with `files`.
 
     Raises:
       ValueError: If files of other processes are not in the directory.
@@ -112,8 +112,8 @@ def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
             raise ValueError(
-                f"{path}, which another process wrote, is not here. Save to a"
-                " directory that all processes share."
+                f"{path}, which another process wrote, is missing here. Save to"
+                " a directory that all processes share."
             )
     text = json.dumps(
         {"format": _FORMAT, "version": _VERSION, **manifest}, sort_keys=True
@@ -137,7 +137,7 @@ def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
-    """What is saved in a directory, if it is undamaged.
+    """The manifest of a directory, if it is undamaged.
 
     Raises:
       FileNotFoundError: If nothing has been saved there.
@@ -147,7 +147,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
     if not has_save(directory):
         raise FileNotFoundError(
             f"{directory!r} holds no saved group state: there is no {MANIFEST}."
-            " Give the directory that GroupState.save() wrote."
+            " Pass the directory that GroupState.save() wrote."
         )
     try:
         with tf.io.gfile.GFile(path, "rb") as file:
@@ -157,17 +157,17 @@ def read_manifest(directory: str) -> dict[str, Any]:
         manifest = json.loads(text) if is_whole else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is damaged, or no manifest of a group state: {error}"
+            f"{path} is damaged, or not a group state's manifest: {error}"
         ) from error
     if not is_whole:
         raise ValueError(
             f"{path} is damaged: its content does not match its checksum."
         )
     if manifest.get("format") != _FORMAT:
-        raise ValueError(f"{path} is no manifest of a group state.")
+        raise ValueError(f"{path} is not a group state's manifest.")
     if manifest.get("version") != _VERSION:
         raise ValueError(
-            f"{path} has version {manifest.get('version')}, this tf_xshard"
+            f"{path} has version {manifest.get('version')}, but this tf_xshard"
             f" reads version {_VERSION}."
         )
     return manifest
@@ -176,12 +176,12 @@ def read_manifest(directory: str) -> dict[str, Any]:
 def read_values(
     directory: str, manifest: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Reads values, after all files of the save have been checked.
+    """Checks all files of a save, then reads values from them.
 
     Args:
       directory: The save's directory.
       manifest: From `read_manifest`.
-      names: Which values.
+      names: The names of the values to read.
 
     Returns:
       Arrays by name.
@@ -205,13 +205,13 @@ def read_values(
             values[name] = np.asarray(reader.get_tensor(name))
     if missing := wanted - set(values):
         raise ValueError(
-            f"{directory!r} lacks the values of {sorted(missing)[:3]}."
+            f"{directory!r} has no values for {sorted(missing)[:3]}."
         )
     return values
 
 
 def remove(directory: str) -> None:
-    """Removes a save, atomically: the manifest goes first."""
+    """Removes a save atomically, the manifest first."""
     if has_save(directory):
         tf.io.gfile.remove(os.path.join(directory, MANIFEST))
     tf.io.gfile.rmtree(directory)
@@ -230,8 +230,8 @@ def _checksum(path: str) -> str:
 
 
 def _to_disk(path: str) -> None:
-    """Waits until a local file or directory is on the disk."""
-    # An object store has it when it is closed.
+    """Flushes a local file or directory to disk."""
+    # An object store does so when the file is closed.
     if "://" not in path:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""From the values of several replicas or groups to one; NumPy only."""
+"""Combines values of several replicas or groups into one; NumPy only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Whether values of a type can be averaged."""
-    # ml_dtypes' types (bfloat16) are of no kind that NumPy knows.
+    """Whether values of a dtype can be averaged."""
+    # NumPy has no kind for the types of ml_dtypes (bfloat16).
     return np.dtype(dtype).kind in "fcV"
 
 
 def as_type(value: Any, like: np.dtype, name: str) -> np.ndarray:
-    """What a user gives, as an array of a variable's type.
+    """Converts a user's value to an array of a variable's dtype.
 
     Raises:
-      ValueError: If that would lose more than digits.
+      ValueError: If that would lose more than precision.
     """
     value = np.asarray(value)
     like = np.dtype(like)
@@ -26,11 +26,11 @@ def as_type(value: Any, like: np.dtype, name: str) -> np.ndarray:
     if is_floating(like):
         allowed = "biufV" + ("c" if like.kind == "c" else "")
     if value.dtype.kind not in allowed or (
-        # Structured types are of that kind, too.
+        # Structured types have the same kind.
         value.dtype.kind == "V" and value.dtype.names
     ):
         raise ValueError(
-            f"{name!r} has type {like.name}, got values of {value.dtype.name}."
+            f"{name!r} has dtype {like.name}, got values of {value.dtype.name}."
         )
     return value.astype(like)
 
@@ -38,18 +38,18 @@ def as_type(value: Any, like: np.dtype, name: str) -> np.ndarray:
 def combined(
     values: Sequence[np.ndarray], weights: Sequence[float] | None = None
 ) -> np.ndarray:
-    """One value of several: the weighted mean.
+    """The weighted mean of several values.
 
-    Equal values stay as they are, to the bit. Those that can't be averaged
-    (counters, random states) are the one with the largest weight, of equal
-    weights the first.
+    Bitwise equal values are returned unchanged. For values that can't be
+    averaged (counters, random states) it is the value with the largest weight,
+    or the first of equal weights.
 
     Args:
-      values: Arrays of one shape and type.
-      weights: Numbers that add up to 1. None (default) for equal ones.
+      values: Arrays of one shape and dtype.
+      weights: Numbers that sum to 1. None (default) for equal weights.
 
     Returns:
-      An array of that shape and type.
+      An array of that shape and dtype.
     """
     if weights is not None and max(weights) == 1:
         return values[list(weights).index(1)]
@@ -71,21 +71,20 @@ def combined(
 def by_group(
     values: Sequence[np.ndarray], groups: Iterable[Sequence[int]]
 ) -> list[np.ndarray]:
-    """One value per group, of one per replica."""
+    """One value per group, from one value per replica."""
     return [combined([values[r] for r in members]) for members in groups]
 
 
 def largest_difference(values: Sequence[np.ndarray]) -> float:
     """The largest absolute difference between any two of several arrays.
 
-    Two that are nan at one place do not differ there; nan and a number differ
-    by infinity.
+    Two nans do not differ; nan and a number differ by infinity.
 
     Args:
-      values: Arrays of one shape and type.
+      values: Arrays of one shape and dtype.
 
     Returns:
-      A number, 0.0 where all are equal.
+      A number, 0.0 if all are equal.
     """
     first = values[0]
     others = [v for v in values[1:] if not _same_bits(first, v)]
@@ -101,7 +100,7 @@ def largest_difference(values: Sequence[np.ndarray]) -> float:
         )
     stacked = np.stack([first, *others])
     if first.dtype.kind in "iub":
-        # float64 can't tell neighbours of large integers (seeds) apart.
+        # float64 can't distinguish neighbouring large integers (seeds).
         spread = stacked.max(0).astype(object) - stacked.min(0).astype(object)
         return float(np.max(spread))
     stacked = stacked.astype(np.float64)
@@ -124,14 +123,14 @@ def merge_weights(
 
     Args:
       how: See `GroupState.merge`.
-      num_groups: How many groups there are.
+      num_groups: The number of groups.
       checked_group: Checks the index of a group.
 
     Returns:
-      A number for each group, which add up to 1; None for the mean.
+      A weight for each group, which sum to 1; None for the mean.
 
     Raises:
-      ValueError: If `how` is none of what it may be.
+      ValueError: If `how` is invalid.
     """
     if isinstance(how, str):
         if how != "mean":
@@ -151,6 +150,6 @@ def merge_weights(
     ):
         raise ValueError(
             f"merge() needs {num_groups} weights, one for each"
-            f" group, finite, not negative and not all 0, got {how!r}."
+            f" group, finite, nonnegative and not all 0, got {how!r}."
         )
     return (weights / weights.sum()).tolist()

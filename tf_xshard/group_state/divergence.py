@@ -1,4 +1,4 @@
-"""How far replicas are apart, and which differ that should not."""
+"""How far replicas have diverged, and which differ unexpectedly."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def unequal(
     replicas: replica_values.ReplicaValues,
     repair: bool,
 ) -> table_lib.Table:
-    """Replicas of one group that differ and should not. Collective.
+    """Finds unexpected differences between replicas of one group. Collective.
 
-    Only what they hold alike is looked at: trainable weights, slots and AGN's
-    center. Where nothing differs, only checksums are communicated.
+    Compares only what should be equal: trainable weights, slots and AGN's
+    center. If nothing differs, only checksums are communicated.
 
     Args:
       catalog: What the model holds.
       replicas: Reads and writes its variables.
-      repair: Whether they take the value that most replicas of the group have,
-        of equally many the first one's.
+      repair: Whether to assign the value that most replicas of the group hold,
+        or the first of equally frequent values.
 
     Returns:
       A row for each such variable and group: `variable`, `group`, `replicas`
-      (those that do not have what most have) and `largest_difference`.
+      (those that differ from the majority) and `largest_difference`.
     """
     variables = catalog.variables(catalog_lib.EQUAL_IN_A_GROUP)
     digests = replicas.digests([one.variable for one in variables])

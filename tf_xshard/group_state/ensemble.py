@@ -1,4 +1,4 @@
-"""A group's weights, or all groups' together, as a Keras model."""
+"""The ensemble of all groups, as a Keras model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tf_xshard.private import keras_optimizers
 class Ensemble(keras.Model):
     """A model whose outputs are the mean of several models' outputs.
 
-    It computes with the loss and metrics of the model that it is made of, and
-    with the mean of the members' regularization losses.
+    It uses the loss and metrics of the original model, and the mean of the
+    members' regularization losses.
 
     Args:
       model: A compiled or uncompiled `keras.Model`.
-      num_members: How many models it has room for.
+      num_members: The number of members.
     """
 
     def __init__(self, model: keras.Model, num_members: int) -> None:
@@ -54,13 +54,13 @@ class Ensemble(keras.Model):
         self.compile()
 
     def is_of(self, model: keras.Model) -> bool:
-        """Whether the model has these variables and metrics still."""
+        """Whether the model still has these variables and metrics."""
         return _are(self._variables_of, _ordered(model)) and _are(
             self._metrics_of, model.metrics
         )
 
     def show(self, weights: Sequence[Sequence[np.ndarray]]) -> None:
-        """Gives every member its weights.
+        """Assigns every member its weights.
 
         Args:
           weights: For each member the values of `model.weights`.
@@ -71,12 +71,12 @@ class Ensemble(keras.Model):
                 for weight, value in zip(self._of.weights, values, strict=True)
             }
             for like, variable in zip(self._variables_of, member, strict=True):
-                # Random states are no weights; a prediction draws nothing.
+                # Random states are not weights; predictions do not use them.
                 if id(like) in of_weight:
                     variable.assign(of_weight[id(like)])
 
     def _outputs_and_losses(self, x: Any) -> tuple[Any, list]:
-        """The mean of the outputs, and of what regularizers add."""
+        """The means of the outputs and of the regularization losses."""
         outputs, losses = [], []
         for member in self._members:
             mapping = zip(self._variables_of, member, strict=True)
@@ -90,7 +90,7 @@ class Ensemble(keras.Model):
         return mean, [_mean(*parts) for parts in zip(*losses, strict=True)]
 
     def call(self, x: Any) -> Any:
-        """The mean of what the members return.
+        """The mean of the members' outputs.
 
         Args:
           x: The model's input.
@@ -102,7 +102,7 @@ class Ensemble(keras.Model):
 
     @property
     def metrics(self) -> list[keras.Metric]:
-        """The model's."""
+        """The original model's metrics."""
         return self._of.metrics
 
     def test_step(self, data: Any) -> dict:

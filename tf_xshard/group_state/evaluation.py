@@ -21,23 +21,23 @@ def refuse_generator(data: Any) -> None:
     """Checks that data can be read several times.
 
     Args:
-      data: What was given as data.
+      data: The data given.
 
     Raises:
       TypeError: If it is a generator.
     """
     if inspect.isgenerator(data):
         raise TypeError(
-            "The data are read once for each group, and a generator can be read"
-            " only once. Give arrays or a tf.data.Dataset."
+            "The data are read once for each group, but a generator can be read"
+            " only once. Pass arrays or a tf.data.Dataset."
         )
 
 
 class GroupEvaluation:
-    """Computes with one group's weights after the other, on all replicas.
+    """Computes with each group's weights in turn, on all replicas.
 
     Args:
-      model: The model, which is as it was after each call.
+      model: The model, whose values are restored after each call.
       catalog: What it holds.
       replicas: Reads and writes its variables.
       ensemble: The ensemble of an earlier call, or None.
@@ -53,7 +53,7 @@ class GroupEvaluation:
         self._model = model
         self._catalog = catalog
         self._replicas = replicas
-        # Made once, so that its functions are traced once.
+        # Created once, so that its functions are traced once.
         self.ensemble = ensemble
 
     def evaluate(
@@ -90,14 +90,14 @@ class GroupEvaluation:
 
     @contextlib.contextmanager
     def with_weights_of(self, group: int) -> Iterator[None]:
-        """The model holds a group's weights until this is left."""
+        """The model holds a group's weights inside this context."""
         with self.preserved():
             self._assign(self._weights(group))
             yield
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Puts the model's variables back as they were, metrics included."""
+        """Restores the model's variables at the end, including metrics."""
         kept = [
             (variable, self._replicas.local(variable))
             for variable in (

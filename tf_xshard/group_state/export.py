@@ -37,7 +37,7 @@ def export(
       path: A path that ends in `.keras`.
 
     Raises:
-      ValueError: If it has another ending.
+      ValueError: If it does not.
     """
     path = os.fspath(path)
     if not path.endswith(".keras"):
@@ -63,7 +63,7 @@ def export(
 def with_plain_optimizer(
     model: keras.Model, value_of: Callable[[Any], np.ndarray]
 ) -> Iterator[keras.Model]:
-    """A model that is saved as if it knew no tf_xshard, while this is entered.
+    """Inside this context the model is saved without any trace of tf_xshard.
 
     Args:
       model: The model, compiled or not.
@@ -79,7 +79,7 @@ def with_plain_optimizer(
         return
     innermost = _unwrapped(optimizer)
     config["optimizer"] = keras.saving.serialize_keras_object(innermost)
-    # Some optimizers' from_config takes things out of what it gets.
+    # Some optimizers' from_config pops from the dict that it gets.
     plain = keras.saving.deserialize_keras_object(
         copy.deepcopy(config["optimizer"])
     )
@@ -92,9 +92,9 @@ def with_plain_optimizer(
 
 
 def _paired(optimizer: Any, other: Any) -> Iterator[tuple]:
-    """The variables of two optimizers of one class, side by side."""
-    # By names, since layers may have been frozen since the first was built; the
-    # second's file has to fit the model as it is now.
+    """Pairs the variables of two optimizers of one class."""
+    # By name, since layers may have been frozen after the first was built, and
+    # the exported optimizer has to fit the model as it is now.
     by_name = collections.defaultdict(list)
     for variable in walk.of_optimizer(optimizer):
         by_name[_last(variable)].append(variable)
@@ -108,7 +108,7 @@ def _last(variable: Any) -> str:
 
 
 def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:
-    """The optimizer that updates the model, of a stack of wrappers."""
+    """The optimizer in a stack of wrappers that updates the model."""
     while tree.is_wrapper(optimizer):
         optimizer = getattr(
             optimizer, "local_optimizer", optimizer.inner_optimizer

@@ -1,9 +1,9 @@
-"""What each replica holds, read and written outside of `strategy.run`.
+"""Reads and writes each replica's values, outside of `strategy.run`.
 
 TensorFlow shows replica 0's value of a distributed variable and writes a value
-to all replicas. Here every replica's own is read and written, bit by bit; that
-of another process is communicated by the strategy's collectives, as gradients
-are.
+to all replicas. Here each replica's own value is read and written, bit by bit;
+values of other processes are communicated by the strategy's collectives, as
+gradients are.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.group_state import combine
 
-# Values are communicated between processes in parts of about this many bytes (a
-# larger variable as one), so that not all of a model's are in memory at once.
+# Values are communicated between processes in chunks of about this many bytes
+# (a larger variable is one chunk), to limit the memory in use.
 _CHUNK_BYTES = 32 << 20
 
 
 class ReplicaValues:
     """Reads and writes variables of a strategy, replica by replica.
 
-    With several processes every method that says so is a collective: all call
-    it, with the same variables.
+    With several processes, the methods marked "Collective" must be called by
+    all of them, with the same variables.
 
     Args:
       strategy: A `tf.distribute.Strategy`.
-      communication: A `Communication`, whose timeout holds.
+      communication: A `Communication`, whose timeout applies.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ReplicaValues:
         self.rank = replica_context.rank(strategy)
 
     def rank_of(self, replica_id: int) -> int:
-        """The number of the process that drives a replica."""
+        """The rank of the process that drives a replica."""
         return replica_id // len(self.local_ids)
 
     def local(self, variable: Any) -> list[np.ndarray]:
@@ -66,7 +66,7 @@ class ReplicaValues:
 
     def assign(self, variable: Any, values: Sequence[np.ndarray]) -> None:
         """Writes this process's values, one for each of `local_ids`."""
-        # One copy: all replicas' value is the same.
+        # With one copy, all replicas share one value.
         for copy, value in zip(
             replica_variables.copies(variable), values, strict=False
         ):
@@ -77,7 +77,7 @@ class ReplicaValues:
         self.assign(variable, [value] * len(self.local_ids))
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """What every process gives, in the order of processes. Collective."""
+        """Gathers a payload from every process, by rank. Collective."""
         if self.num_processes == 1:
             return [payload]
         sizes = self._all_gather(np.array([len(payload)], np.int64))
@@ -94,7 +94,7 @@ class ReplicaValues:
 
     def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Concatenates the int64 numbers of all processes."""
-        # One replica of each process speaks for it.
+        # One replica of each process contributes its numbers.
         own = self.strategy.experimental_distribute_values_from_function(
             lambda context: tf.constant(
                 numbers
@@ -102,7 +102,7 @@ class ReplicaValues:
                 else numbers[:0]
             )
         )
-        # As a graph, also where tf.config.run_functions_eagerly(True) holds.
+        # As a graph, even with tf.config.run_functions_eagerly(True).
         gathered = self._gather_function.get_concrete_function(own)(own)
         return np.asarray(self.strategy.experimental_local_results(gathered)[0])
 
@@ -120,7 +120,7 @@ class ReplicaValues:
         return tf.function(lambda own: self.strategy.run(on_replica, (own,)))
 
     def gather_json(self, value: Any) -> list:
-        """The same for values that JSON can hold. Collective."""
+        """The same for values that JSON can represent. Collective."""
         return [
             json.loads(payload)
             for payload in self.gather_bytes(json.dumps(value).encode())
@@ -129,14 +129,14 @@ class ReplicaValues:
     def run_on_all_processes(
         self, what: str, function: Callable[[], Any]
     ) -> Any:
-        """Calls a function, and raises on all if it fails on one. Collective.
+        """Calls a function; if it fails on one process, all raise. Collective.
 
         Args:
-          what: What it tries, for the error.
-          function: What is to be done on every process. Not a collective.
+          what: What the function does, for the error.
+          function: Called on every process. Must not be a collective.
 
         Returns:
-          What it returns here.
+          The function's result on this process.
 
         Raises:
           Its own error, or RuntimeError for that of another process.
@@ -157,7 +157,7 @@ class ReplicaValues:
     def gather(
         self, variables: Sequence, replica_ids: Sequence[int]
     ) -> Iterator[list[np.ndarray]]:
-        """The values that some replicas hold, for one variable after another.
+        """The values that some replicas hold, variable by variable. Collective.
 
         Args:
           variables: The variables.
@@ -165,7 +165,6 @@ class ReplicaValues:
 
         Yields:
           For each variable a list of values, in the order of `replica_ids`.
-          Collective.
         """
         if self.num_processes == 1:
             for variable in variables:
@@ -216,8 +215,8 @@ class ReplicaValues:
           members: The ids of the group's replicas.
 
         Returns:
-          The replicas' own value where they are equal to the bit, else their
-          mean, see `combine.combined`.
+          The replicas' value where they are bitwise equal, else their mean, see
+          `combine.combined`.
         """
         return [
             combine.combined(values)
@@ -235,7 +234,7 @@ class ReplicaValues:
         Args:
           variable: The variable.
           groups: Which replica is in which group.
-          of_group: A value for each of these groups; others keep theirs.
+          of_group: A value by group index; other groups keep theirs.
         """
         own = [groups.group_of(r) for r in self.local_ids]
         current = self.local(variable)
@@ -250,7 +249,7 @@ class ReplicaValues:
     def digests(self, variables: Sequence) -> list[list[str]]:
         """A digest of the value of every variable on every replica.
 
-        Equal digests are equal bits. Collective.
+        Equal digests mean equal bits. Collective.
 
         Returns:
           For each variable a list, in the order of replica ids.
@@ -259,7 +258,7 @@ class ReplicaValues:
         for variable in variables:
             seen = {}
             for one in self.local(variable):
-                # Where a variable has one copy, its values are one object.
+                # If a variable has one copy, its values are one object.
                 if id(one) not in seen:
                     seen[id(one)] = _digest(one)
                 own.append(seen[id(one)])

@@ -22,8 +22,8 @@ class GroupState(values.GroupValues):
     """What each group of replicas holds: read, evaluate, save, restore, merge.
 
     With several groups, and with AGNOptimizer between exchanges, replicas hold
-    different values on purpose. TensorFlow and Keras show, save and restore
-    those of replica 0. This sees every replica.
+    different values by design. TensorFlow and Keras show, save and restore
+    those of replica 0. GroupState covers every replica.
 
     ```
                  group 0            group 1
@@ -32,38 +32,36 @@ class GroupState(values.GroupValues):
     slots        m         m        n         n      export(1, path) -> b, n
     moving mean  s0        s1       s2        s3     its value in group 1 is
                                                      the mean of s2 and s3
-    save()       a, m, s0, s1, b, n, s2, s3: every value that differs, once
+    save()       a, m, s0, s1, b, n, s2, s3: every distinct value, once
     ```
 
-    A group has one value of each variable: the replicas' own where these are
-    equal to the bit, else (moving statistics, AGN's local slots) their mean, or
-    the first replica's where there is no mean (counters). The weights of a
-    model that AGNOptimizer trains are the center.
+    A group has one value of each variable: the replicas' value where they are
+    bitwise equal, else (moving statistics, AGN's local slots) their mean, or
+    the first replica's value where there is no mean (counters). The weights of
+    a model that AGNOptimizer trains are the center.
 
-    Each call sees what the model holds at that moment, also after another
+    Each call sees what the model holds at that moment, even after another
     `compile`, and reading changes nothing. `save`, `restore`, `set_weights` and
-    `merge` build a model's optimizer that has not been built.
+    `merge` build the model's optimizer if it has not been built.
 
     Call it outside of `strategy.run`, and with several processes
-    (MultiWorkerMirroredStrategy) in all of them: what is needed is communicated
-    by the strategy's own collectives. Only `save` and `restore` need a
-    directory that all processes share.
+    (MultiWorkerMirroredStrategy) in all of them: values are communicated by the
+    strategy's own collectives. Only `save` and `restore` need a directory that
+    all processes share.
 
     Args:
       model: A built `keras.Model`, with the optimizer that it is compiled with.
-        Or, for loops of your own, a dict of names and what holds variables
-        (models, layers, optimizers, metrics, variables, `tf.Module`s,
-        generators of random numbers, and lists of them), or a list of
-        variables.
+        For custom training loops, a dict from names to objects that hold
+        variables (models, layers, optimizers, metrics, variables, `tf.Module`s,
+        random number generators, and lists of these), or a list of variables.
       group_assignment: A `GroupAssignment`, or a `[num_groups,
         replicas_per_group]` nested list of replica ids. None (default) for that
-        of the model's optimizer; of nested ones, who reduces with whom in the
-        end.
+        of the model's optimizer; for nested wrappers, their combined groups.
 
     Raises:
       TypeError: If `model` holds no variables.
-      ValueError: If variables are of different strategies, or the groups are
-        not for the strategy.
+      ValueError: If variables belong to different strategies, or the groups do
+        not fit the strategy.
 
     Example:
 
@@ -91,33 +89,33 @@ class GroupState(values.GroupValues):
         verbose: int = 0,
         ensemble: bool = True,
     ) -> table.Table:
-        """The metrics of each group, on the same whole data.
+        """The metrics of each group, all on the same complete data.
 
         All replicas evaluate one group after the other, with `model.evaluate`;
-        then the model is as it was.
+        then the model's values are restored.
 
         Args:
           data: A `tf.data.Dataset`, arrays, or a tuple `(x, y)` or `(x, y,
             sample_weight)`; not a generator, which can be read only once. With
-            `steps` it has to come in the same order each time.
+            `steps`, its order must be the same each time.
           y: The targets, if `data` is arrays of inputs.
           batch_size: See `keras.Model.evaluate`.
           sample_weight: See `keras.Model.evaluate`.
           steps: See `keras.Model.evaluate`.
           verbose: See `keras.Model.evaluate`. Default: 0.
-          ensemble: Whether there is a row for the ensemble, whose outputs are
-            the mean of the groups' `model(x)`. It takes the memory of all
-            groups' weights on each replica. Default: True. There is none for
-            one group, nor where the model has a `test_step` of its own.
+          ensemble: Whether to add a row for the ensemble, whose outputs are the
+            mean of the groups' `model(x)`. Each replica then holds the weights
+            of all groups. Default: True. Ignored if there is one group or the
+            model overrides `test_step`.
 
         Returns:
-          A row for each group, with `group` and the metrics, and one with
-          `group` "ensemble". It prints as a table.
+          A row for each group, with `group` and the metrics, and a row whose
+          `group` is "ensemble". It prints as a table.
 
         Raises:
           TypeError: If `data` is a generator.
-          ValueError: If there is no compiled model, or `data` has a
-            `sample_weight` and another is given.
+          ValueError: If there is no compiled model, or `sample_weight` is given
+            both in `data` and as an argument.
 
         Example:
 
@@ -134,7 +132,8 @@ class GroupState(values.GroupValues):
             data, y, weight = keras.utils.unpack_x_y_sample_weight(data)
             if weight is not None and sample_weight is not None:
                 raise ValueError(
-                    "evaluate() got a sample_weight in the data, and another."
+                    "evaluate() got a sample_weight in the data and another one"
+                    " as an argument. Pass only one."
                 )
             sample_weight = weight if weight is not None else sample_weight
         options = {
@@ -160,10 +159,10 @@ class GroupState(values.GroupValues):
         steps: int | None = None,
         verbose: int = 0,
     ) -> Any:
-        """What a group, or the ensemble of all, predicts.
+        """The predictions of a group, or of the ensemble of all groups.
 
-        All replicas compute with the group's weights; then the model is as it
-        was.
+        All replicas compute with the group's weights; then the model's values
+        are restored.
 
         Args:
           data: Inputs, see `keras.Model.predict`.
@@ -202,8 +201,8 @@ class GroupState(values.GroupValues):
     def _model(self) -> keras.Model:
         if not isinstance(self._holder, keras.Model):
             raise ValueError(
-                "GroupState was made without a keras.Model: there is nothing to"
-                " evaluate, predict with or export."
+                "GroupState was created without a keras.Model, so there is"
+                " nothing to evaluate, predict with or export."
             )
         return self._holder
 
@@ -216,14 +215,14 @@ class GroupState(values.GroupValues):
         )
 
     def divergence(self) -> table.Table:
-        """How far replicas are apart, variable by variable.
+        """How far replicas have diverged, variable by variable.
 
         Returns:
-          A row per variable, which prints as a table. `within_group`: the
-          largest absolute difference between replicas of one group, which is
-          expected to be 0, and `between_groups`, for trainable weights, slots
-          and AGN's center. What is meant to differ has columns of its own, over
-          the replicas of a group: `local` (what AGN trains, open rounds of
+          A row per variable; it prints as a table. For trainable weights, slots
+          and AGN's center: `within_group`, the largest absolute difference
+          between replicas of one group (expected to be 0), and
+          `between_groups`. State that differs by design has its own columns,
+          over the replicas of a group: `local` (what AGN trains, open rounds of
           towers) and `statistic` (moving statistics).
 
         Example:
@@ -237,20 +236,21 @@ class GroupState(values.GroupValues):
     def export(self, group: int, path: str | os.PathLike) -> None:
         """Saves a group as an ordinary `.keras` model.
 
-        It loads anywhere, with no strategy and no tf_xshard. It is compiled
-        with the optimizer inside the wrappers (AGN's local one), whose state is
-        the group's. With several processes the chief writes.
+        It loads anywhere, without a strategy or tf_xshard. It is compiled with
+        the optimizer inside the wrappers (for AGN, the local optimizer), with
+        the group's state. With several processes the chief writes.
 
         Args:
           group: The group's index.
           path: A path that ends in `.keras`.
 
         Raises:
-          ValueError: If there is no such group, no model, or another ending.
-          NotImplementedError: If the model can't be made from a config, see
+          ValueError: If there is no such group, no model, or the path does not
+            end in `.keras`.
+          NotImplementedError: If the model can't be created from a config, see
             `keras.Model.save`, which writes the file.
-          OSError: If the file can't be written; with several processes a
-            RuntimeError on those that did not write it.
+          OSError: If the file can't be written; with several processes,
+            RuntimeError on those that do not write it.
 
         Example:
 
@@ -276,20 +276,20 @@ class GroupState(values.GroupValues):
     ) -> None:
         """Saves every variable of every replica, atomically.
 
-        What a training step reads: weights, moving statistics, random states,
-        metrics, and all state of optimizers; of replicas that hold the same,
-        once. A crash, at any instant, leaves the save before it or this one.
+        Everything that a training step reads: weights, moving statistics,
+        random states, metrics, and all optimizer state. Equal values of several
+        replicas are saved once. A crash leaves the previous save or this one.
 
         Args:
-          directory: Where; is made. It holds one save, the last. Several
-            processes must see the same directory.
-          epoch: How many epochs are complete. Default: 0.
-          step: How many steps of the next one are. Default: 0.
+          directory: A path, created if missing. It holds one save, the latest.
+            All processes must see the same directory.
+          epoch: The number of completed epochs. Default: 0.
+          step: The number of completed steps of the next epoch. Default: 0.
 
         Raises:
           OSError, tf.errors.OpError or ValueError: If it can't be written, or
-            the processes don't see one directory; the save before stays, and
-            with several processes there is a RuntimeError on the others.
+            the processes don't share the directory; the previous save is kept,
+            and with several processes the others raise a RuntimeError.
 
         Example:
 
@@ -318,24 +318,24 @@ class GroupState(values.GroupValues):
         *,
         regroup: str | Mapping[int, int] | None = None,
     ) -> checkpoint.Position:
-        """Restores what `save` saved, on every replica, to the bit.
+        """Restores what `save` saved, on every replica, bit by bit.
 
-        All is read and checked before anything changes. Metrics that are not
-        built yet are left out.
+        Everything is read and checked before anything changes. Metrics that are
+        not built yet are left out.
 
         Args:
-          directory: Where it was saved.
+          directory: The directory of the save.
           regroup: None (default) if groups and replicas are those of the save.
-            Else, on purpose: `"mean"`, every group takes the mean of the saved
-            groups; `"first"`, every group takes the first one's values; or a
-            dict of every group and the saved group that it takes.
+            Otherwise `"mean"`: every group takes the mean of the saved groups;
+            `"first"`: every group takes the values of the first saved group; or
+            a dict from every group to the saved group that it takes.
 
         Returns:
-          A `Position`, whose `epoch` and `step` were given to `save`.
+          A `Position` with the `epoch` and `step` given to `save`.
 
         Raises:
           FileNotFoundError: If nothing was saved there.
-          ValueError: If the save is damaged, of another model, or of other
+          ValueError: If the save is damaged, or of another model or other
             groups; the message names what differs.
           RuntimeError: If it failed on another process.
 
@@ -351,10 +351,10 @@ class GroupState(values.GroupValues):
     def position(directory: str | os.PathLike) -> checkpoint.Position:
         """How far training was when a state was saved.
 
-        For a pipeline that has to start there, before there is a model.
+        For an input pipeline that has to start there; needs no model.
 
         Args:
-          directory: Where it was saved.
+          directory: The directory of the save.
 
         Returns:
           A `Position`: `epoch` and `step`, ints.

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Table(list):
-    """A list of dicts with the same keys, which prints as a table.
+    """A list of dicts with the same keys that prints as a table.
 
     Example:
 
@@ -51,11 +51,11 @@ class Table(list):
 
 
 def row_of(group: Any, values: Mapping[str, Any]) -> dict:
-    """A row that begins with its group; numbers are floats, others arrays."""
+    """A row that starts with its group; scalars become floats, else arrays."""
     row = {"group": group}
     for name, value in values.items():
         value = np.asarray(value)
-        # Not to hide the group's number behind a metric of that name.
+        # A metric of that name must not overwrite the group's number.
         name = "group (metric)" if name == "group" else name
         row[name] = float(value) if value.ndim == 0 else value
     return row

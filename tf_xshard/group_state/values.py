@@ -20,7 +20,7 @@ from tf_xshard.group_state import walk
 
 
 class GroupValues:
-    """The part of `GroupState` that needs no model: see there.
+    """The part of `GroupState` that needs no model; see `GroupState`.
 
     Args:
       model: See `GroupState`.
@@ -70,7 +70,7 @@ class GroupValues:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process is the one that writes shared files."""
         return self.replicas.rank == 0
 
     def catalog(self) -> catalog_lib.Catalog:
@@ -87,7 +87,7 @@ class GroupValues:
         replica_context.refuse_replica_context("GroupState")
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "GroupState is used inside a tf.function. Call it outside."
+                "GroupState is used inside a tf.function. Use it outside."
             )
         catalog = catalog_lib.of(self._holder, self._given_groups)
         for name, part in catalog.holders.items():
@@ -134,8 +134,8 @@ class GroupValues:
         Args:
           kinds: Kinds of `StateVariable`, such as "weight", "slot" and
             "statistic". Default: None, all.
-          each_once: Whether a variable of several parts is listed with the
-            first only. Default: True.
+          each_once: Whether to list a variable of several parts only with the
+            first. Default: True.
 
         Returns:
           A list of `StateVariable`, in a deterministic order.
@@ -151,10 +151,10 @@ class GroupValues:
           group: The group's index.
 
         Returns:
-          A list of arrays for each part: `"model"`, in the order of
+          A dict from parts to lists of arrays: `"model"`, in the order of
           `model.get_weights()`, with BatchNormalization's moving statistics,
-          and `"optimizer"`, in the order of `optimizer.variables`; or for the
-          names that this was made with.
+          and `"optimizer"`, in the order of `optimizer.variables`; or the names
+          of the dict given to the constructor.
 
         Raises:
           ValueError: If there is no such group, or something is not built.
@@ -177,14 +177,14 @@ class GroupValues:
     def set_weights(
         self, group: int, weights: Mapping[str, Sequence[np.ndarray]]
     ) -> None:
-        """Gives all replicas of a group new values; others keep theirs.
+        """Sets the values of all replicas of a group; others keep theirs.
 
         Args:
           group: The group's index.
           weights: As from `get_weights`; parts can be left out.
 
         Raises:
-          ValueError: If something does not match; nothing is changed then.
+          ValueError: If something does not match; then nothing is changed.
 
         Example:
 
@@ -200,7 +200,7 @@ class GroupValues:
         unknown = set(weights) - set(catalog.holders)
         if unknown:
             raise ValueError(
-                f"set_weights got {sorted(unknown)}, and there are"
+                f"set_weights got {sorted(unknown)}, but the parts are"
                 f" {list(catalog.holders)}."
             )
         assignments = []
@@ -221,10 +221,10 @@ class GroupValues:
                         f" shape {value.shape}."
                     )
                 assignments.append((one.variable, value))
-                # AGN's workers go on from the center.
+                # AGN's workers continue from the center.
                 if shown is not one.variable:
                     assignments.append((shown, value))
-        # What is given of the optimizer, the center included, counts.
+        # The optimizer's given values, the center included, take precedence.
         for variable, value in assignments:
             self.replicas.assign_groups(
                 variable, catalog.groups, {group: value}
@@ -238,14 +238,14 @@ class GroupValues:
         `fit`.
 
         Args:
-          variable: A Keras or TensorFlow variable, made in the strategy's
+          variable: A Keras or TensorFlow variable, created in the strategy's
             scope.
           values: One value for each group.
 
         Raises:
-          TypeError: If it is no variable (a schedule, for example).
-          ValueError: If the number of values or a shape differs, or the
-            variable has one copy for several groups.
+          TypeError: If it is not a variable (a schedule, for example).
+          ValueError: If the number of values or a shape is wrong, or several
+            groups share the variable's only copy.
 
         Example:
 
@@ -275,22 +275,22 @@ class GroupValues:
             variable
         ):
             raise ValueError(
-                f"{variable.name!r} was made outside of the strategy's scope:"
-                " all replicas share one value."
+                f"{variable.name!r} was created outside of the strategy's"
+                " scope: all replicas share one value."
             )
         self.replicas.assign_groups(variable, groups, dict(enumerate(values)))
 
     def merge(self, how: str | int | Sequence[float] = "mean") -> None:
         """Makes all replicas of all groups equal.
 
-        Weights, moving statistics, and all state of the optimizer become the
-        groups' (weighted) mean; counters and random states, which have none,
-        those of the group with the largest weight, else of the first.
+        Weights, moving statistics, and all optimizer state become the groups'
+        (weighted) mean. Counters and random states, which have no mean, become
+        those of the group with the largest weight, or of the first group.
 
         Args:
-          how: `"mean"` (default); a group's index, whose values all take; or
-            one weight for each group, not negative, which are divided by their
-            sum.
+          how: `"mean"` (default); the index of the group whose values all take;
+            or one nonnegative weight for each group, which are divided by
+            their sum.
 
         Raises:
           ValueError: If `how` is none of these.
@@ -319,7 +319,7 @@ class GroupValues:
 def _communication(
     catalog: catalog_lib.Catalog,
 ) -> communication_lib.Communication:
-    """That of the first optimizer that has one."""
+    """The `Communication` of the first optimizer that has one."""
     for found in catalog.optimizers.values():
         for one in found:
             if hasattr(one, "communication"):

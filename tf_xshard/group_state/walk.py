@@ -1,4 +1,4 @@
-"""What users give: its variables and optimizers, found by one walk."""
+"""Finds the variables and optimizers of what users give, in one walk."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class StateVariable:
     """One variable of the state.
 
     Attributes:
-      part: What it is a part of: `"model"`, `"optimizer"`, or the name that the
-        user gave.
+      part: The part that it belongs to: `"model"`, `"optimizer"`, or a name
+        that the user gave.
       name: Its path.
       variable: A Keras or TensorFlow variable.
       kind: `"weight"`; `"slot"`, of an optimizer; `"center"`, of AGNOptimizer;
         `"local"`: a replica's own (what AGN trains, open rounds of towers,
-        counters); `"statistic"`: not trained, which Keras lets differ by
-        replica; `"random"`: a generator's state; `"metric"`.
-      of_optimizer: Whether it is an optimizer's, so that its name has that of
-        another variable in it.
+        counters); `"statistic"`: not trained, may differ by replica in Keras;
+        `"random"`: a generator's state; `"metric"`.
+      of_optimizer: Whether it belongs to an optimizer, in which case its name
+        contains that of another variable.
     """
 
     part: str
@@ -40,7 +40,7 @@ class StateVariable:
 
     @property
     def key(self) -> int:
-        """Equal for two entries of one variable."""
+        """A key that is equal for two entries of one variable."""
         return id(replica_variables.tensorflow_variable(self.variable))
 
     @property
@@ -50,24 +50,24 @@ class StateVariable:
 
     @property
     def numpy_type(self) -> np.dtype:
-        """Its type in NumPy."""
+        """Its NumPy dtype."""
         dtype = replica_variables.copies(self.variable)[0].dtype
         return np.dtype(dtype.as_numpy_dtype)
 
     @property
     def dtype(self) -> str:
-        """The name of its type."""
+        """The name of its dtype."""
         return replica_variables.copies(self.variable)[0].dtype.name
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of the things that a user gave.
+    """One of the objects that a user gave.
 
     Attributes:
-      holder: The thing itself.
-      held: What it holds at any depth, with the paths that lead there.
-      optimizers: The optimizers that it is or holds, without those inside.
+      holder: The object itself.
+      held: What it holds at any depth, with paths.
+      optimizers: The optimizers that it is or holds, without nested ones.
     """
 
     holder: Any
@@ -79,12 +79,12 @@ def parts_of(holder: Any) -> dict[str, Part]:
     """What a user gave, by names, each walked over once.
 
     Args:
-      holder: A `keras.Model`, a dict of names and what holds variables, or a
-        list of variables.
+      holder: A `keras.Model`, a dict from names to objects that hold variables,
+        or a list of variables.
 
     Returns:
-      The parts. A model's optimizers are parts of their own, by the attributes
-      that lead to them.
+      The parts. A model's optimizers are separate parts, named by attribute
+      path.
 
     Raises:
       TypeError: If it is none of these.
@@ -104,15 +104,15 @@ def parts_of(holder: Any) -> dict[str, Part]:
         parts = {"variables": list(holder)}
     else:
         raise TypeError(
-            "GroupState needs a keras.Model, a dict of what holds variables,"
-            f" or a list of variables, got {type(holder).__name__}."
+            "GroupState needs a keras.Model, a dict of variable holders, or a"
+            f" list of variables, got {type(holder).__name__}."
         )
     return {name: _part(part) for name, part in parts.items()}
 
 
 def _part(holder: Any) -> Part:
     found = tuple(held(holder))
-    # A model's optimizers would be parts of their own.
+    # A model's optimizers would be separate parts.
     optimizers = [
         one
         for one in (holder, *(one for _, one in found))
@@ -125,17 +125,17 @@ def _part(holder: Any) -> Part:
 def _optimizers_of(
     held_by_model: tuple[tuple[str, Any], ...],
 ) -> dict[str, keras.optimizers.Optimizer]:
-    """A model's optimizers, by the attributes that lead to them.
+    """A model's optimizers, by attribute path.
 
-    Several are attributes, in lists or of models inside: those of a GAN.
+    There may be several, in attributes, lists or nested models, as in a GAN.
     """
     found = {
         path: one
         for path, one in held_by_model
         if isinstance(one, keras.optimizers.Optimizer)
     }
-    # Keras makes one that nothing uses where `compile` gets none. Models inside
-    # are often compiled and then trained by another.
+    # Keras creates an unused optimizer if `compile` gets none. Nested models
+    # are often compiled but trained by another optimizer.
     of_models_inside = {path for path in found if path.endswith(".optimizer")}
     unused = of_models_inside | (
         {"optimizer"} if len(found) - len(of_models_inside) > 1 else set()
@@ -150,11 +150,11 @@ def _optimizers_of(
 def held(holder: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds in attributes, lists and dicts, at any depth.
 
-    Optimizers, metrics and what holds a variable are not looked into.
+    Does not descend into optimizers, metrics, variables and random generators.
 
     Yields:
-      Pairs of a path, such as `"critics[1].optimizer"`, and an object; the
-      shortest path to each comes first, and is the only one.
+      Pairs of a path, such as `"critics[1].optimizer"`, and an object, once
+      for each object, with its shortest path.
     """
     waiting, seen = [("", holder)], set()
     for path, one in waiting:
@@ -169,7 +169,7 @@ def held(holder: Any) -> Iterator[tuple[str, Any]]:
             waiting += [
                 (f"{path}.{name}" if path else name, value)
                 for name, value in sorted(
-                    # Names that users give before Keras' own lists.
+                    # The user's names come before Keras' own lists.
                     vars(one).items(),
                     key=lambda item: item[0].startswith("_"),
                 )
@@ -183,8 +183,8 @@ def held(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def of_optimizer(optimizer: keras.optimizers.Optimizer) -> list:
-    """All variables of an optimizer and of those inside it, each once."""
-    # A LossScaleOptimizer or MultiOptimizer lists those below it; not all do.
+    """All variables of an optimizer and of nested ones, each once."""
+    # Only some optimizers list the variables of nested ones.
     found = {
         id(v): v
         for one in tree.with_local_optimizers(optimizer)
@@ -196,12 +196,12 @@ def of_optimizer(optimizer: keras.optimizers.Optimizer) -> list:
 def variables_of(
     name: str, holder: Any, found: tuple[tuple[str, Any], ...] | None = None
 ) -> Iterator[StateVariable]:
-    """The variables of a part, or of something in it.
+    """The variables of a part, or of an object in it.
 
     Args:
       name: The part's name.
-      holder: What holds them.
-      found: What it holds, if that is known already; see `Part`.
+      holder: The object that holds them.
+      found: What it holds, if already known; see `Part`.
 
     Yields:
       A `StateVariable` for each, in a deterministic order.
@@ -214,7 +214,7 @@ def variables_of(
         if replica_variables.copies(variable)[0].dtype == tf.string:
             raise TypeError(
                 f"GroupState: {variable.name!r} of {name!r} holds strings,"
-                " which it can't compare or save."
+                " which can't be compared or saved."
             )
         path = getattr(variable, "path", None) or variable.name
         return StateVariable(name, path, variable, kind)
@@ -230,7 +230,7 @@ def variables_of(
             entry = dataclasses.replace(
                 one_of(variable, kind), of_optimizer=True
             )
-            # A center has its weight's path, by which optimizers know it.
+            # A center has the path of its weight, as optimizers expect.
             if id(variable) in centers:
                 entry = dataclasses.replace(entry, name=f"center/{entry.name}")
             yield entry
@@ -266,13 +266,13 @@ def variables_of(
             f"GroupState got {holder!r} ({type(holder).__name__}) as {name!r},"
             " which holds no variables. It takes Keras models, layers,"
             " optimizers, metrics and variables, tf.Variable, tf.Module,"
-            " generators of random numbers, and lists of them."
+            " random number generators, and lists of these."
         )
 
 
-# What an object may hold that Keras does not list among its variables.
+# State that Keras does not list among a layer's variables.
 _HOLDERS = (tf.Variable, tf.random.Generator, keras.random.SeedGenerator)
-# What is listed, or is not, as one.
+# Objects that are listed, or not, as a whole.
 _WHOLE = (
     *_HOLDERS,
     keras.Variable,
@@ -286,7 +286,7 @@ def _attributes(
 ) -> Iterator[StateVariable]:
     """TensorFlow's variables and generators in attributes, at any depth.
 
-    Of a tf.Module everything, of Keras' layers what Keras does not list.
+    For a tf.Module everything, for Keras layers what Keras does not list.
     """
     wanted: tuple = _HOLDERS
     if not isinstance(holder, keras.Layer):
