@@ -105,7 +105,7 @@ def test_the_sentinel_warns_and_repairs(logged):
     assert len(logged) == 2  # Batches 2 and 3.
     assert not np.array_equal(values[0], values[3])
     values = run("repair")
-    assert len(logged) == 1 and "value that most hold" in logged[0]
+    assert len(logged) == 1 and "value that most held" in logged[0]
     for value in values[1:]:
         np.testing.assert_array_equal(value, values[0])
     # The majority was right: as with nothing spoilt.

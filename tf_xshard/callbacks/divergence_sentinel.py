@@ -1,4 +1,4 @@
-"""A callback that finds replicas of one group that differ and should not."""
+"""A callback that finds unexpected differences between a group's replicas."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _NUM_SHOWN = 5
 
 
 class DivergenceSentinel(keras.callbacks.Callback):
-    """Finds replicas of one group that differ and should not.
+    """Finds unexpected differences between replicas of one group.
 
-    A wrong collective, an operation that is not deterministic, or a bad restore
-    lets replicas of one group drift apart, and nothing says so. This compares
-    them when `fit` begins and every so many batches: trainable weights, slots
-    and AGN's center, whose bits are equal. What is meant to differ (moving
-    statistics, random states, what AGN trains between exchanges, open rounds of
-    towers) it leaves alone.
+    A wrong collective, a nondeterministic operation or a bad restore makes
+    replicas of one group diverge silently. This compares them when `fit` begins
+    and every few batches: trainable weights, slots and AGN's center must be
+    bitwise equal. State that differs by design (moving statistics, random
+    states, what AGN trains between exchanges, open rounds of towers) is
+    ignored.
 
     Args:
-      every: A number of batches. A check reads all variables of all replicas.
-        Default: 100.
-      action: `"raise"` (default) a RuntimeError; `"warn"`, in the log; or
-        `"repair"`: warn, and give all replicas of the group the value that most
-        of them hold, of equally many the first one's.
+      every: The number of batches between checks, each of which reads all
+        variables of all replicas. Default: 100.
+      action: `"raise"` (default) a RuntimeError; `"warn"` in the log; or
+        `"repair"`: warn, and assign all replicas of the group the value that
+        most of them hold, or the first of equally frequent values.
 
     Raises:
-      ValueError: If an argument has a wrong value.
+      ValueError: If an argument is invalid.
       RuntimeError: In `fit`, with the variables, the replicas and the size of
         the difference.
 
@@ -46,7 +46,7 @@ class DivergenceSentinel(keras.callbacks.Callback):
     >>> history = model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0,
     ...                     callbacks=[tf_xshard.DivergenceSentinel(every=1)])
 
-    Source: Keras makes mirrored variables with aggregation NONE, so an update
+    Source: Keras creates mirrored variables with aggregation NONE, so an update
     that differs by replica goes unnoticed.
     """
 
@@ -63,7 +63,7 @@ class DivergenceSentinel(keras.callbacks.Callback):
         self._state: Any = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Checks what training begins with.
+        """Checks the initial state.
 
         Args:
           logs: From Keras; not used.
@@ -73,7 +73,7 @@ class DivergenceSentinel(keras.callbacks.Callback):
         self._check("When training began")
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Checks, if so many batches are through.
+        """Checks if `every` batches have passed.
 
         Args:
           batch: Index of the last batch.
@@ -101,16 +101,16 @@ class DivergenceSentinel(keras.callbacks.Callback):
         ]
         more = len(found) - len(named)
         text = (
-            f"{when}, replicas of one group differ that should not:"
+            f"{when}, replicas of one group differ unexpectedly:"
             f" {'; '.join(named)}{f'; and {more} more' if more else ''}."
         )
         if self._action == "raise":
             raise RuntimeError(
-                f"{text} A restore or an assignment that did not reach all"
-                " replicas, an operation that is not deterministic, or a wrong"
-                ' collective does that. DivergenceSentinel(action="repair")'
-                " makes them equal."
+                f"{text} Possible causes are a restore or an assignment that"
+                " did not reach all replicas, a nondeterministic operation, and"
+                ' a wrong collective. DivergenceSentinel(action="repair") makes'
+                " them equal."
             )
         if self._action == "repair":
-            text += " They have the value that most hold now."
+            text += " They have been set to the value that most held."
         logging.warning("%s", text)

@@ -1,4 +1,4 @@
-"""A callback that saves every group in `fit`, and goes on from there."""
+"""A callback that saves every group in `fit`, and resumes from there."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _NAMES = re.compile(r"epoch-(\d{5,})-step-(\d{8,})/?")
 
 
 class GroupCheckpoint(keras.callbacks.Callback):
-    """Saves every group in `fit`, and goes on where training ended.
+    """Saves every group in `fit`, and resumes from the last save.
 
-    As `keras.callbacks.BackupAndRestore`, for all replicas: when `fit` begins
-    and the directory has a save, all state of every replica is restored, and
-    training goes on with the epoch and the step behind it. The batches of that
-    epoch that were trained on are read and skipped.
+    Like `keras.callbacks.BackupAndRestore`, but for all replicas: if the
+    directory has a save when `fit` begins, all state of every replica is
+    restored, and training resumes at the next epoch and step. The batches of
+    that epoch that were already trained on are read and skipped.
 
-    So the data of an epoch have to come in the same order again: seed them. A
-    pipeline that goes on from epoch to epoch (`dataset.repeat()` with
+    So the data of an epoch must come in the same order again: seed them. A
+    pipeline that continues from epoch to epoch (`dataset.repeat()` with
     `steps_per_epoch`) has to start at the saved epoch:
     `dataset.skip(position.epoch * steps_per_epoch)`, with `position =
     GroupCheckpoint.position(directory)`.
 
-    A `fit` that finds a finished run's save trains only epochs that are left.
+    A `fit` that finds a finished run's save trains only the remaining epochs.
 
-    Metrics go on in the middle of an epoch, too; only without a strategy, where
-    Keras makes them in the first step, logs of that epoch are of its rest.
+    Metrics resume in mid-epoch, too, except without a strategy: there Keras
+    creates them in the first step, so they cover only the rest of the epoch.
 
     Args:
-      directory: Where; each save is a directory in it, which
-        `GroupState.restore` reads. With several processes all must see it.
+      directory: Each save is a subdirectory of it, which `GroupState.restore`
+        reads. All processes must see it.
       every: `"epoch"` (default), or a number of batches.
-      keep: How many saves to keep, the last ones. None for all. Default: 1.
-      regroup: See `GroupState.restore`; used where the saved groups are others.
+      keep: How many of the latest saves to keep. None for all. Default: 1.
+      regroup: See `GroupState.restore`; used if the saved groups are different.
         Default: None.
 
     Raises:
-      ValueError: If an argument has a wrong value; when `fit` begins, if the
-        save is damaged or of another model.
+      ValueError: If an argument is invalid; when `fit` begins, if the save is
+        damaged or of another model.
 
     Example:
 
@@ -103,8 +103,8 @@ class GroupCheckpoint(keras.callbacks.Callback):
 
         Returns:
           A `Position` with `epoch` and `step`, or None if there is no save.
-          `step` counts by what one call of the training function takes
-          (`steps_per_execution`), so it can be larger than the epoch.
+          `step` is a multiple of `steps_per_execution`, so it can exceed the
+          number of steps of the epoch.
 
         Raises:
           ValueError: If the last save is damaged.
@@ -126,7 +126,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         self._state = state.GroupState(self.model)
         self._num_to_skip = self._num_since_save = 0
         replicas = self._state.replicas
-        # One process decides, should others not see the directory's last state.
+        # One process decides, in case others do not see the last save yet.
         [last, *_] = replicas.gather_json(
             replicas.run_on_all_processes(
                 f"Looking for saves in {self._directory!r}",
@@ -146,11 +146,10 @@ class GroupCheckpoint(keras.callbacks.Callback):
         if position.step % steps:
             raise ValueError(
                 f"{last!r} was saved after {position.step} steps of an epoch,"
-                f" and fit takes {steps} at once (steps_per_execution). Go on"
+                f" but fit takes {steps} at once (steps_per_execution). Resume"
                 " with a number that divides it."
             )
-        # Only the first time: what was regrouped has been saved with the new
-        # groups since.
+        # Only the first time: later saves have the new groups.
         regroup = None
         if not group_assignment.same_groups(
             saved_groups, self._state.group_assignment
@@ -166,7 +165,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         ]
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Skips what has been trained on, in the first epoch.
+        """Skips the batches already trained on, in the first epoch.
 
         Args:
           epoch: Index of the epoch.
@@ -174,17 +173,17 @@ class GroupCheckpoint(keras.callbacks.Callback):
         """
         del logs
         self._epoch = epoch
-        # `fit` has read it; one that ends in an error must not leave it behind.
+        # `fit` has read it; reset it now, in case `fit` ends in an error.
         keras_models.start_at_epoch(self.model, None)
         if not self._num_to_skip:
             return
-        # Keras has just reset them.
+        # Keras has just reset the metrics.
         for variable, values in self._restored_metrics:
             self._state.replicas.assign(variable, values)
         keras_models.skip_steps(self.model, self._num_to_skip)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Saves, if so many batches are through.
+        """Saves if `every` batches have passed.
 
         Args:
           batch: Index of the last batch.
@@ -198,7 +197,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
             self._save(self._epoch, batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Saves, if that is asked for.
+        """Saves if `every` is `"epoch"`.
 
         Args:
           epoch: Index of the epoch.
@@ -210,7 +209,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
             self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Leaves the model's next `fit` to itself.
+        """Resets what would affect the model's next `fit`.
 
         Args:
           logs: From Keras; not used.
@@ -240,7 +239,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
 
 
 def _all_saves(directory: str) -> list[str]:
-    """Paths of saves, those not completed included, in order of training."""
+    """Paths of saves, including incomplete ones, in order of training."""
     if not tf.io.gfile.exists(directory):
         return []
     found = [

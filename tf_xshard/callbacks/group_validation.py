@@ -14,15 +14,15 @@ from tf_xshard.group_state import state
 class GroupValidation(keras.callbacks.Callback):
     """Adds each group's validation metrics to the logs of `fit`.
 
-    `fit`'s own validation mixes the groups, each replica computing with its own
+    `fit`'s own validation mixes the groups, since each replica uses its own
     weights. This adds `val_group_0_loss`, `val_group_1_loss` and so on, and
-    `val_ensemble_loss`, for the loss and every metric, on the same whole data;
-    callbacks behind it see them, and the history.
+    `val_ensemble_loss`, for the loss and every metric, all on the complete
+    data, to the history and to the logs of later callbacks.
 
     Args:
       data: See `GroupState.evaluate`.
-      every: A number of epochs. Default: 1.
-      ensemble: Whether there are columns of the ensemble. Default: True.
+      every: The number of epochs between validations. Default: 1.
+      ensemble: Whether to add columns for the ensemble. Default: True.
       batch_size: See `keras.Model.evaluate`.
       steps: See `keras.Model.evaluate`.
 
@@ -67,7 +67,7 @@ class GroupValidation(keras.callbacks.Callback):
         self._state: Any = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Looks at the model.
+        """Reads the model.
 
         Args:
           logs: From Keras; not used.

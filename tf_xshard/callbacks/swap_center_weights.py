@@ -10,23 +10,21 @@ from tf_xshard.optimizers import tree
 
 
 class SwapCenterWeights(keras.callbacks.Callback):
-    """Puts AGNOptimizer's center into the model where it is looked at.
+    """Puts AGNOptimizer's center into the model for validation and saving.
 
     During training the model holds each replica's local variables. This puts
     the center there while the model is validated in `fit`, and with
-    `swap_on_epoch` from the end of an epoch to the start of the next, so that
-    callbacks behind it (`ModelCheckpoint`) save the center. Then it puts the
-    local variables of each replica back. As `keras.callbacks.SwapEMAWeights`
-    does with moving averages; do not use both, whose exchanges do not undo each
-    other.
+    `swap_on_epoch` from the end of an epoch to the start of the next, for later
+    callbacks that save (`ModelCheckpoint`). Then it restores each replica's
+    local variables. `keras.callbacks.SwapEMAWeights` does the same with moving
+    averages; do not use both, since their swaps conflict.
 
-    A file that is saved while the center is shown holds the center as the
-    model's weights; training that goes on from it puts the local variables back
-    first.
+    A file saved while the center is shown holds the center as the model's
+    weights; training resumed from it restores the local variables first.
 
     Args:
-      swap_on_epoch: Whether the center is in the model between epochs. Put this
-        callback before those that save. Default: False.
+      swap_on_epoch: Whether the model holds the center between epochs. Place
+        this callback before those that save. Default: False.
 
     Raises:
       ValueError: When training begins, if the model's optimizer has no
@@ -89,7 +87,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
             self._optimizer.show_center(False)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Puts the center into the model, if that is asked for.
+        """Puts the center into the model if `swap_on_epoch` is set.
 
         Args:
           epoch: From Keras; not used.
@@ -110,7 +108,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         self._optimizer.show_center(False)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Lets the optimizer go; the model holds the center by now.
+        """Releases the optimizer; the model already holds the center.
 
         Args:
           logs: From Keras; not used.

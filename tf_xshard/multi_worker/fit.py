@@ -20,18 +20,18 @@ from tf_xshard.multi_worker import chief_callbacks
 from tf_xshard.private import keras_training_loops
 from tf_xshard.reduction import buckets
 
-# The communication of every call that has not been undone.
+# The `Communication` of every call that has not been undone.
 _active: list[communication_lib.Communication] = []
 
 
 class MultiWorkerFit:
-    """What `multi_worker_fit` returns: a context manager, and `undo`."""
+    """What `multi_worker_fit` returns: a context manager with `undo`."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
 
     def undo(self) -> None:
-        """Makes Keras what it was. A second call does nothing."""
+        """Restores Keras. A second call does nothing."""
         undo, self._undo = self._undo, lambda: None
         undo()
 
@@ -47,37 +47,36 @@ def multi_worker_fit(
 ) -> MultiWorkerFit:
     """Makes Keras' training loops work over several processes.
 
-    Under MultiWorkerMirroredStrategy with several processes `fit` and
-    `evaluate` of Keras 3.12 to 3.15 fail in two places, which this replaces
-    until `undo` is called, or the `with` block ends. Then metrics are over all
-    workers, and a last batch may be one that they can't share evenly. Nothing
-    changes for other strategies. A place that Keras has mended stays as it is,
+    Under MultiWorkerMirroredStrategy with several processes, `fit` and
+    `evaluate` of Keras 3.12 to 3.15 fail in two places. This replaces them
+    until `undo` is called or the `with` block ends. Metrics then cover all
+    workers, and a last batch need not divide evenly between them. Nothing
+    changes for other strategies. A place that Keras has fixed is left as it is,
     and the log says so.
 
-    Workers other than the chief print nothing, unless `verbose` is given, leave
-    out `CSVLogger`, `TensorBoard` and `RemoteMonitor`, and write what
-    `ModelCheckpoint` saves into a temporary directory (all have to take part,
-    since reading a variable can be a collective). `BackupAndRestore` has a
-    directory for each of them, with `_worker_1` and so on at the end; a crash
-    between two workers' writes leaves them different epochs, which
+    Workers other than the chief print nothing unless `verbose` is given, skip
+    `CSVLogger`, `TensorBoard` and `RemoteMonitor`, and write the files of
+    `ModelCheckpoint` to a temporary directory (all workers have to take part,
+    since reading a variable can be a collective). `BackupAndRestore` gets a
+    separate directory on each of them, ending in `_worker_1` and so on; a crash
+    between two workers' writes leaves them at different epochs, which
     `GroupCheckpoint` never does.
 
-    A batch that waits for data, or for another worker that hangs, longer than
-    the timeout (this one or the optimizer's, the longer) ends with an error, as
-    a collective does.
+    A batch that waits for data or for a hanging worker longer than the timeout
+    (this one or the optimizer's, whichever is longer) ends with an error, as a
+    collective does.
 
     Args:
-      communication: How metrics are summed at each step, in float32 at least;
-        its timeout holds for them and for a batch. None (default) for the
+      communication: How metrics are summed at each step, in at least float32;
+        its timeout applies to them and to a batch. None (default) for the
         enclosing call's, else `Communication()`.
 
     Returns:
       A `MultiWorkerFit`, which is a context manager and has `undo()`.
 
     Raises:
-      RuntimeError: If this Keras has changed these places in a way that is not
-        known, so that nothing can be said about them; if their source can't be
-        read.
+      RuntimeError: If this Keras has changed these places in an unknown way, or
+        if their source can't be read.
 
     Example:
 
@@ -88,7 +87,7 @@ def multi_worker_fit(
     """
     if communication is None and _active:
         communication = _active[-1]
-    # Metrics are summed in their own type, which has to count exactly.
+    # Metrics are summed in their own dtype, to keep counts exact.
     communication = dataclasses.replace(
         communication or communication_lib.Communication(), dtype=None
     )
@@ -122,14 +121,14 @@ def _loop_of_worker(loop: Callable) -> Callable:
         if rank and bound.arguments["verbose"] == "auto":
             bound.arguments["verbose"] = 0
         callbacks = bound.arguments["callbacks"]
-        # `fit` gives `evaluate` its own.
+        # `fit` passes its own to `evaluate`.
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return loop(*bound.args, **bound.kwargs)
         if isinstance(callbacks, keras.callbacks.Callback):
             callbacks = [callbacks]
         watched = _Watched(self)
         with chief_callbacks.of_worker(callbacks or (), rank) as own:
-            # First, so that what others do at an end is not in the batch.
+            # First, so that the batch ends before other callbacks run.
             bound.arguments["callbacks"] = [watched, *own]
             try:
                 return loop(*bound.args, **bound.kwargs)
@@ -140,14 +139,14 @@ def _loop_of_worker(loop: Callable) -> Callable:
 
 
 def _rank(strategy: tf.distribute.Strategy) -> int | None:
-    """This process's number among several, the chief's is 0."""
+    """This process's rank (0 is the chief), or None if there is only one."""
     if not replica_context.spans_processes(strategy):
         return None
     return replica_context.rank(strategy)
 
 
 class _Watched(keras.callbacks.Callback):
-    """A batch may not wait for ever, for data or for another worker."""
+    """Limits how long a batch waits for data or for another worker."""
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__()
@@ -166,12 +165,12 @@ class _Watched(keras.callbacks.Callback):
 
     on_train_batch_begin = on_test_batch_begin = on_predict_batch_begin = _begin
     on_train_batch_end = on_test_batch_end = on_predict_batch_end = _end
-    # Data that end after a batch has begun.
+    # The data may end after a batch has begun.
     on_epoch_end = on_test_end = on_predict_end = _end
 
 
 def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
-    """The mean over all replicas, of what each returned from a step."""
+    """The mean over all replicas of what each returned from a step."""
     communication = _active[-1]
 
     def on_replica(parts: list) -> list[tf.Tensor]:
