@@ -78,7 +78,7 @@ def group_sums(
         context = tf.distribute.get_replica_context()
         here = replica_context.current()
         names.append(
-            "no communication"
+            "identity: no communication"
             if assignment.group_size == 1
             else collectives.choose(
                 here, assignment, optimizer.communication
