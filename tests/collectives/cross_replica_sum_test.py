@@ -91,7 +91,7 @@ def test_groups_without_a_device_assignment_travel_as_a_stack():
 def test_the_log_says_once_how_to_get_the_fast_path(monkeypatch):
     lines = []
     monkeypatch.setattr(cross_replica_sum.logging, "warning", lines.append)
-    cross_replica_sum.tell_how_to_get_the_fast_path.cache_clear()
+    cross_replica_sum.warn_about_the_slow_path.cache_clear()
     for _ in range(2):
         _trace([[2, 0], [1, 3]], kind="tpu_permuted")
     (line,) = lines
@@ -101,7 +101,7 @@ def test_the_log_says_once_how_to_get_the_fast_path(monkeypatch):
         "experimental_device_assignment",
     ):
         assert name in line
-    cross_replica_sum.tell_how_to_get_the_fast_path.cache_clear()
+    cross_replica_sum.warn_about_the_slow_path.cache_clear()
     _trace([[2, 0], [1, 3]], kind="tpu")
     _trace(None, kind="tpu_permuted")
     assert len(lines) == 1

@@ -264,7 +264,7 @@ def test_a_nested_function_is_named():
         nested()
 
     for run in (tf.function(strategy.run), strategy.run):
-        with pytest.raises(RuntimeError, match="take the decorator off"):
+        with pytest.raises(RuntimeError, match="remove the decorator"):
             run(on_replica)
     assert replicas.values(strategy, weight) == [1.0, 1.0]
 
@@ -278,7 +278,7 @@ def test_a_nested_function_is_named():
             [np.zeros(2, np.float32)],
             ["weight"],
             ValueError,
-            r"has shape \(2,\), and the variable has \(\)",
+            r"has shape \(2,\), but the variable has \(\)",
         ),
         ([np.int32(1)], ["weight"], TypeError, "has type int32"),
         ([None], ["weight"], ValueError, "No gradients provided"),

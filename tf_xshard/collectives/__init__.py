@@ -1,13 +1,13 @@
 """How the replicas of a group communicate: one file per path, one signature.
 
 Enters: this replica's tensors. Leaves: their sums, or their concatenation, over
-the replica's group. `choose` gives one object bound to the replica, its groups
-and how it communicates, with `sum`, `gather` and `check_dtype`. Imports
+the replica's group. `choose` returns an object bound to the replica, its groups
+and its `Communication`, with `sum`, `gather` and `check_dtype`. Imports
 `distribute` and above.
 
 | where | path |
 |---|---|
-| one replica | none: the identity, which callers take care of |
+| one replica | none: the identity, handled by callers |
 | Mirrored, MultiWorkerMirrored in a `tf.function` | `subgroups` |
 | Mirrored, eager or in a graph of TF1 | `merge_call` |
 | MultiWorkerMirrored, eager | `one_hot` |
@@ -36,12 +36,12 @@ def choose(
     groups: group_assignment_lib.GroupAssignment,
     communication: communication_lib.Communication,
 ) -> transport.Transport:
-    """The path on which a group communicates, where the calling code runs.
+    """The path on which a group communicates where the calling code runs.
 
     Args:
-      here: Where the code runs; more than one replica.
+      here: Where the code runs, with more than one replica.
       groups: Which replicas communicate with which.
-      communication: How.
+      communication: How they communicate.
 
     Returns:
       A `Transport`, bound to this replica.
@@ -52,7 +52,7 @@ def choose(
 def _path(
     here: replica_context.Here, groups: group_assignment_lib.GroupAssignment
 ) -> type[transport.Transport]:
-    # In a graph that a Session runs, collectives lack what a tf.function has.
+    # In a graph run by a Session, collectives lack what a tf.function has.
     eager = (
         tf.executing_eagerly()
         or not tf.compat.v1.executing_eagerly_outside_functions()
@@ -66,5 +66,5 @@ def _path(
         return cross_replica_sum.OverAllReplicas
     if private_tensorflow.has_device_assignment(here.strategy):
         return cross_replica_sum.InGroups
-    cross_replica_sum.tell_how_to_get_the_fast_path()
+    cross_replica_sum.warn_about_the_slow_path()
     return one_hot.OneHotOnTPU

@@ -1,9 +1,9 @@
 """TPUStrategy: `CrossReplicaSum`, native to the TPU.
 
-Over all replicas it is the strategy's own all-reduce; inside groups it is what
-that emits, plus the group assignment. Gradients go one by one: the TPU compiler
-combines all-reduces itself. There is no timeout: the hardware's interconnect
-takes none.
+Over all replicas it is the strategy's own all-reduce; inside groups it is the
+same operation with the group assignment. Gradients are summed one by one, since
+the TPU compiler combines all-reduces itself. There is no timeout, since the
+interconnect does not support one.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from absl import logging
 
 from tf_xshard.collectives import transport
 
-# TensorFlow's CrossReplicaSum has no other.
+# The types that TensorFlow's CrossReplicaSum supports.
 _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.int32, tf.uint32)
 
 
 def check_dtype(dtype: tf.DType) -> None:
-    """Refuses what a TPU cannot sum over replicas.
+    """Refuses types that a TPU cannot sum over replicas.
 
     Args:
-      dtype: The type in which gradients are summed.
+      dtype: The dtype in which gradients are summed.
 
     Raises:
-      ValueError: If `CrossReplicaSum` does not take it.
+      ValueError: If `CrossReplicaSum` does not support it.
     """
     if dtype not in _DTYPES:
         names = ", ".join(known.name for known in _DTYPES)
         raise ValueError(
             f"A gradient of {dtype.name} can't be summed over replicas of a"
-            f" TPU, which takes {names}. Give the variable one of these types,"
-            " or communicate gradients as one:"
+            f" TPU, which supports {names}. Give the variable one of these"
+            " types, or communicate gradients in one of them:"
             ' communication=tf_xshard.Communication(dtype="float32").'
         )
 
 
 class _CrossReplicaSum(transport.Transport):
-    """What both have in common."""
+    """The base class of both."""
 
     def check_dtype(self, dtype: tf.DType) -> None:
         """See `Transport.check_dtype`."""
@@ -59,7 +59,7 @@ class OverAllReplicas(_CrossReplicaSum):
 
 
 class InGroups(_CrossReplicaSum):
-    """Groups, where a device assignment has fixed XLA's replica numbering."""
+    """Groups; needs a device assignment, which fixes XLA's numbering."""
 
     name = "CrossReplicaSum with a group assignment"
 
@@ -73,10 +73,10 @@ class InGroups(_CrossReplicaSum):
 
 
 @functools.cache
-def tell_how_to_get_the_fast_path() -> None:
-    """Says once per process why groups take the slower path, and the remedy."""
+def warn_about_the_slow_path() -> None:
+    """Warns once per process why groups take the slow path, with the remedy."""
     logging.warning(
-        "TPUStrategy was made without a device assignment, so XLA's replica"
+        "TPUStrategy was created without a device assignment, so XLA's replica"
         " numbering may differ from replica_id_in_sync_group, and group sums"
         " are communicated as a stack with num_groups times the bytes. For the"
         " fast path:"

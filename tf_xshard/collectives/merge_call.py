@@ -1,8 +1,8 @@
 """A sum per group in cross-replica context, for MirroredStrategy in eager mode.
 
-There the replicas run one after another, so a collective in the first would
-wait for peers that have not started; in `merge_call` all replicas' tensors are
-at hand.
+In eager mode the replicas run one after another, so a collective in the first
+would wait for peers that have not started; `merge_call` has the tensors of all
+replicas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tf_xshard.collectives import transport
 
 
 class MergeCall(transport.Transport):
-    """Everything happens in this process and thread; there is no timeout."""
+    """Runs in this process and thread, so there is no timeout."""
 
     name = "sum per group in merge_call"
     spans_groups = True
@@ -32,7 +32,7 @@ class MergeCall(transport.Transport):
     def _combined(
         self, combine: Callable, tensors: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Lets a function combine the tensors of each group."""
+        """Applies a function to the tensors of each group."""
 
         def in_cross_replica_context(
             strategy: tf.distribute.Strategy, *per_replica: Any

@@ -1,8 +1,8 @@
 """The strategy's own all-reduce over a [num_groups, ...] stack.
 
-A replica fills only its group's slot, so the sum over all replicas holds each
-group's sum in that group's slot: right under any numbering of the replicas, for
-num_groups times the bytes.
+A replica fills only its group's slot, so the sum over all replicas has each
+group's sum in that group's slot. This is correct under any replica numbering,
+but communicates num_groups times the bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class OneHot(transport.Transport):
         mine = tf.equal(tf.range(self.groups.num_groups), index)
 
         def stack(tensor: tf.Tensor) -> tf.Tensor:
-            # A select and no product: 0 * inf is nan, and one group's overflow
-            # would reach the weights of all the others.
+            # A select, not a product: 0 * inf is nan, so one group's overflow
+            # would reach the weights of all other groups.
             slots = tf.reshape(mine, [-1] + [1] * tensor.shape.rank)
             return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))
 
@@ -64,7 +64,7 @@ class OneHot(transport.Transport):
 
 
 class OneHotOnTPU(OneHot):
-    """The same on a TPU, whose interconnect needs no timeout and takes none."""
+    """The same on a TPU, whose interconnect does not support a timeout."""
 
     def _all_reduce(self, stacks: list[tf.Tensor]) -> list[tf.Tensor]:
         return tf.distribute.get_replica_context().all_reduce(

@@ -1,14 +1,14 @@
 """Subgroup collectives: `CollectiveReduceV2` with one group key per group.
 
-TensorFlow chooses NCCL (GPUs) or a ring (CPUs, hosts). Works in a `tf.function`
-only, there also inside `tf.cond`, `tf.while_loop` and steps_per_execution > 1.
+TensorFlow chooses NCCL (GPUs) or a ring (CPUs, hosts). Needs a `tf.function`;
+works inside `tf.cond`, `tf.while_loop` and with steps_per_execution > 1.
 
-Keys. A group key names a set of devices, an instance key one operation of that
-set. Both are hashes of what they name and not counters: two optimizers over the
+Keys. A group key names a set of devices, an instance key an operation of that
+set. Both are hashes of what they name, not counters: two optimizers over the
 same devices then agree by construction, as do processes that created their
-optimizers in another order, and a retrace on one worker can't shift the keys of
-the others. What pairs the calls is each device's program order, which the
-ordering tokens keep.
+optimizers in a different order, and a retrace on one worker can't shift the
+keys of the others. Calls are paired by each device's program order, which the
+ordering tokens enforce.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import replica_context
 
 # tf.distribute counts its group keys up from 1 (its tests from multiples of
-# 100,000). A key that is used with two group sizes aborts every collective of
-# the process, so ours start far above.
+# 100,000). Using a key with two group sizes aborts every collective of the
+# process, so ours start far above.
 _FIRST_GROUP_KEY = 1 << 30
 _GROUP_KEYS = 1 << 30
-# An instance key is bound to one shape for good. Rows of IndexedSlices are
-# padded to a power of two, whose exponent goes into the key's lowest bits.
+# An instance key is permanently bound to one shape. Rows of IndexedSlices are
+# padded to a power of two, whose exponent is in the key's lowest bits.
 _EXPONENT_BITS = 5
 _FIRST_GATHER_KEY = 1 << 30
 _GATHER_KEYS = 1 << (30 - _EXPONENT_BITS)
@@ -45,10 +45,10 @@ def _hash(*parts: Any) -> int:
 
 
 def _ordering_token(device: str, lane: int) -> tf.Tensor:
-    """The handle of a variable on `device`, made once per process.
+    """The handle of a variable on `device`, created once per process.
 
-    Without a token on its own device, automatic control dependencies would
-    serialize the collectives of all devices, which then wait for each other.
+    Without a token per device, automatic control dependencies would serialize
+    the collectives of all devices, which would then wait for each other.
     """
     with _tokens_lock:
         if (device, lane) not in _tokens:
@@ -59,7 +59,7 @@ def _ordering_token(device: str, lane: int) -> tf.Tensor:
 
 
 class Subgroups(transport.Transport):
-    """This replica's group, with what every collective of it needs."""
+    """This replica's group, with the arguments of all its collectives."""
 
     name = "subgroup collectives (CollectiveReduceV2)"
     packs = True
@@ -79,9 +79,9 @@ class Subgroups(transport.Transport):
             # See watchdog for the timeout.
             timeout_seconds=0,
         )
-        # Operations on one token run one after another, so several tokens are
-        # several buckets in flight. NCCL needs one order on all devices, hence
-        # one token there.
+        # Operations on one token run one after another, so several tokens allow
+        # several buckets in flight. NCCL needs the same order on all devices,
+        # hence one token.
         in_flight = self.communication.buckets_in_flight
         self._lanes = 1 if "GPU" in here.device else in_flight
 
@@ -94,7 +94,7 @@ class Subgroups(transport.Transport):
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.gather`."""
         num_rows = tf.stack([tf.shape(t, tf.int64)[0] for t in tensors])
-        # [group_size, len(tensors)]: the rows of each member of each tensor.
+        # [group_size, len(tensors)]: each member's number of rows, per tensor.
         all_rows = self._all_gather(0, num_rows[tf.newaxis])
         gathered = []
         for position, tensor in enumerate(tensors):
@@ -139,8 +139,8 @@ class Subgroups(transport.Transport):
             key = _hash(lane, name, shape) % _GATHER_KEYS << _EXPONENT_BITS
             return _FIRST_GATHER_KEY + key + exponent
 
-        # CollectiveGatherV2 takes no bfloat16. It moves bytes and computes
-        # nothing, so they may pass for float16's.
+        # CollectiveGatherV2 does not support bfloat16. It only moves bytes, so
+        # they can be treated as float16.
         dtype = tensor.dtype
         if dtype == tf.bfloat16:
             tensor = tf.bitcast(tensor, tf.float16)

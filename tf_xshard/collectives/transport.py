@@ -22,17 +22,16 @@ class Transport(abc.ABC):
     Its methods are called on every replica, with that replica's own tensors.
 
     Attributes:
-      name: A few words for people.
+      name: A readable name.
       spans_groups: Whether replicas of other groups take part in the same
         operation, so that all must call it with the same list of tensors.
-      packs: Whether tensors are better handed over packed into buckets.
-      gathers: Whether it has `gather`; where it does not, IndexedSlices are
-        made dense.
+      packs: Whether tensors should be packed into buckets.
+      gathers: Whether it has `gather`; if not, IndexedSlices are made dense.
 
     Args:
-      here: Where the code runs; more than one replica.
+      here: Where the code runs, with more than one replica.
       groups: Which replicas communicate with which.
-      communication: How.
+      communication: How they communicate.
     """
 
     name: ClassVar[str]
@@ -55,10 +54,10 @@ class Transport(abc.ABC):
 
         Args:
           tensors: This replica's tensors, of known shapes. The other replicas
-            of the group give tensors of the same shapes and types.
+            of the group pass tensors of the same shapes and dtypes.
 
         Returns:
-          Their sums, in order; the same bits on all replicas of the group.
+          Their sums, in order, bitwise equal on all replicas of the group.
         """
         for observer in tuple(_observers):
             observer(self, tensors)
@@ -77,10 +76,10 @@ class Transport(abc.ABC):
         raise NotImplementedError(self.name)
 
     def check_dtype(self, dtype: tf.DType) -> None:  # noqa: B027
-        """Refuses a type that this path cannot sum; most can sum all.
+        """Refuses a dtype that this path cannot sum.
 
         Args:
-          dtype: The type in which tensors are summed.
+          dtype: The dtype in which tensors are summed.
 
         Raises:
           ValueError: If there is no operation for it.
@@ -95,16 +94,16 @@ class Transport(abc.ABC):
 def observed(
     observer: Callable[[Transport, Sequence[tf.Tensor]], None],
 ) -> Iterator[None]:
-    """Calls a function beside every group sum, for tests and benchmarks.
+    """Calls a function before every group sum, for tests and benchmarks.
 
     It is called on each replica when a sum is traced (in eager mode, when it
-    runs), before the sum, in the same graph.
+    runs), in the same graph.
 
     Args:
       observer: A function of the transport and this replica's tensors.
 
     Yields:
-      None. Until this is left, the function is called.
+      None. The function is called until the context exits.
     """
     _observers.append(observer)
     try:

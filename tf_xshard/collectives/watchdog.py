@@ -1,10 +1,10 @@
 """A timeout for every collective, watched by one thread.
 
 TensorFlow's own `timeout_seconds` starts two threads per collective that sleep
-for the whole timeout, also after it has completed: at 300 seconds and 1,000
-collectives a second, hundreds of thousands. Here two variables per device and
-lane count the collectives that have begun and those that have ended, and one
-thread per process looks at them.
+for the whole timeout, even after it has completed: at 300 seconds and 1,000
+collectives per second, hundreds of thousands. Here two variables per device and
+lane count the collectives that have begun and ended, and one thread per process
+polls them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Lane:
 
     def counts(self) -> tuple[int, int]:
         """How many collectives have begun and how many have ended."""
-        # Read in this order, one that ends meanwhile is no longer under way.
+        # In this order, a collective that ends meanwhile counts as ended.
         begun, ended = (
             int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
             for handle in (self.begun, self.ended)
@@ -58,7 +58,7 @@ class _Lane:
             or now - self.waiting_since <= self.timeout_seconds
         ):
             return False
-        # A step that fails on one replica cancels what the others began.
+        # A step that fails on one replica cancels the others' collectives.
         if private_tensorflow.nothing_computes() and self.counts() == (
             begun,
             ended,
@@ -71,14 +71,13 @@ class _Lane:
 
 @dataclasses.dataclass(eq=False)
 class WatchedBatch:
-    """A batch of several processes, in which collectives have to end.
+    """A batch over several processes, with a timeout.
 
-    What TensorFlow itself waits for has no timeout: whether others have data,
-    for example. Only time in which TensorFlow computes counts, not that in
-    which it traces.
+    TensorFlow's own waits have no timeout, such as asking whether other workers
+    have data. Only time spent executing counts, not tracing.
 
     Attributes:
-      timeout_seconds: Longer than this with no collective that ends, and all
+      timeout_seconds: If no collective ends for longer than this, all
         collectives of this process are aborted.
     """
 
@@ -87,12 +86,12 @@ class WatchedBatch:
     _since: float = 0.0
 
     def begin(self) -> None:
-        """Begins it; once again, and its time starts anew."""
+        """Starts, or restarts, the timeout."""
         self._num_ended = None
         WATCHDOG.add(self)
 
     def end(self) -> None:
-        """Ends it; a second time does nothing."""
+        """Stops the timeout. A second call does nothing."""
         WATCHDOG.remove(self)
 
     def is_overdue(self, num_ended: int) -> bool:
@@ -113,7 +112,7 @@ class WatchedBatch:
 
 
 class Watchdog:
-    """All that is watched in this process, and the thread that looks at it."""
+    """All that is watched in this process, and the thread that watches it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -122,12 +121,12 @@ class Watchdog:
         self.batches: list[WatchedBatch] = []
 
     def lane(self, device: str, lane: int, timeout_seconds: float) -> _Lane:
-        """The counters of one lane, made when they are first asked for.
+        """The counters of one lane, created on first use.
 
         Args:
           device: The device of the replica.
           lane: Collectives of one lane run one after another.
-          timeout_seconds: Each timeout has lanes of its own.
+          timeout_seconds: Each timeout has separate lanes.
 
         Returns:
           A `_Lane`.
@@ -147,14 +146,14 @@ class Watchdog:
             return self.lanes[key]
 
     def add(self, batch: WatchedBatch) -> None:
-        """Watches a batch from now on."""
+        """Starts watching a batch."""
         with self._lock:
             if batch not in self.batches:
                 self.batches.append(batch)
             self._start_thread()
 
     def remove(self, batch: WatchedBatch) -> None:
-        """Watches a batch no longer."""
+        """Stops watching a batch."""
         with self._lock:
             if batch in self.batches:
                 self.batches.remove(batch)
@@ -172,7 +171,7 @@ class Watchdog:
                 lanes, batches = list(self.lanes.values()), list(self.batches)
             try:
                 message = _overdue(lanes, batches)
-            except Exception as error:  # Without this thread: no timeout.
+            except Exception as error:  # Without this thread, no timeout.
                 message = f"The watchdog of collectives failed: {error}"
             if message:
                 message += " Restart the program."
@@ -189,14 +188,14 @@ class Watchdog:
             )
 
 
-# Aborting collectives ends those of the whole process, so there is one.
+# One per process, since aborting collectives affects the whole process.
 WATCHDOG = Watchdog()
 
 
 def _overdue(
     lanes: Sequence[_Lane], batches: Sequence[WatchedBatch]
 ) -> str | None:
-    """What is overdue, as an error's text, or None."""
+    """An error message for what is overdue, or None."""
     overdue = [lane for lane in lanes if lane.is_overdue()]
     num_ended = sum(lane.num_ended for lane in lanes)
     stuck = [batch for batch in batches if batch.is_overdue(num_ended)]
@@ -205,20 +204,20 @@ def _overdue(
             f"A collective on {overdue[0].device} waited longer than"
             f" {overdue[0].timeout_seconds} seconds for the other replicas"
             " (Communication.timeout_seconds). One of them ended, hangs, or"
-            " runs other steps."
+            " runs different steps."
         )
     if stuck:
         return (
             "A batch waited longer than"
             f" {stuck[0].timeout_seconds} seconds for data, or for"
-            " the other workers to have some"
+            " the other workers to have data"
             " (Communication.timeout_seconds). One of them hangs."
         )
     return None
 
 
 def host_variable(device: str, name: str, dtype: tf.DType) -> tf.Tensor:
-    """The handle of a new variable, zero, for as long as the process lives."""
+    """The handle of a new zero variable that lives as long as the process."""
     with tf.init_scope(), tf.device(device):
         handle = tf.raw_ops.VarHandleOp(
             dtype=dtype, shape=[], container="", shared_name=name
@@ -239,15 +238,15 @@ def run(
     """Runs a collective with a timeout, eagerly or in a graph.
 
     Args:
-      collective: Makes the operation and returns its result.
-      after: Its input. Time counts from when that is there.
+      collective: Creates the operation and returns its result.
+      after: Its input. The timeout starts when this is available.
       device: The device of the replica.
       lane: Collectives of one lane run one after another.
-      timeout_seconds: Longer than this, and all collectives of this process are
-        aborted with a DeadlineExceededError.
+      timeout_seconds: If it takes longer than this, all collectives of this
+        process are aborted with a DeadlineExceededError.
 
     Returns:
-      What `collective` returns.
+      The result of `collective`.
     """
     watched = WATCHDOG.lane(device, lane, timeout_seconds)
     one = tf.constant(1, tf.int64)
@@ -255,7 +254,7 @@ def run(
         begin = tf.raw_ops.AssignAddVariableOp(
             resource=watched.begun, value=one
         )
-    # In eager mode it has run, and is no operation to depend on.
+    # In eager mode it has already run; there is nothing to depend on.
     with tf.control_dependencies([] if begin is None else [begin]):
         result = collective()
     with tf.control_dependencies([result]):

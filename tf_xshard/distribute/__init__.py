@@ -1,4 +1,4 @@
-"""What one replica knows of itself, and its own copies of variables.
+"""A replica's view of itself, and its own copies of variables.
 
 Enters: the current `tf.distribute` context. Leaves: a `Here` (which strategy,
 which replica, which process), this replica's values, and gradients as

@@ -15,17 +15,16 @@ Gradient: TypeAlias = Any
 class UniqueSlices(tf.IndexedSlices):
     """IndexedSlices in which each index appears once.
 
-    The type spares stages behind the one that made them so from looking again.
-    It is lost where TensorFlow takes a composite tensor apart, which costs no
-    more than a second look.
+    The type spares later stages from checking again. It is lost where
+    TensorFlow decomposes a composite tensor, which only costs a second check.
     """
 
 
 def unique(slices: tf.IndexedSlices) -> UniqueSlices:
-    """Adds up rows of one index, so that each index appears once.
+    """Sums rows with the same index, so that each index appears once.
 
-    Duplicates count as one gradient: norms, squares and the inner optimizer's
-    moments would otherwise be taken of the parts and not of their sum.
+    Otherwise norms, squares and the inner optimizer's moments would be computed
+    from the duplicates instead of their sum.
 
     Args:
       slices: Values of shape [rows, ...] and indices of shape [rows].
@@ -50,10 +49,10 @@ def dense(slices: tf.IndexedSlices, variable: Any) -> tf.Tensor:
 
 
 def map_values(function: Callable, gradient: Gradient) -> Gradient:
-    """Applies a function to a gradient's numbers; None stays None.
+    """Applies a function to a gradient's values; None stays None.
 
     Args:
-      function: From a tensor to one of the same shape.
+      function: Maps a tensor to a tensor of the same shape.
       gradient: A tensor, IndexedSlices or None.
 
     Returns:
@@ -72,15 +71,15 @@ def map_values(function: Callable, gradient: Gradient) -> Gradient:
 
 
 def added(gradients: Sequence[Gradient], variable: Any) -> Gradient:
-    """The sum of gradients of one variable; None where all are None.
+    """The sum of gradients of one variable; None if all are None.
 
     Args:
-      gradients: Of the variable's shape.
+      gradients: Gradients of the variable's shape.
       variable: The variable.
 
     Returns:
-      A tensor of the variable's shape, or IndexedSlices, with each index once,
-      if all are.
+      A tensor of the variable's shape, or IndexedSlices with unique indices if
+      all gradients are IndexedSlices.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:

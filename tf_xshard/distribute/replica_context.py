@@ -1,4 +1,4 @@
-"""What TensorFlow says about "here": strategy, replica count, replica id."""
+"""Where code runs, by TensorFlow: strategy, replica count, replica id."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def kind_of(strategy: tf.distribute.Strategy) -> str:
       strategy: A `tf.distribute.Strategy`, the default one included.
 
     Returns:
-      The kind of strategy, which decides on the path of a group sum.
+      The kind of strategy, which determines the path of a group sum.
 
     Raises:
-      ValueError: For every other strategy. One that is not known might have one
+      ValueError: For every other strategy. An unknown strategy might have one
         synchronous replica and still share variables between workers, as
         ParameterServerStrategy does, so nothing is assumed.
     """
@@ -62,9 +62,9 @@ def kind_of(strategy: tf.distribute.Strategy) -> str:
 
 
 def spans_processes(strategy: tf.distribute.Strategy) -> bool:
-    """Whether replicas of a strategy are in several processes, each with some.
+    """Whether a strategy's replicas are spread over several processes.
 
-    So it is with MultiWorkerMirroredStrategy; of others nothing is assumed.
+    Only MultiWorkerMirroredStrategy's are; nothing is assumed of others.
     """
     return (
         isinstance(strategy, _MULTI_WORKER)
@@ -84,15 +84,15 @@ def local_replica_ids(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
 
 
 def rank(strategy: tf.distribute.Strategy) -> int:
-    """The number of this process among a strategy's; the chief's is 0."""
+    """The rank of this process; the chief's is 0."""
     ids = local_replica_ids(strategy)
     return ids[0] // len(ids)
 
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:
     """Whether this is the strategy of code outside any scope."""
-    # The default strategy's class is not exported, the object itself is: it is
-    # what get_strategy answers in a new thread of control, outside any scope.
+    # The default strategy's class is not exported, but the object is: it is
+    # what get_strategy returns outside any scope.
     return strategy is _default_strategy()
 
 
@@ -104,17 +104,17 @@ def _default_strategy() -> tf.distribute.Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """Where the calling code runs, in the words of `tf.distribute`.
+    """Where the calling code runs, in terms of `tf.distribute`.
 
     Attributes:
       strategy: The current `tf.distribute.Strategy`.
       kind: See `kind_of`.
       num_replicas: `strategy.num_replicas_in_sync`.
-      replica_id: `replica_id_in_sync_group`, or None where it is known at run
-        time only (TPUStrategy traces one program for all replicas).
-      device: The replica's device, a string; empty where it has no single one.
+      replica_id: `replica_id_in_sync_group`, or None if it is only known at run
+        time (TPUStrategy traces one program for all replicas).
+      device: The replica's device, a string; empty if there is no single one.
       num_local_replicas: How many of the replicas this process drives.
-      graph: The graph of the replica function where replicas are traced one by
+      graph: The graph of the replica function if replicas are traced one by
         one, else None. Code in `tf.cond` is traced in a graph inside it.
     """
 
@@ -133,7 +133,7 @@ class Here:
 
     @property
     def rank(self) -> int:
-        """Which of these processes this one is; the chief's is 0."""
+        """The rank of this process; the chief's is 0."""
         return (self.replica_id or 0) // self.num_local_replicas
 
 
@@ -141,7 +141,7 @@ def refuse_replica_context(what: str) -> None:
     """Checks that code runs outside of `strategy.run`.
 
     Args:
-      what: What is called, for the error.
+      what: The name of what is called, for the error.
 
     Raises:
       RuntimeError: In replica context of a strategy.
@@ -156,7 +156,7 @@ def refuse_replica_context(what: str) -> None:
 
 
 def outermost_graph() -> tf.Graph | None:
-    """The graph of the function that is being traced, of nested ones the outer.
+    """The graph of the outermost function that is being traced.
 
     Returns:
       A graph, or None in eager code.
@@ -164,7 +164,7 @@ def outermost_graph() -> tf.Graph | None:
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    # Only functions' graphs have one; the last is the surrounding program's.
+    # Only a function's graph has one; the last is the surrounding program's.
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     return graph
@@ -178,17 +178,17 @@ def current() -> Here:
 
     Raises:
       RuntimeError: In cross-replica context, where there is no "this replica",
-        and where replicas can't communicate: in a loop or a `tf.function`
+        and where replicas cannot communicate: in a loop or a `tf.function`
         inside the replica function.
-      ValueError: Under a strategy that is not supported.
+      ValueError: If the strategy is not supported.
     """
     context = tf.distribute.get_replica_context()
     if context is None:
         raise RuntimeError(
-            "Gradients can't be applied in cross-replica context: there,"
-            " TensorFlow can't tell one replica's gradients from another's."
-            " Call apply() or apply_gradients() inside the function that you"
-            " pass to strategy.run()."
+            "Gradients can't be applied in cross-replica context, where"
+            " TensorFlow can't distinguish one replica's gradients from"
+            " another's. Call apply() or apply_gradients() inside the function"
+            " that you pass to strategy.run()."
         )
     strategy = context.strategy
     kind = kind_of(strategy)
@@ -214,8 +214,8 @@ def current() -> Here:
 def device_names(here: Here) -> tuple[str, ...]:
     """A name for the device of every replica, equal in all processes.
 
-    Collective group keys are derived from these, so two strategies over the
-    same devices name the same group alike, and over other devices do not.
+    Collective group keys are derived from these, so two strategies share a
+    group key exactly if the group has the same devices.
     """
     local = here.strategy.extended.worker_devices
     if here.num_processes == 1:
@@ -233,7 +233,7 @@ def _replica_graph() -> tf.Graph | None:
     """The graph of the replica function, None in eager mode.
 
     Raises:
-      RuntimeError: Where replicas can't communicate.
+      RuntimeError: Where replicas cannot communicate.
     """
     if tf.executing_eagerly():
         return None
@@ -241,19 +241,19 @@ def _replica_graph() -> tf.Graph | None:
     graph = tf.compat.v1.get_default_graph()
     while graph is not replica_graph:
         if private_tensorflow.is_loop_body(graph):
-            # A collective's key holds the name of the loop that it is in, and
-            # each replica's loop has another one: they would wait forever.
+            # A collective's key contains the name of its loop, which differs
+            # between replicas: they would wait forever.
             raise RuntimeError(
-                "Gradients are applied in a loop (tf.while_loop, or `for` over"
-                " tf.range) inside the replica function, where replicas cannot"
-                " communicate. Put the loop around strategy.run() instead."
+                "Replicas cannot communicate inside a loop (tf.while_loop, or"
+                " `for` over tf.range) in the replica function, where gradients"
+                " are applied. Put the loop around strategy.run() instead."
             )
         if not getattr(graph, "is_control_flow_graph", False):
             raise RuntimeError(
-                "Gradients are applied in a tf.function that is called inside"
-                " the replica function, where replicas cannot communicate."
+                "Replicas cannot communicate inside a tf.function that is"
+                " called in the replica function, where gradients are applied."
                 " Decorate the function that calls strategy.run() with"
-                " tf.function instead, and take the decorator off the inner"
+                " tf.function instead, and remove the decorator from the inner"
                 " one."
             )
         graph = graph.outer_graph

@@ -1,8 +1,8 @@
-"""Variables of which each replica has a value of its own.
+"""Variables with a separate value on each replica.
 
-State that an optimizer makes here (`make`) differs by replica. TensorFlow shows
-and saves the mean over the replicas and restores it on all, which keeps every
-sum that a reduction makes of it later.
+State that an optimizer creates here (`make`) differs by replica. TensorFlow
+shows and saves the mean over the replicas and restores it on all of them, which
+preserves the sums that a later reduction computes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
 
     Args:
       shape: Its shape.
-      dtype: Its type. An integer counts alike on all replicas.
+      dtype: Its dtype. Integers are counters, equal on all replicas.
       name: Its name.
 
     Returns:
-      A Keras variable; made in a strategy's scope it has a copy per replica.
+      A Keras variable; in a strategy's scope it has a copy per replica.
     """
     is_float = tf.as_dtype(dtype).is_floating
     return keras.Variable(
@@ -33,7 +33,7 @@ def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
         dtype=dtype,
         trainable=False,
         autocast=False,
-        # Counters count alike on all replicas.
+        # Counters are equal on all replicas.
         aggregation="mean" if is_float else "only_first_replica",
         synchronization="on_read",
         name=name,
@@ -55,13 +55,13 @@ def assign(variable: Any, value: Any) -> None:
 
 
 def assign_all(targets: Sequence, sources: Sequence) -> None:
-    """Gives each variable this replica's value of another."""
+    """Assigns each target this replica's value of its source."""
     for target, source in zip(targets, sources, strict=True):
         assign(target, read(source))
 
 
 def add(variable: Any, value: Any) -> None:
-    """Adds to this replica's value a tensor of its shape, or IndexedSlices."""
+    """Adds a tensor of its shape, or IndexedSlices, to this replica's value."""
     handle = _handle(variable)
     if isinstance(value, tf.IndexedSlices):
         tf.raw_ops.ResourceScatterAdd(
@@ -87,10 +87,10 @@ def accumulator_of(variable: Any, name: str) -> keras.Variable:
 
 
 def copy_of(variable: Any) -> keras.Variable:
-    """A variable of the same path, constraint, and value on each replica.
+    """A variable with the same path, constraint, and value on each replica.
 
-    The path, so that what an optimizer knows of a variable by its name
-    (MultiOptimizer, weight decay) holds for its copy.
+    The path matters to optimizers that select variables by name
+    (MultiOptimizer, weight decay).
     """
     *scopes, name = _path(variable).split("/")
     with contextlib.ExitStack() as stack:
@@ -109,7 +109,7 @@ def copy_of(variable: Any) -> keras.Variable:
 
 
 def copy(source: Any, target: Any, strategy: tf.distribute.Strategy) -> None:
-    """Gives a variable the value that another one has on each replica."""
+    """Copies one variable's value to another, on each replica."""
     if tf.distribute.in_cross_replica_context():
         strategy.extended.update(
             tensorflow_variable(target),
@@ -121,7 +121,7 @@ def copy(source: Any, target: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 def swap(one: Any, other: Any, strategy: tf.distribute.Strategy) -> None:
-    """Exchanges the values of two variables on each replica."""
+    """Swaps the values of two variables on each replica."""
 
     def exchange(variable: Any, second: Any) -> None:
         value = tf.identity(variable)
@@ -134,14 +134,14 @@ def swap(one: Any, other: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 def swap_here(one: Any, other: Any) -> None:
-    """Exchanges this replica's values of two variables."""
+    """Swaps this replica's values of two variables."""
     values = read(one), read(other)
     for variable, value in zip((other, one), values, strict=True):
         assign(variable, value)
 
 
 def cond(predicate: tf.Tensor, function: Callable[[], Any]) -> None:
-    """Calls a function where a tensor is true.
+    """Calls a function if a tensor is true.
 
     Args:
       predicate: A scalar bool tensor, of this replica.
@@ -160,7 +160,7 @@ def cond(predicate: tf.Tensor, function: Callable[[], Any]) -> None:
 
 
 def flat_name(variable: Any) -> str:
-    """A variable's name, for those that are made from it."""
+    """A variable's path as a flat name, for variables derived from it."""
     return _path(variable).replace("/", "_")
 
 
@@ -170,7 +170,7 @@ def _path(variable: Any) -> str:
 
 
 def tensorflow_variable(variable: Any) -> Any:
-    """What TensorFlow has of a Keras or TensorFlow variable."""
+    """The TensorFlow variable of a Keras or TensorFlow variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -182,7 +182,7 @@ def _handle(variable: Any) -> tf.Tensor:
 def copies(variable: Any) -> tuple[tf.Variable, ...]:
     """The copies of a variable on this process's replicas, in their order.
 
-    One copy where it was made outside of a strategy's scope.
+    One copy if it was created outside of a strategy's scope.
     """
     value = tensorflow_variable(variable)
     if isinstance(value, tf.distribute.DistributedValues):
@@ -191,15 +191,15 @@ def copies(variable: Any) -> tuple[tf.Variable, ...]:
 
 
 def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
-    """The strategy in whose scope a variable was made, None if in none's."""
+    """The strategy in whose scope a variable was created, or None."""
     value = tensorflow_variable(variable)
     return getattr(value, "distribute_strategy", None)
 
 
 def may_differ(variables: Sequence) -> bool:
-    """Whether replicas hold different values of one of several variables.
+    """Whether replicas may hold different values of any of several variables.
 
-    Other processes are not asked: theirs may differ.
+    Other processes are not asked; their values are assumed to differ.
     """
     for variable in variables:
         values = [np.asarray(copy).tobytes() for copy in copies(variable)]

@@ -1,7 +1,7 @@
-"""Dense tensors, packed into buckets where that helps the transport.
+"""Sums dense tensors, packed into buckets if the transport benefits.
 
-Few large collectives take less time than many small ones, and several buckets
-in flight overlap with the backward pass.
+A few large collectives are faster than many small ones, and several buckets in
+flight overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def sum_dense(
       transport: The `Transport` to use.
 
     Returns:
-      The sums, in the order of `tensors` and in their types.
+      The sums, in the order of `tensors` and in their dtypes.
 
     Raises:
-      ValueError: If the transport cannot sum a type.
+      ValueError: If the transport cannot sum a dtype.
     """
     if not tensors:
         return []
@@ -37,8 +37,8 @@ def sum_dense(
             tf.cast(total, tensor.dtype)
             for total, tensor in zip(sums, tensors, strict=True)
         ]
-    # The backward pass ends with the first layers' gradients. The last layers'
-    # are communicated first, while it still runs.
+    # The backward pass computes the last layers' gradients first, so these are
+    # communicated first, while it is still running.
     order = list(reversed(range(len(tensors))))
     buckets = _buckets(
         [tensors[i] for i in order], transport.communication.bytes_per_bucket
@@ -64,7 +64,7 @@ def sum_dense(
 def _to_wire(
     tensor: tf.Tensor, transport: transport_lib.Transport
 ) -> tf.Tensor:
-    """A tensor in the type in which it is summed."""
+    """Casts a tensor to the dtype in which it is summed."""
     dtype = transport.communication.dtype_of_sum(
         tensor.dtype.name, transport.groups.group_size
     )
@@ -75,7 +75,7 @@ def _to_wire(
 def _buckets(
     tensors: Sequence[tf.Tensor], bytes_per_bucket: int
 ) -> list[list[int]]:
-    """Positions of neighbours of one type that fit into a bucket together."""
+    """Positions of neighbours of one dtype that fit into a bucket together."""
     buckets: list[list[int]] = []
     open_bucket: dict[tf.DType, tuple[list[int], int]] = {}
     for position, tensor in enumerate(tensors):
@@ -90,7 +90,7 @@ def _buckets(
 
 
 def _packed(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """One tensor of rank 1, or the only tensor as it is."""
+    """One tensor of rank 1; a single tensor is returned unchanged."""
     if len(tensors) == 1:
         return tensors[0]
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
@@ -99,7 +99,7 @@ def _packed(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 def _unpacked(
     total: tf.Tensor, shapes: Sequence[tf.TensorShape]
 ) -> list[tf.Tensor]:
-    """What `_packed` packed."""
+    """Reverses `_packed`."""
     if len(shapes) == 1:
         return [total]
     parts = tf.split(total, [math.prod(shape) for shape in shapes])

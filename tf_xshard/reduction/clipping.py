@@ -15,10 +15,9 @@ GradientsAndVariables = Sequence[tuple]
 
 
 def _ratio(norm: tf.Tensor, bound: float) -> tf.Tensor:
-    """What to multiply with to bound a norm; both are scalars.
+    """The factor that bounds a norm, a scalar.
 
-    A norm that is not finite makes a nan of it, so that an overflow stays
-    visible.
+    It is nan if the norm is not finite, to keep an overflow visible.
     """
     ratio = tf.cast(bound, norm.dtype) / tf.maximum(
         norm, tf.cast(bound, norm.dtype)
@@ -29,7 +28,7 @@ def _ratio(norm: tf.Tensor, bound: float) -> tf.Tensor:
 class _Clipping:
     """A callable on (gradient, variable) pairs that Keras can serialize."""
 
-    # A user's hooks are converted by AutoGraph; these need not be.
+    # AutoGraph converts users' hooks; these do not need it.
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
         """Clips a list of (gradient, variable) pairs."""
@@ -56,10 +55,10 @@ class _Clipping:
 class clip_by_global_norm(_Clipping):
     """Scales all gradients together so that their joint L2 norm is bounded.
 
-    As `pre_reduce` each replica's own gradients are clipped before they are
-    combined, so that one replica's huge gradients can't drown the others'. As
-    `post_reduce` the reduced gradient is, which is the `global_clipnorm` of the
-    inner optimizer.
+    As `pre_reduce` it clips each replica's own gradients before they are
+    combined, to prevent one replica's huge gradients from drowning the others'.
+    As `post_reduce` it clips the reduced gradient, like `global_clipnorm` of
+    the inner optimizer.
 
     Args:
       norm: The largest joint norm, a float > 0, in units of the gradient of a
@@ -155,7 +154,7 @@ class clip_by_value(_Clipping):
 
     Returns:
       A callable that takes and returns a list of (gradient, variable) pairs.
-      Elements that are not finite stay as they are (`tf.clip_by_value` would
+      Elements that are not finite are left unchanged (`tf.clip_by_value` would
       hide an overflow).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Gradients as they arrive -> tensors, and IndexedSlices of unique indices."""
+"""The user's gradients -> tensors, and IndexedSlices with unique indices."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
         if not gradient.shape.is_compatible_with(variable.shape):
             raise ValueError(
                 f"The gradient for variable {variable.name!r} has shape"
-                f" {gradient.shape}, and the variable has {variable.shape}."
+                f" {gradient.shape}, but the variable has {variable.shape}."
                 " Gradients and variables must be in the same order."
             )
         if isinstance(gradient, tf.IndexedSlices):
             if private_tensorflow.in_xla():
-                # XLA needs static shapes, which the number of different
-                # indices is not.
+                # XLA needs static shapes, but the number of unique indices is
+                # dynamic.
                 gradient = indexed_slices.dense(gradient, variable)
             else:
                 gradient = indexed_slices.unique(gradient)
@@ -63,7 +63,7 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
 def scaled(
     gradient: indexed_slices.Gradient, factor: float | tf.Tensor
 ) -> indexed_slices.Gradient:
-    """`gradient * factor`, untouched where the factor is 1.
+    """`gradient * factor`, unchanged if the factor is the number 1.
 
     Args:
       gradient: A tensor, IndexedSlices or None.

@@ -1,4 +1,4 @@
-"""Per-replica gradients -> gradients that are reduced over the group.
+"""Per-replica gradients -> gradients reduced over the group.
 
 gradients of replica r:   dense        IndexedSlices        None
                             |                |                |
@@ -31,8 +31,8 @@ from tf_xshard.reduction import negotiation
 class GroupReducer:
     """One optimizer's reduction: its groups, and how they communicate.
 
-    It remembers which gradients replicas have, as they negotiated it while a
-    step was traced, so that a step that is traced again need not ask again.
+    It remembers which gradients the replicas have, as negotiated while a step
+    was traced, so a retraced step need not negotiate again.
 
     Args:
       group_assignment: A `GroupAssignment`, or None for one group of all.
@@ -51,17 +51,17 @@ class GroupReducer:
     def groups(
         self, num_replicas: int, where: str = "the strategy"
     ) -> group_assignment_lib.GroupAssignment:
-        """The groups of so many replicas.
+        """The groups for a number of replicas.
 
         Args:
-          num_replicas: How many replicas there are.
+          num_replicas: The number of replicas.
           where: What has these replicas, for the error.
 
         Returns:
           The assignment, or one group of all replicas.
 
         Raises:
-          ValueError: If the assignment is for another number of replicas.
+          ValueError: If the assignment is for a different number of replicas.
         """
         return group_assignment_lib.for_replicas(
             self.group_assignment, num_replicas, where
@@ -75,15 +75,15 @@ class GroupReducer:
         reduction: str,
         multiplier: float = 1,
     ) -> list:
-        """The mean or sum of a group's gradients, times a number.
+        """The mean or sum of a group's gradients, times `multiplier`.
 
         Args:
           gradients: As for `sum`.
           variables: As for `sum`.
           here: Where the code runs.
           reduction: `"mean"` or `"sum"`.
-          multiplier: What undoes a division of the loss. It goes into one
-            factor with the mean's: two multiplications change bits.
+          multiplier: The factor that undoes the division of the loss. Combined
+            with the mean's into one factor: two multiplications change bits.
 
         Returns:
           A list like `sum`'s.
@@ -110,13 +110,13 @@ class GroupReducer:
           here: Where the code runs.
 
         Returns:
-          A list like `gradients`, with the same bits on all replicas of a
-          group. None where no replica of the group has a gradient.
+          A list like `gradients`, bitwise equal on all replicas of a group.
+          None where no replica of the group has a gradient.
 
         Raises:
           RuntimeError: If another process does not answer in time.
-          ValueError: If replicas apply other numbers of gradients or other
-            types, or a type cannot be summed here.
+          ValueError: If replicas apply different numbers or dtypes of
+            gradients, or a dtype cannot be summed here.
         """
         groups = self.groups(here.num_replicas)
         if groups.group_size == 1 or not variables:
@@ -134,8 +134,8 @@ class GroupReducer:
             members = tuple(groups)[groups.group_of(here.replica_id)]
             group = tuple(patterns[r] for r in members)
         transport = collectives.choose(here, groups, self.communication)
-        # Where an operation spans all groups, all replicas must put the same
-        # tensors into it, also those that their own group has no gradient for.
+        # If an operation spans all groups, all replicas must pass the same
+        # tensors, even those for which their own group has no gradient.
         summed = _sum(
             gradients,
             variables,
@@ -156,7 +156,7 @@ def _sum(
     patterns: Sequence[negotiation.Pattern],
     transport: transport_lib.Transport,
 ) -> list:
-    """Sums what any of the replicas that take part has a gradient for."""
+    """Sums the gradients that any participating replica has."""
     dense: list[int] = []
     sparse: list[int] = []
     for index in range(len(variables)):
@@ -206,12 +206,12 @@ def _as_sparse(
 def _sum_sparse(
     slices: Sequence[tf.IndexedSlices], transport: transport_lib.Transport
 ) -> list[tf.IndexedSlices]:
-    """The group sums of IndexedSlices, each index once."""
+    """The group sums of IndexedSlices, with unique indices."""
     if not slices:
         return []
     tensors = []
     for one in slices:
-        # Rows are added up where they arrive, in their own type.
+        # Rows are summed on the receiving replica, in their own dtype.
         dtype = transport.communication.dtype or one.dtype
         tensors.append(tf.cast(one.values, dtype))
         tensors.append(tf.cast(one.indices, tf.int64))

@@ -1,8 +1,7 @@
-"""What a LossScaleOptimizer inside a wrapper needs from all replicas.
+"""Makes all replicas of a LossScaleOptimizer inside a wrapper skip together.
 
-It skips a step and halves its scale where it sees a gradient that is not
-finite, and it looks at one replica's gradients. One flag over all replicas
-makes them skip together.
+It skips a step and halves its scale if a gradient is not finite, but it checks
+one replica's gradients only. One flag over all replicas makes them all skip.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tf_xshard.distribute import replica_context
 
 
 def all_finite(gradients: Sequence) -> tf.Tensor:
-    """Whether all numbers in this replica's gradients are finite.
+    """Whether all values in this replica's gradients are finite.
 
     Args:
       gradients: Tensors, IndexedSlices or None.
@@ -43,8 +42,8 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
 class FiniteVote:
     """Whether gradients are finite on all replicas, of all groups.
 
-    Each replica notes what it sees, which adds no operation; `apply` and
-    `result` ask all of them.
+    Each replica records gradients, which adds no operation; `apply` and
+    `result` communicate.
 
     Args:
       here: Where the code runs.
@@ -61,7 +60,7 @@ class FiniteVote:
         self._noted: list = []
 
     def note(self, gradients: Sequence) -> None:
-        """Lets this replica's gradients count.
+        """Includes this replica's gradients in the vote.
 
         Args:
           gradients: Tensors, IndexedSlices or None.
@@ -69,7 +68,7 @@ class FiniteVote:
         self._noted += gradients
 
     def result(self) -> tf.Tensor:
-        """Whether all that any replica has noted is finite.
+        """Whether all gradients recorded by any replica are finite.
 
         Returns:
           A scalar bool tensor, equal on all replicas.
@@ -87,13 +86,13 @@ class FiniteVote:
         return tf.equal(count, 0)
 
     def apply(self, gradients: Sequence) -> list:
-        """The gradients as they are, or nan in all of them.
+        """The gradients unchanged, or all nan if the vote fails.
 
         Args:
           gradients: Tensors, IndexedSlices or None.
 
         Returns:
-          A list like `gradients`, for a LossScaleOptimizer to look at.
+          A list like `gradients`, for a LossScaleOptimizer to check.
         """
         finite = self.result()
         return [

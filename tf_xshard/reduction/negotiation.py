@@ -1,10 +1,10 @@
-"""Which replica has a gradient for which variable, negotiated by all of them.
+"""Negotiates which replica has a gradient for which variable.
 
-A variable may have a gradient on some replicas of a group only. A replica that
-has none must still take part in the sum, or the others wait for it in vain. So
-before they reduce, the replicas exchange what they hold: none, a dense tensor
-or IndexedSlices, and of which type. That is known while the step is traced, and
-the exchange costs nothing at run time.
+A variable may have a gradient on only some replicas of a group. The others must
+still take part in the sum, or the collective hangs. So before they reduce, the
+replicas exchange what they hold: none, a dense tensor or IndexedSlices, and its
+dtype. This is known while the step is traced, so the exchange costs nothing at
+run time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _lock = threading.Lock()
 
 
 class _Opaque:
-    """Carries a Python value through merge_call, which maps structures."""
+    """Hides a Python value from merge_call, which maps over structures."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def of(gradients: Sequence) -> Pattern:
-    """What this replica holds."""
+    """The pattern of this replica's gradients."""
     return tuple(
         (NONE, "")
         if g is None
@@ -51,10 +51,10 @@ def of(gradients: Sequence) -> Pattern:
 
 
 def kinds(patterns: Sequence[Pattern], index: int) -> set[str]:
-    """What replicas hold for one variable.
+    """The kinds of gradients that replicas hold for one variable.
 
     Args:
-      patterns: Of some replicas.
+      patterns: The patterns of some replicas.
       index: The variable's position.
 
     Returns:
@@ -73,21 +73,21 @@ def agree(
     """Every replica's pattern, in the order of replica ids.
 
     Args:
-      gradients: This replica's, one per variable.
+      gradients: This replica's gradients, one per variable.
       variables: The variables they belong to.
       here: Where the code runs.
       timeout_seconds: How long to wait for other processes.
-      known: What one optimizer has negotiated while it was traced. A pattern
-        that was exchanged is not exchanged again: one worker may trace a step
-        once more by itself (a ragged batch), and the others would not answer.
-        In eager mode every call is exchanged.
+      known: What an optimizer has negotiated while tracing. A known pattern is
+        not exchanged again: one worker may retrace a step alone (a ragged
+        batch), and the others would not answer. In eager mode every call
+        exchanges patterns.
 
     Returns:
       One `Pattern` per replica.
 
     Raises:
       RuntimeError: If another process does not answer in time.
-      ValueError: If replicas apply other numbers of gradients or other types.
+      ValueError: If replicas apply different numbers or dtypes of gradients.
     """
     own = of(gradients)
     names = [getattr(v, "path", v.name) for v in variables]
@@ -121,9 +121,9 @@ def _merge_call(
     context = tf.distribute.get_replica_context()
     if here.graph is None:
         return context.merge_call(fn, args=(argument,))
-    # merge_call refuses to run while a branch of tf.cond is traced, since its
-    # tensors belong to another graph. No tensor passes here, so the replicas
-    # can communicate in the graph around it.
+    # merge_call raises while a branch of tf.cond is traced, since its tensors
+    # belong to another graph. No tensors are passed here, so it can be called
+    # in the surrounding graph.
     with here.graph.as_default():
         return context.merge_call(fn, args=(argument,))
 
@@ -135,7 +135,7 @@ def _check_consistent(
     for replica_id, pattern in enumerate(patterns):
         if len(pattern) != len(first):
             raise ValueError(
-                f"Replica {replica_id} applies {len(pattern)} gradients and"
+                f"Replica {replica_id} applies {len(pattern)} gradients but"
                 f" replica 0 applies {len(first)}. All replicas must apply the"
                 " same variables in one call; pass None for a gradient that a"
                 " replica does not have."
@@ -160,7 +160,7 @@ def _exchange(
 ) -> tuple[Pattern, ...]:
     """Sends this process's patterns to the others, and receives theirs.
 
-    Exchanges are paired by their number, counted per number of variables.
+    Exchanges are paired by a counter per number of variables.
     """
     with _lock:
         number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
@@ -178,7 +178,7 @@ def _exchange(
             timeout_seconds,
         )
     if number:
-        # Whoever answered in this round has read all of the one before.
+        # Workers that answered in this round have read the previous one.
         private_tensorflow.withdraw(f"{prefix}/{number - 1}/{here.rank}")
     return tuple(patterns)
 
@@ -197,14 +197,14 @@ def _receive(
             f"Worker {rank} did not say within {timeout_seconds} seconds"
             " which of these variables it has gradients for:"
             f" {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. It"
-            " ended, hangs, or traces another step than this worker. See its"
-            " output; all workers must run the same steps."
+            " ended, hangs, or traces a different step than this worker. See"
+            " its output; all workers must run the same steps."
         ) from error
     their_shapes, patterns = json.loads(answer)
     if their_shapes != shapes:
         raise RuntimeError(
-            f"Worker {rank} applies gradients of shapes {their_shapes} where"
-            f" this one applies {shapes} ({', '.join(names[:5])}). All workers"
-            " must call their optimizers in the same order."
+            f"Worker {rank} applies gradients of shapes {their_shapes}, but"
+            f" this worker applies {shapes} ({', '.join(names[:5])}). All"
+            " workers must call their optimizers in the same order."
         )
     return [tuple(tuple(entry) for entry in pattern) for pattern in patterns]
