@@ -11,14 +11,14 @@ replicas that you choose.
         v
     reduction       negotiation                 who has which gradient; with
         |           |                           several processes, exchanged
-        |           buckets                     packed, in the type on the wire
+        |           buckets                     packed, in the wire dtype
         |           collectives                 one path per kind of strategy
         |           scale                       mean or sum, 1/N undone, once
         v
     optimizers      post_reduce                 the user's hook, unscaled
         |
-        |           finite vote                 with a LossScaleOptimizer: an
-        |                                       overflow anywhere, and all skip
+        |           finite vote                 with a LossScaleOptimizer: on an
+        |                                       overflow anywhere, all skip
         v
     inner_update    no second reduction
         |
@@ -27,11 +27,11 @@ replicas that you choose.
                                                 what each group holds
 
 `TowerOptimizer` accumulates before all of this, `AGNOptimizer` between local
-updates. `compat.v1` has the documented TF1 optimizers, on the same stages. Over
-several processes `multi_worker` starts them and mends Keras' `fit`.
+updates. `compat.v1` has the documented TF1 optimizers, on the same stages.
+`multi_worker` launches several processes and makes Keras' `fit` work on them.
 
-Each folder says in its docstring what it is for; CONTRIBUTING.md in `docs` says
-where a change belongs.
+Each folder's docstring says what it is for; docs/CONTRIBUTING.md says where a
+change belongs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from typing import Any, TYPE_CHECKING
 
 from tf_xshard.version import __version__
 
-# Public names, and where they are.
+# Public names, and where they are defined.
 _PUBLIC = {
     "AGNOptimizer": "optimizers.agn_optimizer",
     "Communication": "communication",
@@ -121,13 +121,13 @@ def _is_command_line() -> bool:
     Help and `launch` need no TensorFlow, whose import takes seconds.
     """
     if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv:
-        # Python is still looking for the module that it is to run.
+        # Python is still looking for the module to run.
         after = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
         return after[:1] == [__name__]
     return os.path.splitext(os.path.basename(sys.argv[0]))[0] == "tf-xshard"
 
 
-# Not when they are first used: Keras finds the classes of a saved model among
-# those that have been imported.
+# Not lazily: Keras finds the classes of a saved model only if they have been
+# imported.
 if not _is_command_line():
     _import_public_names()

@@ -8,11 +8,11 @@ import logging
 import sys
 from collections.abc import Sequence
 
-# Each is imported when it is called: `launch` and help need no TensorFlow.
+# Imported when called: `launch` and help need no TensorFlow.
 _COMMANDS = {
     "demo": (
         "tf_xshard.cli.demo",
-        "train on real digits: one device against many",
+        "train on real digits: one device compared with many",
     ),
     "doctor": (
         "tf_xshard.cli.doctor",
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     module_name, what = _COMMANDS[options.command]
     module = importlib.import_module(module_name)
-    # Advice on speed and retracing, which is meant for training programs.
+    # Hides advice on speed and retracing, meant for training programs.
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     command = argparse.ArgumentParser(
         prog=f"{parser.prog} {options.command}", description=what

@@ -1,7 +1,7 @@
-"""Checks of arguments that several modules take.
+"""Argument checks shared by several modules.
 
-Each returns what it was given, in one type, or raises with what was received,
-what was expected and the name of the argument.
+Each returns the value, converted to one type, or raises an error that says what
+was received, what was expected and the argument's name.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 
 def integer(name: str, value: Any) -> int:
-    """An int of any integer type; a bool is none.
+    """Converts any integer type to int; refuses bool.
 
     Args:
       name: The argument's name.
-      value: What was given.
+      value: The value given.
 
     Returns:
       An int.
 
     Raises:
-      TypeError: If it is no integer.
+      TypeError: If it is not an integer.
     """
-    # NumPy's bool and Python's are integers for operator.index.
+    # operator.index accepts NumPy's and Python's bool.
     if type(value).__name__ not in ("bool", "bool_"):
         try:
             return operator.index(value)
@@ -34,17 +34,17 @@ def integer(name: str, value: Any) -> int:
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """An int that is at least 1.
+    """Checks that a value is an int of at least 1.
 
     Args:
       name: The argument's name.
-      value: What was given.
+      value: The value given.
 
     Returns:
       An int.
 
     Raises:
-      TypeError: If it is no integer.
+      TypeError: If it is not an integer.
       ValueError: If it is less than 1.
     """
     value = integer(name, value)
@@ -54,12 +54,12 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def count(name: str, value: Any, *others: Any) -> None:
-    """Checks an argument that is a positive int, or one of a few other values.
+    """Checks that a value is a positive int, or one of a few other values.
 
     Args:
       name: The argument's name.
-      value: What was given.
-      *others: What it may be besides.
+      value: The value given.
+      *others: The other allowed values.
 
     Raises:
       ValueError: If it is neither.
@@ -74,11 +74,11 @@ def count(name: str, value: Any, *others: Any) -> None:
 
 
 def number(name: str, value: Any) -> float:
-    """A float, of an int or a float.
+    """Converts an int or a float to float.
 
     Args:
       name: The argument's name.
-      value: What was given.
+      value: The value given.
 
     Returns:
       A float.
@@ -92,17 +92,17 @@ def number(name: str, value: Any) -> float:
 
 
 def positive_number(name: str, value: Any) -> float:
-    """A float that is positive and finite.
+    """Checks that a value is positive and finite.
 
     Args:
       name: The argument's name.
-      value: What was given.
+      value: The value given.
 
     Returns:
       A float.
 
     Raises:
-      TypeError: If it is no number.
+      TypeError: If it is not a number.
       ValueError: If it is not positive and finite.
     """
     if not 0 < number(name, value) < math.inf:

@@ -7,7 +7,7 @@ import dataclasses
 from tf_xshard import checks
 
 _DTYPES = (None, "bfloat16", "float16", "float32", "float64")
-# Half the distance from 1 to the next number: what one rounding is wrong by.
+# Half the distance from 1 to the next number: the error of one rounding.
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 _MAX_SUM_ERROR = 1 / 16
 
@@ -16,32 +16,32 @@ _MAX_SUM_ERROR = 1 / 16
 class Communication:
     """How gradients are communicated between replicas.
 
-    The default suits most jobs. Give another value where the network is slow
-    (`dtype`), or where workers wait for each other long (`timeout_seconds`).
+    The default suits most jobs. Change it if the network is slow (`dtype`), or
+    if workers wait long for each other (`timeout_seconds`).
 
     Args:
-      dtype: The type in which floating point gradients are communicated:
+      dtype: The dtype in which floating point gradients are communicated:
         `"bfloat16"`, `"float16"`, `"float32"`, `"float64"`, or None (default)
-        for each gradient's own. They are scaled and applied in their own type.
-        16-bit types halve the bytes of float32 and round every partial sum:
+        for each gradient's own. They are scaled and applied in their own dtype.
+        16-bit dtypes halve the bytes of float32 and round every partial sum:
         the error of a sum over `group_size` replicas is up to `group_size` *
-        2^-8 (bfloat16) or 2^-11 (float16) of the sum of magnitudes. Where that
-        could be more than 1/16, in groups of more than 16 (bfloat16) or 128
-        (float16) replicas, gradients are summed in float32; those whose own
-        type has 16 bits are summed in that. float16 overflows above 65504.
+        2^-8 (bfloat16) or 2^-11 (float16) of the sum of magnitudes. If that
+        could exceed 1/16, in groups of more than 16 (bfloat16) or 128 (float16)
+        replicas, gradients are summed in float32, or in their own dtype if that
+        has 16 bits. float16 overflows above 65504.
       bytes_per_bucket: Gradients are packed into buckets of about this many
-        bytes, an int >= 1, default 16 MiB. One gradient is never split. Several
-        buckets are in flight at once, the last layers' first, so that
-        communication overlaps with the backward pass. From 8 to 64 MiB
-        the measured times differ by no more than noise (benchmarks/README.md).
+        bytes, an int >= 1, default 16 MiB. A gradient is never split. Several
+        buckets are in flight at once, the last layers' first, to overlap
+        communication with the backward pass. From 8 to 64 MiB the measured
+        times differ by no more than noise (benchmarks/README.md).
       timeout_seconds: A replica that waits longer than this many seconds for
-        the others fails with an error instead of hanging. A number > 0, default
+        the others raises an error instead of hanging. A number > 0, default
         300.
       buckets_in_flight: How many buckets are communicated at once, an int >= 1,
-        default 4. NCCL (GPUs) has one after the other.
+        default 4. With NCCL (GPUs) always 1.
 
     Raises:
-      TypeError: If an argument has another type.
+      TypeError: If an argument has the wrong type.
       ValueError: If an argument is out of range.
 
     Example:
@@ -50,8 +50,8 @@ class Communication:
     >>> slow_network.bytes_per_bucket, slow_network.timeout_seconds
     (16777216, 300)
 
-    Source: `tf.distribute.experimental.CommunicationOptions`, with the type on
-    the wire that Horovod calls `Compression`.
+    Source: `tf.distribute.experimental.CommunicationOptions`, with a wire dtype
+    (`Compression` in Horovod).
     """
 
     dtype: str | None = None
@@ -79,16 +79,16 @@ class Communication:
         )
 
     def dtype_of_sum(self, dtype: str, group_size: int) -> str:
-        """The type in which gradients of one type are summed over a group.
+        """The dtype in which gradients of one dtype are summed over a group.
 
         Args:
-          dtype: The gradients' own type.
-          group_size: How many replicas add up.
+          dtype: The gradients' own dtype.
+          group_size: The number of replicas in a group.
 
         Returns:
-          The name of a type: `self.dtype`, or float32 where that would lose
-          visibly; a gradient's own where there is none, or float32 would hold
-          no more than it.
+          The name of a dtype: `self.dtype`, or float32 if `self.dtype` is too
+          imprecise for the group. The gradients' own if `self.dtype` is None,
+          or instead of float32 if it has 16 bits.
 
         Example:
 

@@ -1,7 +1,7 @@
 """Which TensorFlow and Keras this package is proven with.
 
-The versions stand in setup.cfg; here they are read from the metadata of the
-installed package, or from the file beside a checkout that is not installed.
+The versions are in setup.cfg. They are read from the installed package's
+metadata, or from that file in a checkout that is not installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INSTALL = (
 
 @functools.cache
 def requirements() -> tuple[str, ...]:
-    """The package's requirements, those of its extras included.
+    """The package's requirements, including those of its extras.
 
     Returns:
       Strings such as "keras<4,>=3.12" or 'jax==0.10.2; extra == "testing"'.
@@ -48,7 +48,7 @@ def _from_checkout() -> tuple[str, ...]:
 
 
 def versions(distribution: str, specifier: str) -> list[str]:
-    """Versions that stand behind a specifier in the requirements.
+    """Versions that follow a specifier in the requirements.
 
     Args:
       distribution: A distribution's name.
@@ -73,8 +73,8 @@ def proven(distribution: str) -> tuple[Minor, Minor]:
       distribution: "tensorflow" or "keras".
 
     Returns:
-      Two (major, minor) pairs. The newest is below the smallest upper bound:
-      the extra `[proven]` has it for Keras, whose newer versions are allowed.
+      Two (major, minor) pairs. The newest is just below the smallest upper
+      bound; for Keras that is in `[proven]`, since newer versions are allowed.
     """
     oldest = _minor(versions(distribution, ">=")[0])
     bound = min(_minor(one) for one in versions(distribution, "<"))
@@ -87,7 +87,7 @@ def _minor(version: str) -> Minor:
 
 
 def check_range(name: str, version: str, range_: tuple[Minor, Minor]) -> None:
-    """Refuses versions that are too old and warns of ones not yet proven.
+    """Refuses versions that are too old, and warns if one is not yet proven.
 
     Args:
       name: The package's name, for the message.
@@ -112,13 +112,13 @@ def check_range(name: str, version: str, range_: tuple[Minor, Minor]) -> None:
 
 
 def missing_names(names: tuple) -> list[str]:
-    """Names that TensorFlow or Keras no longer has.
+    """Names that this TensorFlow or Keras does not have.
 
     Args:
       names: Pairs of a module or class and an attribute's name.
 
     Returns:
-      The full names of those that are missing.
+      The full names of the missing ones.
     """
     return [
         f"{getattr(owner, '__module__', '')}"
@@ -147,7 +147,7 @@ def check_names(names: tuple) -> None:
 
 
 def check() -> None:
-    """Looks for a usable TensorFlow and Keras.
+    """Checks for a usable TensorFlow and Keras.
 
     Raises:
       ImportError: If one is missing or too old, or Keras runs on another
@@ -163,7 +163,7 @@ def check() -> None:
         check_range("keras", keras.__version__, proven("keras"))
     if keras.backend.backend() != "tensorflow":
         raise ImportError(
-            "tf_xshard needs Keras on TensorFlow, and Keras runs on"
+            "tf_xshard needs Keras on TensorFlow, but Keras runs on"
             f" {keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before"
             " Keras is imported."
         )

@@ -1,4 +1,4 @@
-"""Who reduces with whom: a frozen value that cannot be wrong."""
+"""Which replicas reduce together: a frozen, validated value."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _HINT = (
 class GroupAssignment:
     """Which replicas reduce their gradients together.
 
-    Use it wherever gradients should be shared inside groups of replicas and not
+    Use it wherever gradients should be shared within groups of replicas but not
     across them. It is frozen, hashable and equal by value, and needs no
     TensorFlow. A nested list or an integer array is accepted wherever a
-    `GroupAssignment` is; build one to have mistakes reported where they are
-    made.
+    `GroupAssignment` is; create one to have mistakes reported early.
 
     ```
     GroupAssignment([[0, 1], [2, 3]])        replica   0   1   2   3
@@ -34,8 +33,8 @@ class GroupAssignment:
       groups: A `[num_groups, replicas_per_group]` nested list, tuple or integer
         array of replica ids, or another `GroupAssignment`. The ids are
         `tf.distribute`'s `replica_id_in_sync_group`; each of `0 ..
-        num_replicas - 1` appears exactly once and all groups have one size. The
-        order of the groups, and of the ids in one, is kept.
+        num_replicas - 1` appears exactly once and all groups have the same
+        size. The order of groups, and of ids in a group, is preserved.
 
     Raises:
       TypeError: If `groups` is not a nested sequence, or an id is not an
@@ -53,8 +52,8 @@ class GroupAssignment:
     >>> groups == tf_xshard.GroupAssignment.contiguous(4, 2)
     True
 
-    Source: `group_assignment` of `tf.compat.v1.tpu.CrossShardOptimizer`. That
-    one accepts duplicate ids (`[[0, 1], [1, 0]]`); this one does not.
+    Source: `group_assignment` of `tf.compat.v1.tpu.CrossShardOptimizer`, which
+    accepts duplicate ids (`[[0, 1], [1, 0]]`); this class does not.
     """
 
     __slots__ = ("_groups", "_group_of")
@@ -148,11 +147,11 @@ class GroupAssignment:
 
     @classmethod
     def by_host(cls, strategy: Any) -> GroupAssignment:
-        """One group a host: who can reduce without the network.
+        """One group per host: replicas that can reduce without the network.
 
-        From the strategy's own view: the hosts of the cluster's addresses
-        (MultiWorkerMirroredStrategy), or the tasks of its devices. Processes of
-        one host, such as of one machine's loopback interface, are one group.
+        Hosts are determined by the strategy: from the cluster's addresses
+        (MultiWorkerMirroredStrategy), or from the tasks of its devices.
+        Processes on one host are one group.
 
         Args:
           strategy: A `tf.distribute.Strategy`.
@@ -177,13 +176,13 @@ class GroupAssignment:
         if len(set(sizes.values())) > 1:
             raise ValueError(
                 f"by_host() found hosts with different numbers of replicas,"
-                f" {sizes}, and groups have one size. Give group_assignment as"
-                " a nested list that fits, or no groups."
+                f" {sizes}, but groups must have the same size. Pass a fitting"
+                " nested list as group_assignment, or no groups."
             )
         return cls(list(groups.values()))
 
     def transposed(self) -> GroupAssignment:
-        """Groups across these: the first replicas of all, the second, ....
+        """Groups across these: the first replica of each, the second, ....
 
         Returns:
           A `GroupAssignment` of `group_size` groups.
@@ -252,7 +251,7 @@ class GroupAssignment:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"GroupAssignment is frozen: {name!r} can't be set. Make a new one."
+            f"GroupAssignment is frozen: {name!r} can't be set. Create another."
         )
 
     def __delattr__(self, name: str) -> None:
@@ -284,30 +283,30 @@ def for_replicas(
 
     Args:
       groups: A `GroupAssignment`, or None for one group.
-      num_replicas: How many replicas there are.
+      num_replicas: The number of replicas.
       where: What has these replicas, for the error.
 
     Returns:
       A `GroupAssignment` for `num_replicas` replicas.
 
     Raises:
-      ValueError: If `groups` is for another number of replicas.
+      ValueError: If `groups` is for a different number of replicas.
     """
     if groups is None:
         return GroupAssignment.single(num_replicas)
     if groups.num_replicas != num_replicas:
         raise ValueError(
             f"group_assignment {groups.to_list()} is for"
-            f" {groups.num_replicas} replicas, and {where} has {num_replicas}."
-            f" Give one for {num_replicas} (a saved model: load it with"
-            " compile=False and compile it anew), and use the optimizer under"
+            f" {groups.num_replicas} replicas, but {where} has {num_replicas}."
+            f" Pass one for {num_replicas} (for a saved model: load it with"
+            " compile=False and compile it again), and use the optimizer under"
             " the strategy that it was written for."
         )
     return groups
 
 
 def same_groups(one: GroupAssignment, other: GroupAssignment) -> bool:
-    """Whether the same replicas are together, in whatever order."""
+    """Whether the same replicas are grouped, in any order."""
     return set(map(frozenset, one)) == set(map(frozenset, other))
 
 
@@ -316,7 +315,7 @@ def _hosts(strategy: Any) -> list[str]:
     devices = list(strategy.extended.worker_devices)
     num_replicas = strategy.num_replicas_in_sync
     if len(devices) < num_replicas:
-        # Several processes, each of which sees its own devices only.
+        # Several processes, each of which sees only its own devices.
         cluster = strategy.cluster_resolver.cluster_spec().as_dict()
         addresses = [
             address
@@ -328,7 +327,7 @@ def _hosts(strategy: Any) -> list[str]:
         ]
     # "/job:worker/replica:0/task:1/device:TPU:0" without the device.
     hosts = [device.rpartition("/device:")[0] for device in devices]
-    # A simulated TPU's hosts are all this process.
+    # All hosts of a simulated TPU are this process.
     if len(set(hosts)) == 1 and getattr(strategy.extended, "num_hosts", 1) > 1:
         per_host = strategy.extended.num_replicas_per_host
         return [str(r // per_host) for r in range(num_replicas)]
@@ -336,19 +335,19 @@ def _hosts(strategy: Any) -> list[str]:
 
 
 def joined(assignments: Sequence[GroupAssignment]) -> GroupAssignment:
-    """Who is together with whom by any of several assignments.
+    """The groups that result from several assignments together.
 
-    Optimizers that reduce one after another over rows and columns reduce over
-    all in the end.
+    Nested optimizers that reduce over rows and columns reduce over all replicas
+    overall.
 
     Args:
-      assignments: At least one, for equally many replicas.
+      assignments: At least one, all for the same number of replicas.
 
     Returns:
-      An assignment; the first one, if the others add nothing to it.
+      An assignment; the first, if the others do not extend it.
 
     Raises:
-      ValueError: If groups of different sizes come out.
+      ValueError: If the resulting groups have different sizes.
     """
     first, *others = assignments
     groups = [set(group) for group in first]
@@ -371,13 +370,13 @@ def _num_groups(num_replicas: int, group_size: int) -> int:
         raise ValueError(
             f"group_size={group_size} does not divide"
             f" num_replicas={num_replicas}: every replica must be in exactly"
-            " one group, and groups have one size."
+            " one group, and all groups have the same size."
         )
     return num_replicas // group_size
 
 
 def _as_replica_id(value: Any) -> int | None:
-    """`value` as an int, or None where it is no integer (a bool is none)."""
+    """`value` as an int, or None if it is not an integer (or a bool)."""
     try:
         return checks.integer("replica id", value)
     except TypeError:
@@ -385,7 +384,7 @@ def _as_replica_id(value: Any) -> int | None:
 
 
 def _validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
-    """Checks everything that DESIGN's group assignment promises."""
+    """Checks everything that `GroupAssignment` documents."""
     nested = [_sequence(row, groups) for row in _sequence(groups, groups)]
     if not any(nested):
         raise ValueError(f"group_assignment {groups!r} is empty. {_HINT}")
