@@ -1,9 +1,9 @@
-"""What TensorFlow, Keras and jax do not export, and nothing else does touch.
+"""Names that TensorFlow, Keras and jax do not export; used only here.
 
 Enters: objects of TensorFlow and Keras. Leaves: plain functions over them, each
-private name with a comment that says why and which versions have it. When a new
-version moves one, the import of `tf_xshard` raises with its name, and the place
-to change is here. Imports the values beside the folders only.
+private name with a comment that says why and which versions have it. If a new
+version moves a name, importing `tf_xshard` raises with that name, and the fix
+belongs here. Imports only the modules beside the folders.
 
 - `tensorflow`: AutoGraph, the key-value store, aborting collectives, threads.
 - `keras_optimizers`: optimizers made local, and their private attributes.

@@ -1,7 +1,7 @@
-"""What a Keras model keeps to itself and callbacks and saving have to touch.
+"""Private attributes of a Keras model that callbacks and saving need.
 
-Another door to what Keras does not export; the optimizers' is `inner_update`.
-`tests/conformance/private_names_test.py` looks at what this rests on.
+Those of optimizers are in `keras_optimizers`. `private_names_test.py` in
+`tests/conformance` checks what this depends on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import tensorflow as tf
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Makes the running `fit` begin with an epoch; None for its own.
+    """Makes the running `fit` start at an epoch; None for its own.
 
     Args:
-      model: The model that is trained, before its first epoch.
+      model: The model being trained, before its first epoch.
       epoch: Index of the epoch.
     """
     # What keras.callbacks.BackupAndRestore sets; `fit` has no public way.
@@ -25,20 +25,20 @@ def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def skip_steps(model: keras.Model, num_steps: int) -> None:
-    """Makes the running `fit` read so many batches and not train on them.
+    """Makes the running `fit` read batches without training on them.
 
     Args:
-      model: The model that is trained, at the beginning of an epoch.
+      model: The model being trained, at the beginning of an epoch.
       num_steps: How many batches, a multiple of `steps_per_execution`.
     """
     train_function = model.train_function
-    # None for a list of callbacks that keeps no history.
+    # None if the list of callbacks keeps no history.
     history = getattr(model, "history", None)
     remaining = num_steps
 
     def skip(iterator):
         nonlocal remaining
-        # `fit` has a history of its own: this one was left in mid-epoch.
+        # Each `fit` has its own history: the first was left in mid-epoch.
         if remaining <= 0 or getattr(model, "history", None) is not history:
             model.train_function = train_function
             return train_function(iterator)
@@ -61,7 +61,7 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
 def losses_instead(
     model: keras.Model, losses: Sequence[tf.Tensor]
 ) -> Iterator[None]:
-    """Makes `model.losses`, which `compute_loss` adds, something else."""
+    """Replaces `model.losses`, which `compute_loss` adds."""
     before = model._losses_override
     model._losses_override = list(losses)
     try:
@@ -74,12 +74,12 @@ def losses_instead(
 def compiled_with(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, config: dict
 ) -> Iterator[None]:
-    """Makes a model's optimizer and its compile config others.
+    """Replaces a model's optimizer and its compile config.
 
-    Without `compile`, which would make its metrics and functions anew.
+    Without `compile`, which would recreate its metrics and functions.
     """
     before = model.optimizer
-    # Not through Keras, which would make the optimizer a part of the model.
+    # Not through Keras, which would make the optimizer part of the model.
     object.__setattr__(model, "optimizer", optimizer)
     object.__setattr__(model, "get_compile_config", lambda: config)
     try:

@@ -1,14 +1,14 @@
-"""What Keras' optimizers do not export, and optimizers made local.
+"""Makes Keras optimizers local, with names that they do not export.
 
 Keras sums gradients over all replicas inside every optimizer, after clipping
-and weight decay, and has no public switch for that (keras#19308). Here an
+and weight decay, with no public switch to turn it off (keras#19308). Here an
 optimizer is made local: it updates each replica's own copy of the variables, in
 replica context, from the gradients that it is given. Then everything it does
-works inside `tf.cond` too, where Keras' own way through merge_call fails
-(gradient accumulation, EMA overwriting: keras#20582).
+also works inside `tf.cond`, where Keras' own merge_call fails (gradient
+accumulation, EMA overwriting: keras#20582).
 
-The type of the object becomes a subclass, which answers to `__class__` with the
-original, so that configs, files and `isinstance` stay as they were:
+The object's type becomes a subclass whose `__class__` returns the original
+class, which preserves configs, files and `isinstance`:
 
     keras.optimizers.SGD                     LossScaleOptimizer
       |                                        |
@@ -34,13 +34,13 @@ from keras.src.utils import tracking as _tracking
 
 from tf_xshard import dependencies
 
-# Keras' private names, each with the reason. Seen in 3.12 to 3.15.
-# tests/conformance/private_names_test.py fails with the name of one that moved.
+# Keras' private names, each with the reason. Present in 3.12 to 3.15.
+# If one moves, tests/conformance/private_names_test.py fails with its name.
 KERAS_PRIVATE_NAMES = (
     # The sum over all replicas, which must not happen a second time.
     (_TFOptimizer, "_all_reduce_sum_gradients"),
-    # These go through merge_call in TFOptimizer; BaseOptimizer's versions do
-    # the same on whatever variable they are given.
+    # These use merge_call in TFOptimizer; BaseOptimizer's versions do the same
+    # on any variable that they are given.
     (_TFOptimizer, "_backend_update_step"),
     (_TFOptimizer, "_apply_weight_decay"),
     (_TFOptimizer, "_backend_increment_gradient_accumulators"),
@@ -48,25 +48,25 @@ KERAS_PRIVATE_NAMES = (
     (_BaseOptimizer, "_apply_weight_decay"),
     (_BaseOptimizer, "_backend_increment_gradient_accumulators"),
     (_BaseOptimizer, "_overwrite_model_variables_with_average_value"),
-    # LossScaleOptimizer's way through merge_call, and the one without.
+    # LossScaleOptimizer's update with merge_call, and without it.
     (keras.optimizers.LossScaleOptimizer, "_tf_apply"),
     (keras.optimizers.LossScaleOptimizer, "_common_apply"),
     # The write behind every assign of a Keras variable.
     (keras.Variable, "_direct_assign"),
-    # What an optimizer is built with belongs to the model. Assigned while Keras
-    # tracks, it would become the optimizer's own.
+    # The variables that an optimizer is built with belong to the model.
+    # Assigned while Keras tracks, they would become the optimizer's own.
     (_tracking, "DotNotTrackScope"),
 )
 # Attributes of every optimizer, used the same way.
 KERAS_PRIVATE_ATTRIBUTES = (
     # The variable or schedule behind learning_rate.
     "_learning_rate",
-    # The step counter, of aggregation ONLY_FIRST_REPLICA: each increment would
-    # go through merge_call.
+    # The step counter, with aggregation ONLY_FIRST_REPLICA: each increment
+    # would use merge_call.
     "_iterations",
-    # The strategy in whose scope the optimizer was made.
+    # The strategy in whose scope the optimizer was created.
     "_distribution_strategy",
-    # What a subclass of Optimizer has to keep in order.
+    # State that a subclass of Optimizer has to maintain.
     "_trainable_variables",
     "_trainable_variables_indices",
     "_var_key",
@@ -90,11 +90,11 @@ def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
     """Makes optimizers update this replica only. Idempotent.
 
     Args:
-      optimizers: Keras' own or a user's, none of this package's wrappers.
+      optimizers: Keras' own or a user's, but none of this package's wrappers.
 
     Raises:
       TypeError: If an optimizer reduces gradients by itself in a way that
-        cannot be taken out. None has been changed then.
+        can't be disabled. Then none has been changed.
     """
     found = list(optimizers)
     for one in found:
@@ -129,13 +129,13 @@ def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
         raise TypeError(
             f"{own.__name__}.{found} reduces gradients over the replicas by"
             " itself; inside a tf_xshard optimizer they would be reduced twice."
-            " Take the reduction out of the inner optimizer."
+            " Remove the reduction from the inner optimizer."
         )
 
 
 @functools.cache
 def _local_class(base: Any, mixin: Any) -> type:
-    # `_Local` goes behind the class (see there), `_LocalLossScale` before it.
+    # `_Local` follows the class (see there), `_LocalLossScale` precedes it.
     bases = (base, mixin) if mixin is _Local else (mixin, base)
     return type(
         base.__name__,
@@ -144,8 +144,8 @@ def _local_class(base: Any, mixin: Any) -> type:
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
-            # Keras looks up by `obj.__class__` under which name a class is
-            # registered; the original's is what belongs into a file.
+            # Keras looks up the registered name by `obj.__class__`; files must
+            # contain the original's.
             "__class__": property(lambda self: base),
         },
     )
@@ -160,8 +160,8 @@ def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
 class _Local(keras.optimizers.Optimizer):
     """Comes between an optimizer's class and `keras.optimizers.Optimizer`.
 
-    As the last class before the base in the method resolution order, it leaves
-    what a subclass overrides in force (Nadam and Muon do).
+    As the last class before the base in the method resolution order, it
+    preserves a subclass's overrides (Nadam and Muon have some).
     """
 
     def _all_reduce_sum_gradients(
@@ -197,8 +197,8 @@ class _Local(keras.optimizers.Optimizer):
             return _BaseOptimizer._overwrite_model_variables_with_average_value(
                 self, trainable_variables
             )
-        # At the end of fit: each replica's average into its own variable.
-        # Keras' own versions write replica 0's into all.
+        # At the end of fit, each replica's average is written to its own
+        # variable. Keras' own versions write replica 0's to all.
         with strategy.scope():
             for variable, average in zip(
                 trainable_variables,
@@ -214,10 +214,10 @@ class _Local(keras.optimizers.Optimizer):
 
 
 class _LocalLossScale(keras.optimizers.LossScaleOptimizer):
-    """LossScaleOptimizer that decides on each replica for itself.
+    """A LossScaleOptimizer that decides on each replica separately.
 
-    Keras' way decides on replica 0's gradients for all. The wrapper makes all
-    replicas see a non-finite gradient where one does, so each decides alike.
+    Keras decides for all replicas by replica 0's gradients. The wrapper gives
+    all replicas non-finite gradients if any has them, so all decide the same.
     """
 
     def _tf_apply(
@@ -227,11 +227,11 @@ class _LocalLossScale(keras.optimizers.LossScaleOptimizer):
 
 
 class _ReplicaLocalVariable(keras.Variable):
-    """A counter that each replica counts in its own copy.
+    """A counter that each replica increments in its own copy.
 
-    Keras' step counter is ONLY_FIRST_REPLICA: each increment asks replica 0 by
+    Keras' step counter is ONLY_FIRST_REPLICA: each increment reads replica 0 by
     merge_call, which fails in `tf.cond` and is an AllToAll on a TPU. All
-    replicas count alike, so none needs to ask.
+    replicas count the same, so none needs to.
     """
 
     def _direct_assign(self, value: Any) -> Any:
@@ -249,9 +249,9 @@ class _ReplicaLocalVariable(keras.Variable):
 
 
 class SwappableAverages:
-    """A wrapper whose moving averages SwapEMAWeights finds.
+    """A wrapper whose moving averages SwapEMAWeights can find.
 
-    It unwraps one level of nesting and reads a private attribute.
+    SwapEMAWeights unwraps one level of nesting and reads a private attribute.
     """
 
     _updating_optimizer: keras.optimizers.Optimizer
@@ -274,12 +274,12 @@ def untracked() -> Any:
 
 
 def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
-    """Makes `tf.train.Checkpoint` find an object below an optimizer.
+    """Makes `tf.train.Checkpoint` find an object under an optimizer.
 
     Args:
       optimizer: The optimizer.
-      child: What it is to find.
-      name: Under which name; a second object of that name replaces the first.
+      child: The object to find.
+      name: Its name; a second object with that name replaces the first.
     """
     optimizer._track_trackable(child, name, overwrite=True)
 
@@ -287,7 +287,7 @@ def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
 def strategy_of(
     optimizer: keras.optimizers.Optimizer,
 ) -> tf.distribute.Strategy:
-    """The strategy in whose scope an optimizer was made."""
+    """The strategy in whose scope an optimizer was created."""
     return optimizer._distribution_strategy
 
 
@@ -301,14 +301,14 @@ def trainable_variables(
 def set_trainable_variables(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Does what the base class' `build` does, without making variables.
+    """Does what the base class' `build` does, without creating variables.
 
-    With `use_ema` and the like forwarded, that would make the inner
-    optimizer's a second time.
+    Since `use_ema` and the like are forwarded, that would create the inner
+    optimizer's variables twice.
 
     Args:
       optimizer: A wrapper.
-      variables: What it is built with.
+      variables: The variables that it is built with.
     """
     for index, variable in enumerate(variables):
         key = optimizer._var_key(variable)
@@ -328,7 +328,7 @@ def check_variables_are_known(
       variables: The variables.
 
     Raises:
-      ValueError: If it was not; Keras' own.
+      ValueError: Keras' own, if it was not.
     """
     optimizer._check_variables_are_known(variables)
 
@@ -353,10 +353,10 @@ def index_of(
 def own_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-    """The variables that a wrapper has made itself.
+    """The variables that a wrapper has created itself.
 
-    Without the base class' step counter, which stays 0: the inner optimizer
-    counts.
+    Without the base class' step counter, which stays 0, since the inner
+    optimizer counts.
     """
     return [v for v in optimizer._variables if v is not optimizer._iterations]
 
@@ -365,7 +365,7 @@ def set_iterations(
     optimizer: keras.optimizers.Optimizer, iterations: int
 ) -> None:
     """Sets how many updates an optimizer has made."""
-    # With accumulation Keras counts calls, and divides when it is asked.
+    # With accumulation Keras counts calls, and divides on reading.
     steps = optimizer.gradient_accumulation_steps or 1
     optimizer._iterations.assign(iterations * steps)
 
@@ -385,14 +385,14 @@ def loss_scale_optimizer_above(
 ) -> bool:
     """Whether a LossScaleOptimizer is among the callers of this function.
 
-    Keras tells an inner optimizer nothing about what is around it, except by
-    calling build: LossScaleOptimizer.build calls the inner one's, also where a
-    MultiOptimizer is between them. One that is directly around an optimizer
+    An inner optimizer cannot find out what wraps it, except when `build` is
+    called: LossScaleOptimizer.build calls the inner optimizer's, even with a
+    MultiOptimizer in between. A LossScaleOptimizer directly around an optimizer
     sets its `loss_scale_factor`, which needs no such search.
 
     Args:
-      is_inside: Whether the optimizer is inside of a LossScaleOptimizer, a
-        function of the latter.
+      is_inside: A function that returns whether the optimizer is inside a given
+        LossScaleOptimizer.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -406,9 +406,9 @@ def loss_scale_optimizer_above(
 
 
 def is_writing_legacy_file() -> bool:
-    """Whether Keras writes a legacy .h5 file right now.
+    """Whether Keras is currently writing a legacy .h5 file.
 
-    Its writer asks an optimizer for nothing that others do not ask for.
+    Nothing that its writer calls on an optimizer is specific to it.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

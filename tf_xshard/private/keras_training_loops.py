@@ -1,7 +1,7 @@
 """The places of Keras' training loops that fail over several processes.
 
-What is right there instead is the business of `multi_worker.fit`; here is what
-Keras does not export, and how it is recognized and replaced.
+The replacements are in `multi_worker.fit`; this module has what Keras does not
+export, and recognizes and replaces it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from keras.src.backend.tensorflow import trainer as _trainer
 
 from tf_xshard import dependencies
 
-# Keras' private names, each with the reason. Seen in 3.12 to 3.15.
+# Keras' private names, each with the reason. Present in 3.12 to 3.15.
 KERAS_PRIVATE_NAMES = (
     # Takes the mean of a tuple of PerReplica values, which
     # MultiWorkerMirroredStrategy refuses (keras#20585).
     (_trainer.TensorFlowTrainer, "_maybe_symbolic_build"),
-    # Reduces scalars over their dimension 0, which they do not have.
+    # Reduces scalars over dimension 0, which they do not have.
     (_trainer, "reduce_per_replica"),
-    # What follows the first, which is right.
+    # Called by the first; correct.
     (_trainer.TensorFlowTrainer, "_symbolic_build"),
 )
 dependencies.check_names(KERAS_PRIVATE_NAMES)
 
-# Sources that are known to be wrong, by their SHA-256: Keras 3.12 to 3.15.
+# The SHA-256 of sources known to be wrong: Keras 3.12 to 3.15.
 _KNOWN_WRONG = {
     "_maybe_symbolic_build": "92a504f5eba9b29f",
     "reduce_per_replica": "2e7d54b1e6edc29a",
 }
-# The calls in them that are wrong. A source without them is another one.
+# The wrong calls in them. A source without them has been changed.
 _WRONG_CALLS = {
     "_maybe_symbolic_build": "distribute_strategy.reduce(",
     "reduce_per_replica": 'strategy.reduce("MEAN", v, axis=0)',
@@ -44,7 +44,7 @@ LOOPS = ("fit", "evaluate", "predict")
 
 
 def state_of(name: str, function: Callable) -> str:
-    """`"wrong"`, `"right"` or `"unknown"`: a place of this Keras."""
+    """Whether a place of this Keras is `"wrong"`, `"right"` or `"unknown"`."""
     source = inspect.getsource(function)
     digest = hashlib.sha256(source.encode()).hexdigest()
     if digest.startswith(_KNOWN_WRONG[name]):
@@ -57,21 +57,20 @@ def replace(
     mean_of_replicas: Callable[[Any, tf.distribute.Strategy], Any],
     spans_processes: Callable[[tf.distribute.Strategy], bool],
 ) -> Callable[[], None]:
-    """Replaces what is wrong where replicas are in several processes.
+    """Replaces what is wrong if replicas are in several processes.
 
     Args:
-      loop_of_worker: Makes of `fit`, `evaluate` or `predict` the one that
-        replaces it.
+      loop_of_worker: Maps `fit`, `evaluate` or `predict` to its replacement.
       mean_of_replicas: The mean over all replicas of what each returned from a
         step, a structure of tensors.
       spans_processes: Whether replicas of a strategy are in several processes.
-        Under another strategy nothing changes.
+        Other strategies are not affected.
 
     Returns:
-      A function without arguments that makes Keras what it was.
+      A function without arguments that restores Keras.
 
     Raises:
-      RuntimeError: If this Keras is not known.
+      RuntimeError: If this Keras is unknown.
     """
     places = {
         "_maybe_symbolic_build": (
@@ -94,16 +93,16 @@ def replace(
         states = {"source": f"unknown ({error})"}
     if any(state.startswith("unknown") for state in states.values()):
         raise RuntimeError(
-            "tf_xshard.multi_worker_fit() can't tell whether fit works over"
-            f" several processes in Keras {keras.__version__}: {states}. It is"
-            f" known of Keras {dependencies.proven('keras')}; leave the call"
-            " out to see."
+            "tf_xshard.multi_worker_fit() does not know whether fit works over"
+            f" several processes in Keras {keras.__version__}: {states}. It"
+            f" knows Keras {dependencies.proven('keras')}; leave the call out"
+            " to try."
         )
     wrong = [name for name, state in states.items() if state == "wrong"]
     for name in set(states) - set(wrong):
         logging.warning(
-            "Keras %s has changed %s, and the call that was wrong is gone from"
-            " it: multi_worker_fit() leaves it as it is.",
+            "Keras %s has changed %s and removed the wrong call:"
+            " multi_worker_fit() leaves it as it is.",
             keras.__version__,
             name,
         )
@@ -135,7 +134,7 @@ def _maybe_symbolic_build(
         ):
             return original(self, iterator, data_batch)
         for _, _, batches in iterator:
-            # Only shapes and types count, and one replica's are as good as all.
+            # Only shapes and dtypes matter, so one replica's are enough.
             data_batch = tf.nest.map_structure(
                 lambda one: strategy.experimental_local_results(one)[0],
                 next(batches),

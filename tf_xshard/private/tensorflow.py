@@ -1,6 +1,6 @@
-"""What TensorFlow does not export and this package rests on.
+"""Names that TensorFlow does not export and this package depends on.
 
-With the other modules of this folder the only place that may touch such names.
+Only the modules of this folder may use such names.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
 from tf_xshard import dependencies
 
-# TensorFlow's private names, each with the reason. Seen in 2.20 and 2.21.
-# conformance/private_names_test.py fails with the name of one that moved.
+# TensorFlow's private names, each with the reason. Present in 2.20 and 2.21.
+# If one moves, conformance/private_names_test.py fails with its name.
 TF_PRIVATE_NAMES = (
-    # XLA can't compile tf.unique (a shape that depends on data), so
-    # IndexedSlices must be made dense there; no public call tells whether XLA
+    # XLA can't compile tf.unique (its output shape depends on data), so
+    # IndexedSlices must be made dense there; no public API says whether XLA
     # compiles.
     (_control_flow_util, "GraphOrParentsInXlaContext"),
     # The key-value store of the coordination service that
-    # MultiWorkerMirroredStrategy starts. Workers tell each other there, while
-    # they trace, which variables have a gradient; no collective can, because an
-    # error of one does not say which worker was missing.
+    # MultiWorkerMirroredStrategy starts. Workers exchange there, while they
+    # trace, which variables have a gradient. A collective would not do: its
+    # error does not say which worker was missing.
     (_eager_context.Context, "set_config_key_value"),
     (_eager_context.Context, "get_config_key_value"),
     (_eager_context.Context, "delete_config_key_value"),
-    # Ends collectives that wait for peers which don't come.
+    # Ends collectives that wait for missing peers.
     (_eager_context.Context, "abort_collective_ops"),
-    # Where a thread is while TensorFlow runs a function for it: what tells a
-    # batch that waits from one that is traced.
+    # Where a thread is while TensorFlow runs a function for it: distinguishes a
+    # waiting batch from one that is traced.
     (_eager_execute, "quick_execute"),
-    # The thread that traces a replica, with `graph`, the graph of the replica
-    # function. What lies between that and the current graph decides whether
-    # replicas can meet: `is_control_flow_graph` of a FuncGraph, and this class.
+    # The thread that traces a replica, with `graph`, that of the replica
+    # function. The graphs between it and the current one decide if replicas can
+    # communicate: `is_control_flow_graph` of a FuncGraph, and this class.
     (_mirrored_run, "_MirroredReplicaThread"),
     (_func_graphs, "WhileBodyFuncGraph"),
-    # Marks a function that AutoGraph calls as it is. do_not_convert does so,
+    # Marks a function that AutoGraph calls unconverted. do_not_convert does so,
     # too, but hides whether the caller is converted, which hooks need.
     (_autograph, "autograph_artifact"),
 )
@@ -56,15 +56,15 @@ dependencies.check_names(TF_PRIVATE_NAMES)
 def has_device_assignment(strategy: tf.distribute.Strategy) -> bool:
     """Whether a TPUStrategy fixed XLA's replica numbering.
 
-    Without it XLA's replica ids need not equal `replica_id_in_sync_group`.
+    If not, XLA's replica ids may differ from `replica_id_in_sync_group`.
     """
-    # `_device_assignment` has been the attribute's name since TPUStrategy came
-    # to TF 1.12; no public accessor answers this.
+    # The attribute has been named `_device_assignment` since TPUStrategy came
+    # to TF 1.12; there is no public accessor.
     return strategy.extended._device_assignment is not None
 
 
 def in_xla() -> bool:
-    """Whether XLA is going to compile what is being traced."""
+    """Whether XLA will compile what is being traced."""
     return _control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
@@ -74,7 +74,7 @@ def replica_graph() -> tf.Graph:
     """The graph of the replica function that this thread traces.
 
     Under MirroredStrategy and MultiWorkerMirroredStrategy every replica is
-    traced by a thread of its own.
+    traced by a separate thread.
     """
     thread = threading.current_thread()
     assert isinstance(thread, _mirrored_run._MirroredReplicaThread), thread
@@ -95,7 +95,7 @@ def lookup(key: str, timeout_seconds: float) -> str:
     """Waits for a value in the cluster's key-value store.
 
     Raises:
-      tf.errors.OpError: If it does not come in time or a worker is gone.
+      tf.errors.OpError: If it does not arrive in time or a worker is gone.
     """
     return _eager_context.context().get_config_key_value(
         key, max(1, int(timeout_seconds * 1000))
@@ -103,12 +103,12 @@ def lookup(key: str, timeout_seconds: float) -> str:
 
 
 def withdraw(key: str) -> None:
-    """Takes a value out of the cluster's key-value store."""
+    """Removes a value from the cluster's key-value store."""
     _eager_context.context().delete_config_key_value(key)
 
 
 def abort_collectives(message: str) -> None:
-    """Makes every collective of this process fail, now and from now on."""
+    """Makes every current and future collective of this process fail."""
     _eager_context.context().abort_collective_ops(
         tf.errors.DEADLINE_EXCEEDED, message
     )
@@ -130,14 +130,14 @@ def _is_another_thread_in(files: tuple[str, ...]) -> bool:
 
 
 def a_function_runs() -> bool:
-    """Whether TensorFlow runs a function, and not only traces, for a thread."""
+    """Whether TensorFlow executes (not just traces) a function for a thread."""
     return _is_another_thread_in((_eager_execute.__file__,))
 
 
 def nothing_computes() -> bool:
-    """Whether no thread waits for TensorFlow, so no collective is under way.
+    """Whether no thread waits for TensorFlow, so no collective is running.
 
-    The calling thread does not count.
+    Ignores the calling thread.
     """
     return (
         tf.config.experimental.get_synchronous_execution()
@@ -149,11 +149,11 @@ _caller = threading.local()
 
 
 def entry_point(function: Callable) -> Callable:
-    """Marks what a user's `tf.function` calls, so that AutoGraph skips it.
+    """Makes AutoGraph skip a function that a user's `tf.function` calls.
 
-    AutoGraph would convert all code of this package that a step calls, which
-    takes seconds of the first trace and changes nothing. What the user passes
-    in is converted by itself: see `as_called_by_user`.
+    Otherwise AutoGraph would convert all code of this package that a step
+    calls, which adds seconds to the first trace and changes nothing. Functions
+    passed in by the user are converted separately: see `as_called_by_user`.
 
     Args:
       function: A function or method of this package.
@@ -165,12 +165,12 @@ def entry_point(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        # An entry point inside another one is called by this package.
+        # An entry point inside another is called by this package.
         if getattr(_caller, "convert", None) is not None:
             return unconverted(*args, **kwargs)
         _caller.convert = _as_it_is
         # Converted code calls through AutoGraph's module. Its context does not
-        # tell: in the thread of a replica it says UNSPECIFIED in any case.
+        # help: in a replica's thread it is always UNSPECIFIED.
         if sys._getframe(1).f_code.co_filename == _autograph.__file__:
             _caller.convert = functools.partial(
                 tf.__internal__.autograph.tf_convert,
@@ -185,13 +185,13 @@ def entry_point(function: Callable) -> Callable:
 
 
 def as_called_by_user(function: Callable) -> Callable:
-    """A function of the user's, converted as the user's own calls are.
+    """Converts a user's function the way the user's own calls are.
 
     Args:
-      function: What the user passed in, such as `pre_reduce`.
+      function: A function passed in by the user, such as `pre_reduce`.
 
     Returns:
-      It, converted by AutoGraph if the code that called the entry point is.
+      It, converted by AutoGraph if the caller of the entry point is.
     """
     convert = getattr(_caller, "convert", None)
     return convert(function) if convert else function
