@@ -1,10 +1,10 @@
-"""Claim: normalized accumulations train at every period, bare sums do not.
+"""Claim: normalized accumulations train at every period, plain sums do not.
 
-The demo's classifier on 1,797 real digits, eight replicas. What the workers
-have accumulated is added up, as in the paper (arXiv 1710.02368) and in TF1:
+The demo's classifier on 1,797 real digits, eight replicas. The workers'
+accumulations are summed, as in the paper (arXiv 1710.02368) and in TF1:
 AGNOptimizer with an exchange every 1 to 40 steps, the same without
-normalization, and synchronous training; beside them local SGD, which averages
-the models. Several seeds; validation accuracy, exchanges, bytes and a picture:
+normalization, and synchronous training; also local SGD, which averages the
+models. Several seeds; validation accuracy, exchanges, bytes and a plot:
 `python -m benchmarks.agn_communication`.
 """
 
@@ -85,7 +85,7 @@ METHODS = {AGN: _agn, SUMS: _sums, LOCAL_SGD: _local_sgd}
 
 @dataclasses.dataclass
 class _Run:
-    """Accuracy every other epoch; group sums and bytes handed in, a replica."""
+    """Accuracy every other epoch; group sums and their bytes, per replica."""
 
     accuracies: list[float]
     num_sums: int

@@ -1,7 +1,7 @@
 """Claim: tracing a first step takes no longer with us than with plain Keras.
 
-Each measurement is a process of its own, since a second trace is faster: CPU
-seconds of the first trace of one `apply_gradients` in a `tf.function` under
+Each measurement runs in a new process, since a second trace is faster: CPU
+seconds of the first trace of an `apply_gradients` in a `tf.function` under
 MirroredStrategy, plain Keras and the wrapper in turn:
 `python -m benchmarks.first_trace`.
 """

@@ -1,8 +1,8 @@
 """Horovod's process sets on the tensors of benchmarks/multi_worker.py.
 
-`horovodrun -np 4 --gloo python horovod_process_sets.py NUM_STEPS`, in an
-environment of its own: Horovod 0.28.1 needs an older TensorFlow, so nothing of
-this project is imported here. Prints the median seconds a step.
+`horovodrun -np 4 --gloo python horovod_process_sets.py NUM_STEPS`, in its own
+environment: Horovod 0.28.1 needs an older TensorFlow, so nothing of this
+project is imported here. Prints the median seconds per step.
 """
 
 import json

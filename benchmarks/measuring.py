@@ -1,4 +1,4 @@
-"""What every benchmark here does the same way."""
+"""Functions shared by the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 
 def print_setting(devices: str) -> None:
-    """Versions and devices, without which no number can be read."""
+    """Prints versions and devices, which every number depends on."""
     print(
         f"TensorFlow {tf.__version__}, Keras {keras.__version__}, Python"
         f" {platform.python_version()}, {platform.machine()}; {devices}",

@@ -1,12 +1,12 @@
-"""Claim: subgroup collectives take half the time of a sum over everyone.
+"""Claim: subgroup collectives take half the time of a sum over all replicas.
 
 Four processes on one machine under MultiWorkerMirroredStrategy, 162 tensors and
-52 million float32 numbers a step, groups of two: our path in float32, the same
-again (the noise), and in bfloat16, one tensor at a time, with several bucket
-sizes and numbers of buckets in flight, the strategy's own all_reduce over all
-four, a one-hot stack, an all_gather; interleaved, all in one run, with the
-bytes on the wire. With `--horovod_python`, the Python of an environment that
-has Horovod, its process sets on the same tensors, before and after:
+52 million float32 numbers per step, groups of two: our path in float32, again
+(the noise), in bfloat16, one tensor at a time, with several bucket sizes and
+numbers of buckets in flight, the strategy's own all_reduce over all four, a
+one-hot stack, an all_gather; interleaved, all in one run, with the bytes on the
+wire. With `--horovod_python`, the Python of an environment that has Horovod,
+its process sets on the same tensors, before and after:
 `python -m benchmarks.multi_worker`.
 """
 
@@ -166,7 +166,7 @@ def _worker():
 
 
 def _sent(step, barrier) -> float:
-    """Bytes that each process sends a step."""
+    """Bytes that each process sends per step."""
     barrier().numpy()
     time.sleep(1.0)
     before = counting.loopback_bytes()
@@ -178,7 +178,7 @@ def _sent(step, barrier) -> float:
         step().numpy()
     barrier().numpy()
     time.sleep(1.0)
-    # What the idle cluster sends in a second goes off; the barriers stay in.
+    # Subtract what the idle cluster sends in a second; barriers are included.
     sent = counting.loopback_bytes() - before - idle
     return sent / NUM_WORKERS / _STEPS.value
 
@@ -226,7 +226,7 @@ def _print_report(medians, sent):
 
 
 def _horovod() -> float:
-    """Horovod's median seconds a step, of a run of its own."""
+    """Horovod's median seconds per step, in a separate run."""
     program = os.path.join(os.path.dirname(__file__), "horovod_process_sets.py")
     python = _HOROVOD_PYTHON.value
     run = subprocess.run(

@@ -1,9 +1,9 @@
-"""Claim: tracing grows linearly with the variables, a step not with the groups.
+"""Claim: tracing grows linearly with variables; steps do not with groups.
 
-One process, MirroredStrategy over eight logical CPUs, SGD: seconds to trace a
-step and to run one, with 10, 100 and 1000 variables in one group, and with 1, 2
-and 4 groups of the eight replicas; interleaved, beside plain Keras in the same
-run: `python -m benchmarks.scaling`.
+One process, MirroredStrategy over eight logical CPUs, SGD: seconds to trace and
+to run a step, with 10, 100 and 1000 variables in one group, and with 1, 2 and 4
+groups of the eight replicas; interleaved, next to plain Keras in the same run:
+`python -m benchmarks.scaling`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _timed(concrete):
 
 
 def _compare(strategy, cases):
-    """Prints a line a case: tracing, then steps in interleaved blocks."""
+    """Prints a line per case: tracing, then steps in interleaved blocks."""
     steps, tracing = {}, {}
     for name, (num_variables, num_groups) in cases.items():
         steps[name], tracing[name] = _made(strategy, num_variables, num_groups)

@@ -1,10 +1,10 @@
-"""Claim: native groups hand 1/num_groups of the stacked path's bytes over.
+"""Claim: native groups communicate 1/num_groups of the stacked path's bytes.
 
-A model of 27 million parameters, one Adam step, compiled for TPU (it does not
-run): plain Keras, group sums by `CrossReplicaSum` with a group assignment, and
-group sums as a stack through the strategy's all_reduce, which is the path
-without a device assignment. All numbers are the TPU compiler's, read from the
-optimized HLO: `python -m benchmarks.tpu_compile`.
+A model of 27 million parameters, one Adam step, compiled for TPU but not run:
+plain Keras, group sums by `CrossReplicaSum` with a group assignment, and group
+sums as a stack through the strategy's all_reduce, which is the path without a
+device assignment. All numbers are the TPU compiler's, read from the optimized
+HLO: `python -m benchmarks.tpu_compile`.
 """
 
 from __future__ import annotations
