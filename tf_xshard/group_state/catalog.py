@@ -19,7 +19,7 @@ from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.group_state import walk
 from tf_xshard.optimizers import tree
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 
 # Equal on all replicas of one group, unless something is wrong.
 EQUAL_IN_A_GROUP = ("weight", "slot", "center")
@@ -186,7 +186,7 @@ def _strategy(
     """The one strategy of all that was found."""
     found = [replica_variables.strategy_of(one.variable) for one in entries]
     found += [
-        keras_optimizers.strategy_of(one)
+        keras_optimizer_state.strategy_of(one)
         for of_part in optimizers.values()
         for one in of_part
     ]

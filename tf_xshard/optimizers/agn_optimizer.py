@@ -21,7 +21,7 @@ from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
 from tf_xshard.optimizers import wrapper_arguments
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 from tf_xshard.reduction import gradients as gradients_lib
 
 
@@ -259,7 +259,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
 
     def _indices(self, variables: Sequence) -> list[int]:
         """The indices of the variables that this was built with."""
-        found = [keras_optimizers.index_of(self, v) for v in variables]
+        found = [keras_optimizer_state.index_of(self, v) for v in variables]
         return [index for index in found if index is not None]
 
     def _begin_step(self) -> tf.Tensor:
@@ -291,7 +291,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
           here: Where the code runs.
         """
         self._seen.note_update()
-        local = keras_optimizers.trainable_variables(self)
+        local = keras_optimizer_state.trainable_variables(self)
         totals = [
             self._accumulated(index, num_steps)
             if index in indices or getattr(variable, "trainable", True)

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_optimizers
 from tf_xshard.private import tensorflow as private_tensorflow
 
@@ -64,7 +65,7 @@ class Delegation(
 
     @property
     def _own_variables(self) -> list[keras.Variable]:
-        return keras_optimizers.own_variables(self)
+        return keras_optimizer_state.own_variables(self)
 
     @property
     def learning_rate(self) -> Any:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import delegation
 from tf_xshard.optimizers import tree
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 
 
 class LossConventions(delegation.Delegation):
@@ -26,7 +26,7 @@ class LossConventions(delegation.Delegation):
     def _refuse_loss_scale_optimizer_above(self) -> None:
         if self._may_be_in_a_loss_scale_optimizer():
             return
-        if keras_optimizers.loss_scale_optimizer_above(
+        if keras_optimizer_state.loss_scale_optimizer_above(
             lambda one: any(inner is self for inner in tree.descendants(one))
         ):
             raise ValueError(self._loss_scale_error())

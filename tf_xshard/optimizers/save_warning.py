@@ -7,7 +7,7 @@ from collections.abc import Callable
 import tensorflow as tf
 from absl import logging
 
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 
 
 class LossySaveWarning(tf.train.experimental.PythonState):
@@ -40,7 +40,7 @@ class LossySaveWarning(tf.train.experimental.PythonState):
 
     def warn_in_legacy_save(self) -> None:
         """The same, if the config is read to write a legacy .h5 file."""
-        if keras_optimizers.is_writing_legacy_file():
+        if keras_optimizer_state.is_writing_legacy_file():
             self.warn()
 
     def serialize(self) -> str:

@@ -19,7 +19,7 @@ from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
 from tf_xshard.optimizers import wrapper_arguments
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import gradients as gradients_lib
 
@@ -146,7 +146,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         if self._num_towers == 1:
             self._apply_aggregate(gradients, variables, here, 1)
             return
-        indices = [keras_optimizers.index_of(self, v) for v in variables]
+        indices = [keras_optimizer_state.index_of(self, v) for v in variables]
         self._accumulator.add(gradients, indices)
         count = replica_variables.read(self._tower) + 1
         # Greater if an open round of more towers was loaded.
@@ -244,7 +244,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         self._seen.note_update()
         totals, variables = [], []
         for index, variable in enumerate(
-            keras_optimizers.trainable_variables(self)
+            keras_optimizer_state.trainable_variables(self)
         ):
             is_frozen = not getattr(variable, "trainable", True)
             if index in self._seen:

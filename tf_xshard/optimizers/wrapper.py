@@ -22,7 +22,7 @@ from tf_xshard.optimizers import loss_conventions
 from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper_arguments
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_sum
 
@@ -79,7 +79,7 @@ class OptimizerWrapper(loss_conventions.LossConventions):
         warning = save_warning.LossySaveWarning(name, self._lost_now)
         self._set_untracked("_save_warning", warning)
         # Checkpoints store it under this name.
-        keras_optimizers.track(self, warning, "notice_of_saving")
+        keras_optimizer_state.track(self, warning, "notice_of_saving")
         self._is_outermost = True
         self._resolved_loss_normalization()
         # Change the inner optimizers last, when nothing can be refused any
@@ -89,7 +89,7 @@ class OptimizerWrapper(loss_conventions.LossConventions):
             inner._is_outermost = False
 
     def _check_same_scope(self, inner: keras.optimizers.Optimizer) -> None:
-        own, its = self._strategy, keras_optimizers.strategy_of(inner)
+        own, its = self._strategy, keras_optimizer_state.strategy_of(inner)
         if own is not its:
             raise ValueError(
                 f"{type(self).__name__} is created in the scope of"
@@ -101,7 +101,7 @@ class OptimizerWrapper(loss_conventions.LossConventions):
     @property
     def _strategy(self) -> tf.distribute.Strategy:
         """The strategy in whose scope this optimizer was made."""
-        return keras_optimizers.strategy_of(self)
+        return keras_optimizer_state.strategy_of(self)
 
     @property
     def reduction(self) -> str:
@@ -201,7 +201,7 @@ class OptimizerWrapper(loss_conventions.LossConventions):
                     " variables of these gradients. Pass them:"
                     " apply(grads, variables), or call build(variables) first."
                 )
-            variables = list(keras_optimizers.trainable_variables(self))
+            variables = list(keras_optimizer_state.trainable_variables(self))
         else:
             variables = list(trainable_variables)
         if len(grads) != len(variables):
@@ -215,7 +215,7 @@ class OptimizerWrapper(loss_conventions.LossConventions):
             # than once; init_scope exits it, and the strategy's scope too.
             with tf.init_scope():
                 self.build(variables)
-        keras_optimizers.check_variables_are_known(self, variables)
+        keras_optimizer_state.check_variables_are_known(self, variables)
         return variables
 
     # Building.
@@ -254,7 +254,7 @@ class OptimizerWrapper(loss_conventions.LossConventions):
     def _build(self, variables: list) -> None:
         with keras.name_scope(self.name, caller=self):
             self._build_inner(variables)
-        keras_optimizers.set_trainable_variables(self, variables)
+        keras_optimizer_state.set_trainable_variables(self, variables)
         inner_update.make_local(self.inner_optimizer)
         # Keras keeps a MultiOptimizer's optimizers in a list that
         # tf.train.Checkpoint does not follow, so track them here.
@@ -262,7 +262,7 @@ class OptimizerWrapper(loss_conventions.LossConventions):
             if hasattr(one, "inner_optimizer"):
                 continue
             for position, leaf in enumerate(tree.children(one)):
-                keras_optimizers.track(
+                keras_optimizer_state.track(
                     self, leaf, f"optimizer_{index}_{position}"
                 )
         if self._pending_weights is not None:
@@ -297,7 +297,7 @@ class OptimizerWrapper(loss_conventions.LossConventions):
         """The same, but only if replicas currently differ."""
         lost = self._unsaved_state()
         variables = [
-            *keras_optimizers.trainable_variables(self),
+            *keras_optimizer_state.trainable_variables(self),
             *self.variables,
         ]
         if lost and self.built and replica_variables.may_differ(variables):

@@ -21,8 +21,6 @@ class, which preserves configs, files and `isinstance`:
 from __future__ import annotations
 
 import functools
-import sys
-import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,26 +55,6 @@ KERAS_PRIVATE_NAMES = (
     # Assigned while Keras tracks, they would become the optimizer's own.
     (_tracking, "DotNotTrackScope"),
 )
-# Attributes of every optimizer, used the same way.
-KERAS_PRIVATE_ATTRIBUTES = (
-    # The variable or schedule behind learning_rate.
-    "_learning_rate",
-    # The step counter, with aggregation ONLY_FIRST_REPLICA: each increment
-    # would use merge_call.
-    "_iterations",
-    # The strategy in whose scope the optimizer was created.
-    "_distribution_strategy",
-    # State that a subclass of Optimizer has to maintain.
-    "_trainable_variables",
-    "_trainable_variables_indices",
-    "_var_key",
-    "_check_variables_are_known",
-    "_variables",
-    "_track_trackable",
-    # What SwapEMAWeights reads; it unwraps one level of nesting only.
-    "_model_variables_moving_average",
-)
-
 _REDUCING_METHODS = (
     "apply",
     "apply_gradients",
@@ -271,151 +249,6 @@ class SwappableAverages:
 def untracked() -> Any:
     """A context in which attributes take variables without owning them."""
     return _tracking.DotNotTrackScope()
-
-
-def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
-    """Makes `tf.train.Checkpoint` find an object under an optimizer.
-
-    Args:
-      optimizer: The optimizer.
-      child: The object to find.
-      name: Its name; a second object with that name replaces the first.
-    """
-    optimizer._track_trackable(child, name, overwrite=True)
-
-
-def strategy_of(
-    optimizer: keras.optimizers.Optimizer,
-) -> tf.distribute.Strategy:
-    """The strategy in whose scope an optimizer was created."""
-    return optimizer._distribution_strategy
-
-
-def trainable_variables(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.Variable]:
-    """The variables that an optimizer was built with; none before that."""
-    return optimizer._trainable_variables or []
-
-
-def set_trainable_variables(
-    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
-) -> None:
-    """Does what the base class' `build` does, without creating variables.
-
-    Since `use_ema` and the like are forwarded, that would create the inner
-    optimizer's variables twice.
-
-    Args:
-      optimizer: A wrapper.
-      variables: The variables that it is built with.
-    """
-    for index, variable in enumerate(variables):
-        key = optimizer._var_key(variable)
-        optimizer._trainable_variables_indices[key] = index
-    with untracked():
-        optimizer._trainable_variables = variables
-    optimizer.built = True
-
-
-def check_variables_are_known(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence
-) -> None:
-    """Checks that an optimizer was built with all of these variables.
-
-    Args:
-      optimizer: The optimizer.
-      variables: The variables.
-
-    Raises:
-      ValueError: Keras' own, if it was not.
-    """
-    optimizer._check_variables_are_known(variables)
-
-
-def index_of(
-    optimizer: keras.optimizers.Optimizer, variable: Any
-) -> int | None:
-    """A variable's position among those that an optimizer was built with.
-
-    Args:
-      optimizer: The optimizer.
-      variable: A variable.
-
-    Returns:
-      Its position, or None if the optimizer was not built with it.
-    """
-    return optimizer._trainable_variables_indices.get(
-        optimizer._var_key(variable)
-    )
-
-
-def own_variables(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.Variable]:
-    """The variables that a wrapper has created itself.
-
-    Without the base class' step counter, which stays 0, since the inner
-    optimizer counts.
-    """
-    return [v for v in optimizer._variables if v is not optimizer._iterations]
-
-
-def set_iterations(
-    optimizer: keras.optimizers.Optimizer, iterations: int
-) -> None:
-    """Sets how many updates an optimizer has made."""
-    # With accumulation Keras counts calls, and divides on reading.
-    steps = optimizer.gradient_accumulation_steps or 1
-    optimizer._iterations.assign(iterations * steps)
-
-
-def learning_rate_at(
-    optimizer: keras.optimizers.Optimizer, iterations: int
-) -> float:
-    """The learning rate of the update after `iterations` updates."""
-    rate = optimizer._learning_rate
-    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-        return float(rate(iterations))
-    return float(optimizer.learning_rate)
-
-
-def loss_scale_optimizer_above(
-    is_inside: Any,
-) -> bool:
-    """Whether a LossScaleOptimizer is among the callers of this function.
-
-    An inner optimizer cannot find out what wraps it, except when `build` is
-    called: LossScaleOptimizer.build calls the inner optimizer's, even with a
-    MultiOptimizer in between. A LossScaleOptimizer directly around an optimizer
-    sets its `loss_scale_factor`, which needs no such search.
-
-    Args:
-      is_inside: A function that returns whether the optimizer is inside a given
-        LossScaleOptimizer.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(
-            caller, keras.optimizers.LossScaleOptimizer
-        ) and is_inside(caller):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def is_writing_legacy_file() -> bool:
-    """Whether Keras is currently writing a legacy .h5 file.
-
-    Nothing that its writer calls on an optimizer is specific to it.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "save_model_to_hdf5":
-            return True
-        frame = frame.f_back
-    return False
 
 
 dependencies.check_names(KERAS_PRIVATE_NAMES)

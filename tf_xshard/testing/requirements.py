@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from tf_xshard import dependencies
+
 # Both need names that jax does not export, and versions of libtpu support
 # different TPUs: 0.0.51 with jax 0.10.2 can't compile for tpu7x. setup.cfg pins
-# the same versions.
-JAX = "0.10.2"
-LIBTPU = "0.0.42.1"
+# them.
+[JAX, *_] = dependencies.versions("jax", "==")
+[LIBTPU, *_] = dependencies.versions("libtpu", "==")
 
 _INSTALL = "pip install 'tf_xshard[cpu,testing]' in an environment of its own"
 

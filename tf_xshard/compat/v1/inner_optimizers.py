@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_xshard.optimizers import inner_update
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.private import tensorflow_v1
 
@@ -157,7 +157,7 @@ class Keras:
     def get_slot_names(self) -> list[str]:
         """The names of the optimizer's variables, one per trained variable."""
         names: list[str] = []
-        for var in keras_optimizers.trainable_variables(self.optimizer):
+        for var in keras_optimizer_state.trainable_variables(self.optimizer):
             names += [name for name, _ in self._slots_of(var)]
         return sorted(set(names))
 
@@ -165,10 +165,10 @@ class Keras:
         # Keras names them "<variable's path with _ for />_<name>".
         path = getattr(var, "path", None) or var.name
         prefix = path.replace("/", "_").replace(":", "_") + "_"
-        position = keras_optimizers.index_of(self.optimizer, var)
+        position = keras_optimizer_state.index_of(self.optimizer, var)
         if position is None:
             return
-        count = len(keras_optimizers.trainable_variables(self.optimizer))
+        count = len(keras_optimizer_state.trainable_variables(self.optimizer))
         for value in vars(self.optimizer).values():
             if not isinstance(value, (list, tuple)) or len(value) != count:
                 continue

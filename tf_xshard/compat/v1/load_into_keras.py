@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_xshard.compat.v1 import agn_custom_getter
 from tf_xshard.compat.v1 import v1_slots
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 
 
 def load_into_keras(
@@ -101,7 +101,7 @@ def load_into_keras(
     for slot, value in slots.values():
         slot.assign(value)
     if iterations is not None:
-        keras_optimizers.set_iterations(
+        keras_optimizer_state.set_iterations(
             v1_slots.innermost(optimizer), iterations
         )
 

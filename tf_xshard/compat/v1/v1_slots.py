@@ -12,7 +12,7 @@ import numpy as np
 
 from tf_xshard.compat.v1 import inner_optimizers
 from tf_xshard.optimizers import tree
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_optimizer_state
 
 # For each Keras optimizer: Keras' names of its slots, in the order in which the
 # v1 optimizer makes its own. None is a v1 slot that Keras does not have.
@@ -101,7 +101,9 @@ def matched(
             value = stored[key]
             if isinstance(inner, keras.optimizers.SGD):
                 # v1 accumulates gradients in momentum, Keras steps.
-                rate = keras_optimizers.learning_rate_at(inner, iterations or 0)
+                rate = keras_optimizer_state.learning_rate_at(
+                    inner, iterations or 0
+                )
                 value = -rate * value
             slots[key] = target, value
     return slots, unplaced
