@@ -112,7 +112,7 @@ def test_an_inner_optimizer_that_reduces_by_itself():
 
 
 def test_group_assignment_of_another_strategy():
-    message = "is for 8 replicas, and the strategy MirroredStrategy has 4"
+    message = "is for 8 replicas, but the strategy MirroredStrategy has 4"
     groups = tf_xshard.GroupAssignment.contiguous(8, 2)
     with replicas.mirrored(4).scope():
         with pytest.raises(ValueError, match=message):
@@ -317,7 +317,7 @@ def test_replicas_that_apply_something_else():
         optimizer.apply([tf.constant(1.0, dtype)], variables[:1])
 
     for on_replica, message in (
-        (more_on_replica_1, "Replica 1 applies 2 gradients and replica 0"),
+        (more_on_replica_1, "Replica 1 applies 2 gradients but replica 0"),
         (other_types, r"different types \['float32', 'float64'\]"),
     ):
         for run in (tf.function(strategy.run), strategy.run):

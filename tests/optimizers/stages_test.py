@@ -87,9 +87,7 @@ def test_hooks_see_unscaled_gradients():
         seen.extend(float(g) for g, _ in pairs)
         return [(g + 1.0, v) for g, v in pairs]
 
-    found = hooks.call(
-        hook,
-        "pre_reduce",
+    found = hooks.Hook("pre_reduce", hook)(
         [tf.constant(6.0), None],
         [variable, keras.Variable(1.0)],
         scale_loss=lambda loss: loss * 8.0,
@@ -98,7 +96,7 @@ def test_hooks_see_unscaled_gradients():
     assert seen == [3.0]  # 6 * 4 / 8
     assert float(found[0]) == 8.0 and found[1] is None  # (3 + 1) * 8 / 4
     # Nothing is asked of the optimizer where there is no hook.
-    assert hooks.call(None, "x", [1.0], [variable], scale_loss=None) == [1.0]
+    assert hooks.Hook("x", None)([1.0], [variable], None) == [1.0]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

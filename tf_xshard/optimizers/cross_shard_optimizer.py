@@ -110,8 +110,10 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         name: str = "CrossShardOptimizer",
         **kwargs: Any,
     ) -> None:
-        hooks.check("pre_reduce", pre_reduce)
-        hooks.check("post_reduce", post_reduce)
+        both = [
+            hooks.Hook("pre_reduce", pre_reduce),
+            hooks.Hook("post_reduce", post_reduce),
+        ]
         super().__init__(
             inner_optimizer,
             reduction=reduction,
@@ -122,14 +124,12 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             name=name,
             **kwargs,
         )
-        self._pre_reduce = pre_reduce
-        self._post_reduce = post_reduce
+        self._pre_reduce, self._post_reduce = both
 
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here
     ) -> None:
         inner = self.inner_optimizer
-        scale_loss = inner.scale_loss
         gradients = gradients_lib.standardized(gradients, variables)
         vote = loss_scaling.FiniteVote(here, self.communication)
         vote.note(gradients)
@@ -137,18 +137,13 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             gradients, variables
         )
         multiplier = self._gradient_multiplier(here)
-        gradients = hooks.call(
-            *(self._pre_reduce, "pre_reduce", gradients, variables),
-            scale_loss=scale_loss,
-            multiplier=multiplier,
+        gradients = self._pre_reduce(
+            gradients, variables, inner.scale_loss, multiplier
         )
         gradients = self._reducer.reduce(
             gradients, variables, here, self.reduction, multiplier
         )
-        gradients = hooks.call(
-            *(self._post_reduce, "post_reduce", gradients, variables),
-            scale_loss=scale_loss,
-        )
+        gradients = self._post_reduce(gradients, variables, inner.scale_loss)
         gradients += self._reducer.reduce(*statistics, here, "mean")
         variables += statistics.variables
         if tree.has_loss_scale_optimizer(inner):
@@ -179,8 +174,8 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         return {
             **super().get_config(),
             **self._reducer_config(),
-            "pre_reduce": _serialized(self._pre_reduce),
-            "post_reduce": _serialized(self._post_reduce),
+            "pre_reduce": _serialized(self._pre_reduce.function),
+            "post_reduce": _serialized(self._post_reduce.function),
         }
 
 
