@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,8 +88,8 @@ class Hook:
         ):
             raise ValueError(
                 f"{self.name} must return (gradient, variable) pairs for the"
-                f" {len(given)} variables that it was given, in the same order; it"
-                f" returned {len(returned)} that do not match."
+                f" {len(given)} variables that it was given, in the same order;"
+                f" it returned {len(returned)} that do not match."
             )
         result = list(gradients)
         for i, (gradient, _) in zip(present, returned, strict=True):
