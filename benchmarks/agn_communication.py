@@ -33,13 +33,13 @@ _SEEDS = flags.DEFINE_integer("seeds", 2, "seeds of data and weights", 1)
 _LEARNING_RATE = flags.DEFINE_float(
     "learning_rate",
     0.05,
-    "SGD's; local SGD's workers, which nobody adds up, have as many times as"
-    " much as there are replicas",
+    "SGD's; local SGD's workers, which are averaged, use this times the number"
+    " of replicas",
 )
 _PLOT = flags.DEFINE_string(
     "plot",
     os.path.join(os.path.dirname(__file__), "agn_communication.png"),
-    "the picture's file",
+    "the plot's file",
 )
 
 VALIDATION_FREQUENCY = 2  # Epochs.

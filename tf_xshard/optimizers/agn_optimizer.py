@@ -30,9 +30,9 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
     """Accumulated gradient normalization: communicate every few steps.
 
     Each replica is a worker that trains its own copy of the variables. Every
-    `communication_period` steps its accumulated gradients, divided by the
-    number of steps, are combined over the group, and the inner optimizer
-    applies the result to a center. All workers of the group continue from it.
+    `communication_period` steps its accumulation, divided by the number of
+    steps, is combined over the group, and the inner optimizer applies the
+    result to a center. All workers of the group continue from it.
 
     ```
     each call             local    <-  local_optimizer(gradient)

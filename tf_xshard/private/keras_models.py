@@ -20,7 +20,7 @@ def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
       model: The model being trained, before its first epoch.
       epoch: Index of the epoch.
     """
-    # What keras.callbacks.BackupAndRestore sets; `fit` has no public way.
+    # As keras.callbacks.BackupAndRestore does; `fit` has no public API for it.
     model._initial_epoch = epoch
 
 

@@ -17,8 +17,8 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
     """Gradients as tensors, or as IndexedSlices with each index once.
 
     Args:
-      gradients: What a user passes to `apply`: something that converts to a
-        tensor of its variable's shape, IndexedSlices, or None.
+      gradients: What a user passes to `apply`: values that convert to tensors
+        of their variables' shapes, IndexedSlices, or None.
       variables: The variables.
 
     Returns:
