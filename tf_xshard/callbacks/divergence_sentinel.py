@@ -86,9 +86,10 @@ class DivergenceSentinel(keras.callbacks.Callback):
 
     def _check(self, when: str) -> None:
         self._num_since_check = 0
-        catalog = self._state.catalog()
-        if catalog.groups.group_size == 1:
+        # On one device the model may be built by the first step.
+        if self._state.group_assignment.group_size == 1:
             return
+        catalog = self._state.catalog()
         found = divergence.unequal(
             catalog, self._state.replicas, repair=self._action == "repair"
         )
