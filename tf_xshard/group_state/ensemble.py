@@ -124,13 +124,8 @@ class Ensemble(keras.Model):
                 sample_weight=sample_weight,
                 training=False,
             )
-        for metric in self._of.metrics:
-            if metric.name == "loss":
-                # Keras divides every loss by the number of replicas.
-                metric.update_state(
-                    loss * tf.distribute.get_strategy().num_replicas_in_sync,
-                    sample_weight=tf.shape(keras.tree.flatten(x)[0])[0],
-                )
+        num_rows = tf.shape(keras.tree.flatten(x)[0])[0]
+        keras_models.update_loss_metric(self._of, loss, num_rows)
         return self._of.compute_metrics(x, y, outputs, sample_weight)
 
 

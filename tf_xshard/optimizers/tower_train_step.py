@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import tower_optimizer
+from tf_xshard.private import keras_models
 from tf_xshard.private import tensorflow as private_tensorflow
 
 
@@ -164,13 +165,7 @@ def _compute(
         loss = model.compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, **training
         )
-        for metric in model.metrics:
-            if metric.name == "loss":
-                metric.update_state(
-                    # Keras has divided it by the number of replicas.
-                    loss * here.num_replicas,
-                    sample_weight=_num_rows(data),
-                )
+        keras_models.update_loss_metric(model, loss, _num_rows(data))
         if share is not None:
             loss *= tf.cast(share, loss.dtype)
         loss = model.optimizer.scale_loss(loss)

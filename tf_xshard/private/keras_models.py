@@ -57,6 +57,26 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
         model.train_function = skip
 
 
+def update_loss_metric(
+    model: keras.Model, loss: tf.Tensor, num_rows: int | tf.Tensor
+) -> None:
+    """Adds a batch's loss to the metric that `fit` shows as "loss".
+
+    Keras does this in `train_step` and `test_step`, which a step of our own
+    replaces.
+
+    Args:
+      model: The model, whose metrics have a mean of that name.
+      loss: From `compute_loss`, a scalar tensor, which Keras has divided by
+        the number of replicas.
+      num_rows: The rows of the batch, an int or a scalar tensor.
+    """
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    for metric in model.metrics:
+        if metric.name == "loss":
+            metric.update_state(loss * num_replicas, sample_weight=num_rows)
+
+
 @contextlib.contextmanager
 def losses_instead(
     model: keras.Model, losses: Sequence[tf.Tensor]
