@@ -91,7 +91,7 @@ def tower_train_step(
         gradients, predictions = [], []
         for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
             with tf.device(names[index % len(names)] if names else None):
-                of_tower, y_pred = _compute(model, part, share, here)
+                of_tower, y_pred = _compute(model, part, share)
             gradients.append(of_tower)
             predictions.append(y_pred)
         if model.trainable_variables:
@@ -144,9 +144,7 @@ def _check_devices(model: keras.Model, here: replica_context.Here) -> None:
         )
 
 
-def _compute(
-    model: keras.Model, data: Any, share: Any, here: replica_context.Here
-) -> tuple:
+def _compute(model: keras.Model, data: Any, share: Any) -> tuple:
     """The gradients and predictions of one tower; its loss is recorded.
 
     Args:
@@ -154,7 +152,6 @@ def _compute(
       data: This tower's rows of what `fit` passes to `train_step`.
       share: Its rows relative to the mean tower's, a number or a scalar
         tensor; None if towers have equal weight.
-      here: Where the code runs.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
