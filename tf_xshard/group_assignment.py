@@ -270,42 +270,6 @@ class GroupAssignment:
         return f"GroupAssignment({self.to_list()})"
 
 
-def for_replicas(
-    groups: GroupAssignment | None,
-    num_replicas: int,
-    where: str = "the strategy",
-) -> GroupAssignment:
-    """The groups, or one group of all replicas.
-
-    Args:
-      groups: A `GroupAssignment`, or None for one group.
-      num_replicas: The number of replicas.
-      where: What has these replicas, for the error.
-
-    Returns:
-      A `GroupAssignment` for `num_replicas` replicas.
-
-    Raises:
-      ValueError: If `groups` is for a different number of replicas.
-    """
-    if groups is None:
-        return GroupAssignment.single(num_replicas)
-    if groups.num_replicas != num_replicas:
-        raise ValueError(
-            f"group_assignment {groups.to_list()} is for"
-            f" {groups.num_replicas} replicas, but {where} has {num_replicas}."
-            f" Pass one for {num_replicas} (for a saved model: load it with"
-            " compile=False and compile it again), and use the optimizer under"
-            " the strategy that it was written for."
-        )
-    return groups
-
-
-def same_groups(one: GroupAssignment, other: GroupAssignment) -> bool:
-    """Whether the same replicas are grouped, in any order."""
-    return set(map(frozenset, one)) == set(map(frozenset, other))
-
-
 def _hosts(strategy: Any) -> list[str]:
     """The host of every replica, in the order of replica ids."""
     devices = list(strategy.extended.worker_devices)
@@ -328,35 +292,6 @@ def _hosts(strategy: Any) -> list[str]:
         per_host = strategy.extended.num_replicas_per_host
         return [str(r // per_host) for r in range(num_replicas)]
     return hosts[:num_replicas]
-
-
-def joined(assignments: Sequence[GroupAssignment]) -> GroupAssignment:
-    """The groups that result from several assignments together.
-
-    Nested optimizers that reduce over rows and columns reduce over all replicas
-    overall.
-
-    Args:
-      assignments: At least one, all for the same number of replicas.
-
-    Returns:
-      An assignment; the first, if the others do not extend it.
-
-    Raises:
-      ValueError: If the resulting groups have different sizes.
-    """
-    first, *others = assignments
-    groups = [set(group) for group in first]
-    for assignment in others:
-        for other in assignment:
-            together = [group for group in groups if group & set(other)]
-            rest = [group for group in groups if not group & set(other)]
-            at = groups.index(together[0])
-            groups = rest
-            groups.insert(min(at, len(rest)), set().union(*together))
-    if len(groups) == first.num_groups:
-        return first
-    return GroupAssignment([sorted(group) for group in groups])
 
 
 def _num_groups(num_replicas: int, group_size: int) -> int:

@@ -14,9 +14,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.group_state import state_variable
 from tf_xshard.group_state import walk
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizer_state
@@ -49,12 +52,12 @@ class Catalog:
     optimizers: Mapping[str, Optimizers]
     strategy: tf.distribute.Strategy
     groups: group_assignment_lib.GroupAssignment
-    entries: tuple[walk.StateVariable, ...]
+    entries: tuple[state_variable.StateVariable, ...]
     centers: Mapping[int, Any]
 
     def variables(
         self, kinds: Collection[str] | None = None, each_once: bool = True
-    ) -> list[walk.StateVariable]:
+    ) -> list[state_variable.StateVariable]:
         """All variables, or those of some kinds.
 
         Args:
@@ -75,7 +78,7 @@ class Catalog:
                 result.append(one)
         return result
 
-    def shown(self, variables: Sequence[walk.StateVariable]) -> list:
+    def shown(self, variables: Sequence[state_variable.StateVariable]) -> list:
         """The variables that hold a group's values: for AGN, the center."""
         return [
             self.centers.get(id(one.variable), one.variable)
@@ -105,6 +108,45 @@ class Catalog:
                 f" {group!r}: the groups are {self.groups.to_list()}."
             )
         return int(group)
+
+    def check_built(self, is_model: bool) -> None:
+        """Checks that there are variables, and that layers have theirs.
+
+        Args:
+          is_model: Whether the user gave a model, whose own optimizer can be
+            built later.
+
+        Raises:
+          ValueError: If something has not been built, or there are none.
+        """
+        for name, part in self.holders.items():
+            if getattr(part, "built", True):
+                continue
+            if isinstance(part, keras.Layer):
+                raise ValueError(
+                    f"GroupState: {name!r} has not been built, so it has no"
+                    " variables. Give it an Input, or call it on a batch"
+                    " first."
+                )
+            if isinstance(part, keras.optimizers.Optimizer) and not (
+                is_model and name == "optimizer"
+            ):
+                raise ValueError(
+                    f"GroupState: the optimizer {name!r} has not been built."
+                    " Call build(variables) on it, in the strategy's scope."
+                )
+        if not self.entries:
+            raise ValueError(
+                f"GroupState found no variables in {list(self.holders)}."
+            )
+
+    def communication(self) -> communication_lib.Communication:
+        """That of the first optimizer that has one."""
+        for found in self.optimizers.values():
+            for one in found:
+                if hasattr(one, "communication"):
+                    return one.communication
+        return communication_lib.Communication()
 
     def optimizer_classes(self) -> dict[str, list[str]]:
         """The classes of each part's optimizers, including nested ones."""
@@ -158,7 +200,7 @@ def of(
         holders={name: part.holder for name, part in parts.items()},
         optimizers=optimizers,
         strategy=strategy,
-        groups=group_assignment_lib.for_replicas(groups, num_replicas),
+        groups=group_relations.for_replicas(groups, num_replicas),
         entries=entries,
         centers=centers,
     )
@@ -166,7 +208,7 @@ def of(
 
 def _entries(
     parts: Mapping[str, walk.Part], kinds: Mapping[int, str]
-) -> Iterator[walk.StateVariable]:
+) -> Iterator[state_variable.StateVariable]:
     for name, part in parts.items():
         seen: set[int] = set()
         for one in walk.variables_of(name, part.holder, part.held):
@@ -180,7 +222,7 @@ def _entries(
 
 def _strategy(
     holder: Any,
-    entries: Sequence[walk.StateVariable],
+    entries: Sequence[state_variable.StateVariable],
     optimizers: Mapping[str, Optimizers],
 ) -> tf.distribute.Strategy:
     """The one strategy of all that was found."""
@@ -221,21 +263,17 @@ def _groups_of(
     found = {}
     for name, of_part in optimizers.items():
         assignments = [
-            group_assignment_lib.for_replicas(
-                one.group_assignment, num_replicas
-            )
+            group_relations.for_replicas(one.group_assignment, num_replicas)
             for one in of_part
             if tree.is_wrapper(one)
         ]
         if assignments:
-            found[name] = group_assignment_lib.joined(assignments)
+            found[name] = group_relations.joined(assignments)
     # A plain Keras optimizer reduces over all replicas.
     first, *others = found.values() or [
         group_assignment_lib.GroupAssignment.single(num_replicas)
     ]
-    if not all(
-        group_assignment_lib.same_groups(first, other) for other in others
-    ):
+    if not all(group_relations.same_groups(first, other) for other in others):
         raise ValueError(
             "GroupState: optimizers have different groups,"
             f" { {n: g.to_list() for n, g in found.items()} }. Pass"

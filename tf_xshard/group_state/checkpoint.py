@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
 from tf_xshard.group_state import catalog as catalog_lib
 from tf_xshard.group_state import checkpoint_files
+from tf_xshard.group_state import checkpoint_matching
 from tf_xshard.group_state import combine
 from tf_xshard.group_state import replica_values
-from tf_xshard.group_state import walk
+from tf_xshard.group_state import state_variable
 
 
 class Position(NamedTuple):
@@ -84,7 +85,7 @@ def save(
 
 def _own_values(
     replicas: replica_values.ReplicaValues,
-    variables: Sequence[walk.StateVariable],
+    variables: Sequence[state_variable.StateVariable],
     owners: Sequence[Sequence[int]],
 ) -> dict[str, np.ndarray]:
     """The values that this process saves, by name."""
@@ -149,7 +150,9 @@ def _read(
             f" this model has {own} (for nested models and attributes only"
             " those that are built)."
         )
-    pairs = _matched(catalog.variables(), manifest["variables"], directory)
+    pairs = checkpoint_matching.matched(
+        catalog.variables(), manifest["variables"], directory
+    )
     if sources is not None:
         pairs = [pair for pair in pairs if pair[0].kind != "metric"]
     names = {
@@ -190,7 +193,7 @@ def _sources(
 ) -> list[list[int]] | None:
     """The saved groups that each group takes; None for the same groups."""
     if regroup is None:
-        if group_assignment_lib.same_groups(groups, saved_groups):
+        if group_relations.same_groups(groups, saved_groups):
             return None
         raise ValueError(
             f"{directory!r} was saved with the groups"
@@ -215,106 +218,3 @@ def _sources(
             f" {saved_groups.num_groups - 1}, got {regroup!r}."
         )
     return [[regroup[group]] for group in range(groups.num_groups)]
-
-
-def _matched(
-    variables: Sequence[walk.StateVariable],
-    saved: list[dict[str, Any]],
-    directory: str,
-) -> list[tuple[walk.StateVariable, int, dict]]:
-    """Pairs variables with their saved entries.
-
-    Raises:
-      ValueError: If the save is not of these variables.
-    """
-    own = [one for one in variables if one.kind != "metric"]
-    its = [
-        (index, one)
-        for index, one in enumerate(saved)
-        if one["kind"] != "metric"
-    ]
-    # The same names in another order mean reordered layers. Only where the
-    # names differ are Keras' numbers in them ignored, below.
-    mine, theirs = (
-        [_last(n) for n in names]
-        for names in (
-            [one.name for one in own if not one.of_optimizer],
-            [other["name"] for _, other in its if not other["of_optimizer"]],
-        )
-    )
-    if mine != theirs and sorted(mine) == sorted(theirs):
-        first = next(a for a, b in zip(mine, theirs, strict=True) if a != b)
-        raise ValueError(
-            f"{directory!r} was saved from a model whose variables are in"
-            f" another order; the first that differs is {first!r}."
-        )
-    for one, (_, other) in zip(own, its, strict=False):
-        here = (
-            *(one.part, one.shape, one.dtype),
-            _own_name(one.name, one.of_optimizer),
-        )
-        there = (
-            other["part"],
-            tuple(other["shape"]),
-            other["dtype"],
-            _own_name(other["name"], other["of_optimizer"]),
-        )
-        if here != there:
-            raise ValueError(
-                f"{directory!r} was saved from another model or optimizer:"
-                f" in place of {one.name!r} of {one.part!r},"
-                f" {one.dtype} {list(one.shape)}, it has {other['name']!r} of"
-                f" {other['part']!r}, {other['dtype']} {other['shape']}."
-            )
-    if len(own) != len(its):
-        longer = (
-            [one.name for one in own]
-            if len(own) > len(its)
-            else [other["name"] for _, other in its]
-        )
-        raise ValueError(
-            f"{directory!r} was saved from another model or optimizer: it has"
-            f" {len(its)} variables, but there are {len(own)} here. The first"
-            f" one missing is {longer[min(len(own), len(its))]!r}."
-        )
-    return [
-        (one, index, other)
-        for one, (index, other) in zip(own, its, strict=True)
-    ] + _matched_metrics(variables, saved)
-
-
-def _matched_metrics(
-    variables: Sequence[walk.StateVariable], saved: list[dict[str, Any]]
-) -> list[tuple[walk.StateVariable, int, dict]]:
-    # Keras creates and resets metrics when training begins. Several share a
-    # name, so either all match or none is restored.
-    own = [one for one in variables if one.kind == "metric"]
-    its = [
-        (index, other)
-        for index, other in enumerate(saved)
-        if other["kind"] == "metric"
-    ]
-    if [(one.part, one.name, one.shape) for one in own] != [
-        (other["part"], other["name"], tuple(other["shape"]))
-        for _, other in its
-    ]:
-        return []
-    return [(one, *other) for one, other in zip(own, its, strict=True)]
-
-
-def _last(path: str) -> str:
-    """A variable's name and its layer's, without the rest of the path.
-
-    Whether the path contains the model's name depends on how it was created.
-    """
-    return "/".join(path.split("/")[-2:])
-
-
-def _own_name(path: str, of_optimizer: bool) -> str:
-    """The part of a variable's path that does not change between runs.
-
-    Keras numbers equal names: `sequential_1/dense_2/kernel`. The name of an
-    optimizer's variable starts with such a path; its last word is stable.
-    """
-    own = re.sub(r"_\d+", "", _last(path))
-    return re.split("[/_]", own)[-1] if of_optimizer else own

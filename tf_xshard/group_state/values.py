@@ -9,14 +9,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.group_state import catalog as catalog_lib
 from tf_xshard.group_state import combine
 from tf_xshard.group_state import replica_values
-from tf_xshard.group_state import walk
+from tf_xshard.group_state import state_variable
 
 
 class GroupValues:
@@ -44,7 +43,7 @@ class GroupValues:
         catalog = catalog_lib.of(model, self._given_groups)
         replica_context.kind_of(catalog.strategy)
         self.replicas = replica_values.ReplicaValues(
-            catalog.strategy, _communication(catalog)
+            catalog.strategy, catalog.communication()
         )
 
     @property
@@ -90,29 +89,8 @@ class GroupValues:
                 "GroupState is used inside a tf.function. Use it outside."
             )
         catalog = catalog_lib.of(self._holder, self._given_groups)
-        for name, part in catalog.holders.items():
-            self._check_built(name, part)
-        if not catalog.entries:
-            raise ValueError(
-                f"GroupState found no variables in {list(catalog.holders)}."
-            )
+        catalog.check_built(isinstance(self._holder, keras.Model))
         return catalog
-
-    def _check_built(self, name: str, part: Any) -> None:
-        if getattr(part, "built", True):
-            return
-        if isinstance(part, keras.Layer):
-            raise ValueError(
-                f"GroupState: {name!r} has not been built, so it has no"
-                " variables. Give it an Input, or call it on a batch first."
-            )
-        if isinstance(part, keras.optimizers.Optimizer) and not (
-            isinstance(self._holder, keras.Model) and name == "optimizer"
-        ):
-            raise ValueError(
-                f"GroupState: the optimizer {name!r} has not been built."
-                " Call build(variables) on it, in the strategy's scope."
-            )
 
     def _built_catalog(self) -> catalog_lib.Catalog:
         """The same, after a model's optimizer has been built."""
@@ -128,7 +106,7 @@ class GroupValues:
 
     def variables(
         self, kinds: Collection[str] | None = None, each_once: bool = True
-    ) -> list[walk.StateVariable]:
+    ) -> list[state_variable.StateVariable]:
         """All variables, or those of some kinds, as they are now.
 
         Args:
@@ -314,14 +292,3 @@ class GroupValues:
             self.replicas.assign_all(
                 one.variable, combine.combined(of_groups, weights)
             )
-
-
-def _communication(
-    catalog: catalog_lib.Catalog,
-) -> communication_lib.Communication:
-    """The `Communication` of the first optimizer that has one."""
-    for found in catalog.optimizers.values():
-        for one in found:
-            if hasattr(one, "communication"):
-                return one.communication
-    return communication_lib.Communication()

@@ -7,57 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf_xshard.distribute import replica_variables
+from tf_xshard.group_state import state_variable
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
-
-
-@dataclasses.dataclass(frozen=True)
-class StateVariable:
-    """One variable of the state.
-
-    Attributes:
-      part: The part that it belongs to: `"model"`, `"optimizer"`, or a name
-        that the user gave.
-      name: Its path.
-      variable: A Keras or TensorFlow variable.
-      kind: `"weight"`; `"slot"`, of an optimizer; `"center"`, of AGNOptimizer;
-        `"local"`: a replica's own (what AGN trains, open rounds of towers,
-        counters); `"statistic"`: not trained, may differ by replica in Keras;
-        `"random"`: a generator's state; `"metric"`.
-      of_optimizer: Whether it belongs to an optimizer, in which case its name
-        contains that of another variable.
-    """
-
-    part: str
-    name: str
-    variable: Any
-    kind: str
-    of_optimizer: bool = False
-
-    @property
-    def key(self) -> int:
-        """A key that is equal for two entries of one variable."""
-        return id(replica_variables.tensorflow_variable(self.variable))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(int(n) for n in self.variable.shape)
-
-    @property
-    def numpy_type(self) -> np.dtype:
-        """Its NumPy dtype."""
-        dtype = replica_variables.copies(self.variable)[0].dtype
-        return np.dtype(dtype.as_numpy_dtype)
-
-    @property
-    def dtype(self) -> str:
-        """The name of its dtype."""
-        return replica_variables.copies(self.variable)[0].dtype.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +150,7 @@ def of_optimizer(optimizer: keras.optimizers.Optimizer) -> list:
 
 def variables_of(
     name: str, holder: Any, found: tuple[tuple[str, Any], ...] | None = None
-) -> Iterator[StateVariable]:
+) -> Iterator[state_variable.StateVariable]:
     """The variables of a part, or of an object in it.
 
     Args:
@@ -210,14 +165,14 @@ def variables_of(
       TypeError: If it holds no variables, or strings.
     """
 
-    def one_of(variable: Any, kind: str) -> StateVariable:
+    def one_of(variable: Any, kind: str) -> state_variable.StateVariable:
         if replica_variables.copies(variable)[0].dtype == tf.string:
             raise TypeError(
                 f"GroupState: {variable.name!r} of {name!r} holds strings,"
                 " which can't be compared or saved."
             )
         path = getattr(variable, "path", None) or variable.name
-        return StateVariable(name, path, variable, kind)
+        return state_variable.StateVariable(name, path, variable, kind)
 
     if isinstance(holder, keras.optimizers.Optimizer):
         centers = {
@@ -283,7 +238,7 @@ _WHOLE = (
 
 def _attributes(
     name: str, holder: Any, found: tuple[tuple[str, Any], ...] | None
-) -> Iterator[StateVariable]:
+) -> Iterator[state_variable.StateVariable]:
     """TensorFlow's variables and generators in attributes, at any depth.
 
     For a tf.Module everything, for Keras layers what Keras does not list.

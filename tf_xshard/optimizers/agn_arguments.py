@@ -76,6 +76,24 @@ def check_variables(variables: Sequence) -> None:
             )
 
 
+def check_scope(name: str, strategy: tf.distribute.Strategy) -> None:
+    """Checks that a step is in the scope of the optimizer's strategy.
+
+    Args:
+      name: The optimizer's name.
+      strategy: The strategy in whose scope it was created.
+
+    Raises:
+      RuntimeError: If it has several replicas and is not entered.
+    """
+    if strategy.num_replicas_in_sync > 1 and not tf.distribute.has_strategy():
+        raise RuntimeError(
+            f"{name} was created in the scope of {type(strategy).__name__} but"
+            " is applied outside of it, where there are no workers. Apply it in"
+            " strategy.run()."
+        )
+
+
 def copied(
     inner_optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:

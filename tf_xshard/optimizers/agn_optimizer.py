@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,15 +17,14 @@ from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import agn_arguments
 from tf_xshard.optimizers import center as center_lib
 from tf_xshard.optimizers import inner_update
-from tf_xshard.optimizers import tree
-from tf_xshard.optimizers import wrapper
+from tf_xshard.optimizers import local_training
 from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.reduction import gradients as gradients_lib
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
-class AGNOptimizer(wrapper.OptimizerWrapper):
+class AGNOptimizer(local_training.LocalTraining):
     """Accumulated gradient normalization: communicate every few steps.
 
     Each replica is a worker that trains its own copy of the variables. Every
@@ -140,66 +138,6 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         """Steps from one exchange to the next."""
         return self._period
 
-    @property
-    def center_variables(self) -> list[keras.Variable]:
-        """The center, in the order of the trainable variables."""
-        return list(self._center) if self.built else []
-
-    @property
-    def center_is_shown(self) -> bool:
-        """Whether the model's variables currently hold the center."""
-        if not self.built:
-            return False
-        return self._center_pairs.is_shown
-
-    @property
-    def exchanges(self) -> keras.Variable | tf.Tensor:
-        """The number of exchanges so far; a variable once built."""
-        return self._exchanges if self.built else tf.constant(0, tf.int64)
-
-    @property
-    def iterations(self) -> Any:
-        """The number of local steps."""
-        return self.local_optimizer.iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        """The local optimizer's learning rate; settable.
-
-        The center's is `inner_optimizer.learning_rate`.
-        """
-        return self.local_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.local_optimizer.learning_rate = value
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The center, the counters, and both optimizers' variables."""
-        return super().variables + self.local_optimizer.variables
-
-    def exclude_from_weight_decay(
-        self,
-        var_list: Sequence | None = None,
-        var_names: Sequence[str] | None = None,
-    ) -> None:
-        """Excludes variables from both optimizers' weight decay.
-
-        Args:
-          var_list: Variables to exclude, or None.
-          var_names: Strings; a variable whose name contains one is excluded.
-
-        Raises:
-          ValueError: If the optimizer has been built.
-        """
-        # The center does not exist yet; it will get the variables' paths.
-        names = [*(var_names or ())] + [
-            f"{re.escape(variable.path)}$" for variable in var_list or ()
-        ]
-        for one in (self.inner_optimizer, self.local_optimizer):
-            one.exclude_from_weight_decay(var_names=names)
-
     def _build(self, variables: list) -> None:
         agn_arguments.check_variables(variables)
         # Before this optimizer's own name becomes part of their paths.
@@ -232,7 +170,7 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here
     ) -> None:
-        self._refuse_outside_of_scope()
+        agn_arguments.check_scope(self.name, self._strategy)
         pending = self._begin_step()
         gradients = [
             gradients_lib.scaled(gradient, self._gradient_multiplier(here))
@@ -247,15 +185,6 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
             pending + 1 >= self._period,
             lambda: self._exchange(pending + 1, indices, here),
         )
-
-    def _refuse_outside_of_scope(self) -> None:
-        own = self._strategy
-        if own.num_replicas_in_sync > 1 and not tf.distribute.has_strategy():
-            raise RuntimeError(
-                f"{self.name} was created in the scope of {type(own).__name__}"
-                " but is applied outside of it, where there are no workers."
-                " Apply it in strategy.run()."
-            )
 
     def _indices(self, variables: Sequence) -> list[int]:
         """The indices of the variables that this was built with."""
@@ -330,35 +259,6 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
                 self.inner_optimizer, *map(list, zip(*present, strict=True))
             )
 
-    def show_center(self, shown: bool) -> None:
-        """Puts the center, or the local variables, into the model.
-
-        A step restores the local variables by itself, after its gradients have
-        been computed. Call this outside of `strategy.run`. `SwapCenterWeights`
-        calls it in `fit`.
-
-        Args:
-          shown: Whether the model's variables should hold the center.
-
-        Raises:
-          RuntimeError: In replica context of a strategy.
-
-        Example:
-
-        >>> optimizer = tf_xshard.AGNOptimizer(keras.optimizers.SGD(1.0))
-        >>> weight = keras.Variable(10.0)
-        >>> optimizer.apply([tf.constant(1.0)], [weight])
-        >>> optimizer.show_center(True)
-        >>> float(weight)
-        10.0
-        >>> optimizer.show_center(False)
-        >>> float(weight)
-        9.0
-        """
-        replica_context.refuse_replica_context(f"{self.name}.show_center()")
-        if self.built:
-            self._center_pairs.show(shown)
-
     def finalize_variable_values(self, var_list: Sequence) -> None:
         """Does an early exchange on all replicas if steps are pending.
 
@@ -387,35 +287,6 @@ class AGNOptimizer(wrapper.OptimizerWrapper):
         self.inner_optimizer.finalize_variable_values(self._center)
         if self.inner_optimizer.use_ema:
             self._center_pairs.copy_into_model()
-
-    def _unsaved_state(self) -> str | None:
-        if self._strategy.num_replicas_in_sync == 1:
-            return None
-        return "trains each replica's own variables and slots."
-
-    def _kinds_of_state(self) -> dict[int, str]:
-        local, center = map(list, zip(*self._center_pairs, strict=True))
-        if self.center_is_shown:
-            local, center = center, local
-        of_local_steps = [
-            variable
-            for one in tree.descendants(self.local_optimizer)
-            for variable in one.variables
-        ]
-        tensorflow_variable = replica_variables.tensorflow_variable
-        return {
-            id(tensorflow_variable(variable)): kind
-            for kind, variables in (
-                ("local", [*local, *of_local_steps]),
-                ("center", center),
-            )
-            for variable in variables
-        }
-
-    def _centers_by_variable(self) -> dict[int, Any]:
-        if self.center_is_shown:
-            return {}
-        return {id(variable): center for variable, center in self._center_pairs}
 
     def get_config(self) -> dict:
         """The arguments, for serialization.

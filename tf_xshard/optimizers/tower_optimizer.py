@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import accumulation
+from tf_xshard.optimizers import aggregation
 from tf_xshard.optimizers import cross_shard_optimizer
-from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
 from tf_xshard.optimizers import wrapper_arguments
@@ -205,7 +204,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         with tf.name_scope(self.name):
             towers = [
                 [
-                    indexed_slices.map_values(_widened, gradient)
+                    indexed_slices.map_values(aggregation.widened, gradient)
                     for gradient in gradients_lib.standardized(g, variables)
                 ]
                 for g in towers
@@ -274,20 +273,13 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
           here: Where the code runs.
           num_towers: The number of towers, an int or a scalar tensor.
         """
-        multiplier = self._gradient_multiplier(here)
-        aggregate = []
-        for total, variable in zip(totals, variables, strict=True):
-            # A statistic of the replica is not a gradient of its loss.
-            is_statistic = inner_update.is_overwritten(variable)
-            scale = functools.partial(
-                _scaled,
-                multiplier=1 if is_statistic else multiplier,
-                divisor=num_towers
-                if self.reduction == "mean" or is_statistic
-                else 1,
-                dtype=variable.dtype,
-            )
-            aggregate.append(indexed_slices.map_values(scale, total))
+        aggregate = aggregation.aggregate(
+            totals,
+            variables,
+            multiplier=self._gradient_multiplier(here),
+            num_towers=num_towers,
+            is_mean=self.reduction == "mean",
+        )
         self.inner_optimizer.apply(aggregate, variables)
 
     def reset(self) -> None:
@@ -332,22 +324,3 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             "num_towers": self._num_towers,
             "reduction": self._reduction,
         }
-
-
-def _widened(values: tf.Tensor) -> tf.Tensor:
-    """Casts 16-bit to float32, since sums would lose digits or overflow."""
-    return tf.cast(values, tf.float32) if values.dtype.size < 4 else values
-
-
-def _scaled(
-    values: tf.Tensor,
-    *,
-    multiplier: float,
-    divisor: int | tf.Tensor,
-    dtype: str,
-) -> tf.Tensor:
-    """`values * multiplier / divisor` as `dtype`, with one multiplication."""
-    if tf.is_tensor(divisor):
-        divisor = tf.cast(divisor, values.dtype)
-    factor = multiplier / divisor
-    return tf.cast(gradients_lib.scaled(values, factor), dtype)

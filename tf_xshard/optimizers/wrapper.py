@@ -17,8 +17,8 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.optimizers import building
 from tf_xshard.optimizers import inner_update
-from tf_xshard.optimizers import loss_conventions
 from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper_arguments
@@ -27,7 +27,7 @@ from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_sum
 
 
-class OptimizerWrapper(loss_conventions.LossConventions):
+class OptimizerWrapper(building.Building):
     """Base class of the optimizers that pass reduced gradients to another.
 
     Subclasses override `_step` and `get_config`. Everything set on the inner
@@ -87,21 +87,6 @@ class OptimizerWrapper(loss_conventions.LossConventions):
         inner_update.make_local(inner_optimizer)
         for inner in tree.wrappers(inner_optimizer):
             inner._is_outermost = False
-
-    def _check_same_scope(self, inner: keras.optimizers.Optimizer) -> None:
-        own, its = self._strategy, keras_optimizer_state.strategy_of(inner)
-        if own is not its:
-            raise ValueError(
-                f"{type(self).__name__} is created in the scope of"
-                f" {type(own).__name__}, but its inner optimizer"
-                f" {inner.name!r} in that of {type(its).__name__}. Create both"
-                " inside the same `with strategy.scope():`."
-            )
-
-    @property
-    def _strategy(self) -> tf.distribute.Strategy:
-        """The strategy in whose scope this optimizer was made."""
-        return keras_optimizer_state.strategy_of(self)
 
     @property
     def reduction(self) -> str:
@@ -190,102 +175,6 @@ class OptimizerWrapper(loss_conventions.LossConventions):
             variables.append(variable)
         self.apply(grads, variables)
         return self.iterations
-
-    def _checked_variables(
-        self, grads: Sequence, trainable_variables: Sequence | None
-    ) -> list:
-        if trainable_variables is None:
-            if not self.built:
-                raise ValueError(
-                    f"{self.name} has not been built, so it does not know the"
-                    " variables of these gradients. Pass them:"
-                    " apply(grads, variables), or call build(variables) first."
-                )
-            variables = list(keras_optimizer_state.trainable_variables(self))
-        else:
-            variables = list(trainable_variables)
-        if len(grads) != len(variables):
-            raise ValueError(
-                f"{self.name} got {len(grads)} gradients for"
-                f" {len(variables)} variables. Pass one for each, None where"
-                " there is no gradient."
-            )
-        if not self.built:
-            # Variables can't be created inside a tf.function that runs more
-            # than once; init_scope exits it, and the strategy's scope too.
-            with tf.init_scope():
-                self.build(variables)
-        keras_optimizer_state.check_variables_are_known(self, variables)
-        return variables
-
-    # Building.
-
-    @private_tensorflow.entry_point
-    def build(self, variables: Sequence) -> None:
-        """Creates the variables of this optimizer and of the inner one.
-
-        Args:
-          variables: The list of variables that will be trained.
-
-        Raises:
-          RuntimeError: If it was created in another strategy's scope.
-          ValueError: If a LossScaleOptimizer wraps it on several replicas.
-
-        Example:
-
-        >>> optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.Adam())
-        >>> optimizer.build([keras.Variable(1.0)])
-        >>> optimizer.inner_optimizer.built
-        True
-        """
-        self._refuse_loss_scale_optimizer_above()
-        variables = list(variables)
-        # Keras' loader of legacy .h5 files builds with the model's own
-        # variables, without its layers': none. What it then sets has to wait.
-        if self.built or not variables:
-            return
-        if tf.distribute.has_strategy():
-            self._check_strategy(tf.distribute.get_strategy())
-            self._build(variables)
-        else:
-            with self._strategy.scope():
-                self._build(variables)
-
-    def _build(self, variables: list) -> None:
-        with keras.name_scope(self.name, caller=self):
-            self._build_inner(variables)
-        keras_optimizer_state.set_trainable_variables(self, variables)
-        inner_update.make_local(self.inner_optimizer)
-        # Keras keeps a MultiOptimizer's optimizers in a list that
-        # tf.train.Checkpoint does not follow, so track them here.
-        for index, one in enumerate(_own_tree(self)):
-            if hasattr(one, "inner_optimizer"):
-                continue
-            for position, leaf in enumerate(tree.children(one)):
-                keras_optimizer_state.track(
-                    self, leaf, f"optimizer_{index}_{position}"
-                )
-        if self._pending_weights is not None:
-            pending = self._pending_weights
-            self._set_untracked("_pending_weights", None)
-            self.set_weights(pending)
-
-    def _build_inner(self, variables: list) -> None:
-        if not self.inner_optimizer.built:
-            self.inner_optimizer.build(variables)
-
-    def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
-        own = self._strategy
-        # Outside any scope Keras writes to all copies; that works.
-        if strategy is own or not tf.distribute.has_strategy():
-            return
-        raise RuntimeError(
-            f"{self.name} was created"
-            f" {_scope_name(own)} but is used under"
-            f" {type(strategy).__name__}. Create the model, the inner optimizer"
-            f" and {type(self).__name__} inside `with strategy.scope():` of the"
-            " strategy that trains them."
-        )
 
     # Saving.
 
@@ -388,16 +277,3 @@ class OptimizerWrapper(loss_conventions.LossConventions):
 
 def _no_learning_rate() -> float:
     return 0.0
-
-
-def _scope_name(strategy: tf.distribute.Strategy) -> str:
-    if replica_context.is_default(strategy):
-        return "outside any strategy's scope"
-    return f"in the scope of another strategy, {type(strategy).__name__},"
-
-
-def _own_tree(optimizer: Any) -> list[keras.optimizers.Optimizer]:
-    """Optimizers in checkpoint order: AGNOptimizer's local ones come last."""
-    local = getattr(optimizer, "local_optimizer", None)
-    below = [] if local is None else list(tree.descendants(local))
-    return [*tree.descendants(optimizer), *below]

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
@@ -63,7 +64,7 @@ class GroupReducer:
         Raises:
           ValueError: If the assignment is for a different number of replicas.
         """
-        return group_assignment_lib.for_replicas(
+        return group_relations.for_replicas(
             self.group_assignment, num_replicas, where
         )
 

@@ -19,6 +19,7 @@ from tf_xshard.compat.v1 import agn_custom_getter
 from tf_xshard.compat.v1 import agn_operations
 from tf_xshard.compat.v1 import agn_session
 from tf_xshard.compat.v1 import inner_optimizers
+from tf_xshard.compat.v1 import losses_and_gradients
 from tf_xshard.compat.v1 import wrapper
 from tf_xshard.compat.v1.agn_custom_getter import AGNCustomGetter
 from tf_xshard.private import tensorflow as private_tensorflow
@@ -146,8 +147,8 @@ class AGNOptimizer(wrapper.Wrapper):
 
         Example: see the class.
         """
-        pairs = inner_optimizers.tensors_of(
-            inner_optimizers.pairs_of(grads_and_vars)
+        pairs = losses_and_gradients.tensors_of(
+            losses_and_gradients.pairs_of(grads_and_vars)
         )
         copies = [
             (gradient, self._getter.copies_of(variable))

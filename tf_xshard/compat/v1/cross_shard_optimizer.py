@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.compat.v1 import inner_optimizers
+from tf_xshard.compat.v1 import losses_and_gradients
 from tf_xshard.compat.v1 import shard_sums
 from tf_xshard.compat.v1 import traced_shard
 from tf_xshard.compat.v1 import wrapper
@@ -134,7 +135,9 @@ class CrossShardOptimizer(wrapper.Wrapper):
         where = shard_sums.current()
         size = self._groups_here(where).group_size
         if where.num_shards > 1 and self._reduction == Reduction.MEAN:
-            loss = inner_optimizers.map_loss(lambda x: x * (1.0 / size), loss)
+            loss = losses_and_gradients.map_loss(
+                lambda x: x * (1.0 / size), loss
+            )
         inner = self._inner
         if isinstance(inner, inner_optimizers.V1):
             inner = self._inner_here()
@@ -177,8 +180,8 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
         Example: see the class.
         """
-        pairs = inner_optimizers.tensors_of(
-            inner_optimizers.pairs_of(grads_and_vars)
+        pairs = losses_and_gradients.tensors_of(
+            losses_and_gradients.pairs_of(grads_and_vars)
         )
         variables = [v for _, v in pairs]
         where = shard_sums.current()

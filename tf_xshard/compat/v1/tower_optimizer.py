@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_xshard.compat.v1 import inner_optimizers
+from tf_xshard.compat.v1 import losses_and_gradients
 from tf_xshard.compat.v1 import towers as towers_lib
 from tf_xshard.compat.v1 import wrapper
 from tf_xshard.distribute import indexed_slices
@@ -168,7 +169,7 @@ class TowerOptimizer(wrapper.Wrapper):
         Example: see the class.
         """
         inner = self._inner_here()
-        pairs = inner_optimizers.pairs_of(grads_and_vars)
+        pairs = losses_and_gradients.pairs_of(grads_and_vars)
         towers = towers_lib.current()
         if towers is None or towers.num_towers == 1:
             return inner.apply(pairs, global_step, **kwargs)
@@ -178,7 +179,7 @@ class TowerOptimizer(wrapper.Wrapper):
                 " tf.function inside the model_fn, where the towers' gradients"
                 " cannot be added up. Apply them outside of it."
             )
-        pairs = inner_optimizers.tensors_of(pairs)
+        pairs = losses_and_gradients.tensors_of(pairs)
         collected = towers.collected
         collected[towers.index].append(pairs)
         if not towers.is_last:
@@ -221,7 +222,7 @@ def averaged_loss(loss: Any, num_towers: int) -> Any:
     Returns:
       The same, divided by the number of towers.
     """
-    return inner_optimizers.map_loss(
+    return losses_and_gradients.map_loss(
         lambda x: tf.divide(x, float(num_towers), name="averaged_loss"), loss
     )
 

@@ -1,0 +1,79 @@
+"""Group assignments compared and combined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tf_xshard import group_assignment as group_assignment_lib
+
+
+def for_replicas(
+    groups: group_assignment_lib.GroupAssignment | None,
+    num_replicas: int,
+    where: str = "the strategy",
+) -> group_assignment_lib.GroupAssignment:
+    """The groups, or one group of all replicas.
+
+    Args:
+      groups: A `GroupAssignment`, or None for one group.
+      num_replicas: The number of replicas.
+      where: What has these replicas, for the error.
+
+    Returns:
+      A `GroupAssignment` for `num_replicas` replicas.
+
+    Raises:
+      ValueError: If `groups` is for a different number of replicas.
+    """
+    if groups is None:
+        return group_assignment_lib.GroupAssignment.single(num_replicas)
+    if groups.num_replicas != num_replicas:
+        raise ValueError(
+            f"group_assignment {groups.to_list()} is for"
+            f" {groups.num_replicas} replicas, but {where} has {num_replicas}."
+            f" Pass one for {num_replicas} (for a saved model: load it with"
+            " compile=False and compile it again), and use the optimizer under"
+            " the strategy that it was written for."
+        )
+    return groups
+
+
+def same_groups(
+    one: group_assignment_lib.GroupAssignment,
+    other: group_assignment_lib.GroupAssignment,
+) -> bool:
+    """Whether the same replicas are grouped, in any order."""
+    return set(map(frozenset, one)) == set(map(frozenset, other))
+
+
+def joined(
+    assignments: Sequence[group_assignment_lib.GroupAssignment],
+) -> group_assignment_lib.GroupAssignment:
+    """The groups that result from several assignments together.
+
+    Nested optimizers that reduce over rows and columns reduce over all replicas
+    overall.
+
+    Args:
+      assignments: At least one, all for the same number of replicas.
+
+    Returns:
+      An assignment; the first, if the others do not extend it.
+
+    Raises:
+      ValueError: If the resulting groups have different sizes.
+    """
+    first, *others = assignments
+    groups = [set(group) for group in first]
+    for assignment in others:
+        for other in assignment:
+            together = [group for group in groups if group & set(other)]
+            rest = [group for group in groups if not group & set(other)]
+            at = groups.index(together[0])
+            groups = rest
+            groups.insert(min(at, len(rest)), set().union(*together))
+    if len(groups) == first.num_groups:
+        return first
+    return group_assignment_lib.GroupAssignment(
+        [sorted(group) for group in groups]
+    )

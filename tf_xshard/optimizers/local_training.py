@@ -1,0 +1,147 @@
+"""What users read and set of local training with a center."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import replica_variables
+from tf_xshard.optimizers import center as center_lib
+from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import wrapper
+
+
+class LocalTraining(wrapper.OptimizerWrapper):
+    """The part of AGNOptimizer around its steps: what it shows and counts.
+
+    The model's variables are local to each replica; `inner_optimizer` updates
+    the center, `local_optimizer` the local variables.
+    """
+
+    local_optimizer: keras.optimizers.Optimizer
+    _center: list[keras.Variable]
+    _center_pairs: center_lib.Center
+    _exchanges: keras.Variable
+
+    @property
+    def center_variables(self) -> list[keras.Variable]:
+        """The center, in the order of the trainable variables."""
+        return list(self._center) if self.built else []
+
+    @property
+    def center_is_shown(self) -> bool:
+        """Whether the model's variables currently hold the center."""
+        if not self.built:
+            return False
+        return self._center_pairs.is_shown
+
+    @property
+    def exchanges(self) -> keras.Variable | tf.Tensor:
+        """The number of exchanges so far; a variable once built."""
+        return self._exchanges if self.built else tf.constant(0, tf.int64)
+
+    @property
+    def iterations(self) -> Any:
+        """The number of local steps."""
+        return self.local_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The local optimizer's learning rate; settable.
+
+        The center's is `inner_optimizer.learning_rate`.
+        """
+        return self.local_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.local_optimizer.learning_rate = value
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The center, the counters, and both optimizers' variables."""
+        return super().variables + self.local_optimizer.variables
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Excludes variables from both optimizers' weight decay.
+
+        Args:
+          var_list: Variables to exclude, or None.
+          var_names: Strings; a variable whose name contains one is excluded.
+
+        Raises:
+          ValueError: If the optimizer has been built.
+        """
+        # The center does not exist yet; it will get the variables' paths.
+        names = [*(var_names or ())] + [
+            f"{re.escape(variable.path)}$" for variable in var_list or ()
+        ]
+        for one in (self.inner_optimizer, self.local_optimizer):
+            one.exclude_from_weight_decay(var_names=names)
+
+    def show_center(self, shown: bool) -> None:
+        """Puts the center, or the local variables, into the model.
+
+        A step restores the local variables by itself, after its gradients have
+        been computed. Call this outside of `strategy.run`. `SwapCenterWeights`
+        calls it in `fit`.
+
+        Args:
+          shown: Whether the model's variables should hold the center.
+
+        Raises:
+          RuntimeError: In replica context of a strategy.
+
+        Example:
+
+        >>> optimizer = tf_xshard.AGNOptimizer(keras.optimizers.SGD(1.0))
+        >>> weight = keras.Variable(10.0)
+        >>> optimizer.apply([tf.constant(1.0)], [weight])
+        >>> optimizer.show_center(True)
+        >>> float(weight)
+        10.0
+        >>> optimizer.show_center(False)
+        >>> float(weight)
+        9.0
+        """
+        replica_context.refuse_replica_context(f"{self.name}.show_center()")
+        if self.built:
+            self._center_pairs.show(shown)
+
+    def _unsaved_state(self) -> str | None:
+        if self._strategy.num_replicas_in_sync == 1:
+            return None
+        return "trains each replica's own variables and slots."
+
+    def _kinds_of_state(self) -> dict[int, str]:
+        local, center = map(list, zip(*self._center_pairs, strict=True))
+        if self.center_is_shown:
+            local, center = center, local
+        of_local_steps = [
+            variable
+            for one in tree.descendants(self.local_optimizer)
+            for variable in one.variables
+        ]
+        tensorflow_variable = replica_variables.tensorflow_variable
+        return {
+            id(tensorflow_variable(variable)): kind
+            for kind, variables in (
+                ("local", [*local, *of_local_steps]),
+                ("center", center),
+            )
+            for variable in variables
+        }
+
+    def _centers_by_variable(self) -> dict[int, Any]:
+        if self.center_is_shown:
+            return {}
+        return {id(variable): center for variable, center in self._center_pairs}
