@@ -97,3 +97,19 @@ def test_the_import_makes_everything_known_to_keras():
     )
     run = _run("-c", program)
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_a_copy_beside_another_projects_setup(tmp_path, monkeypatch):
+    """Its versions are not ours, and a moved name is named all the same."""
+    dependencies.requirements.cache_clear()
+    (tmp_path / "setup.cfg").write_text("[options]\npackages = find:\n")
+    copy = tmp_path / "tf_xshard" / "dependencies.py"
+    monkeypatch.setattr(dependencies, "__file__", str(copy))
+
+    def requires(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert dependencies.requirements() == ()
+    with pytest.raises(ImportError, match="_gone.*unknown versions"):
+        dependencies.check_names(((pytest, "_gone"),))

@@ -124,7 +124,10 @@ def _is_command_line() -> bool:
         # Python is still looking for the module to run.
         after = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
         return after[:1] == [__name__]
-    return os.path.splitext(os.path.basename(sys.argv[0]))[0] == "tf-xshard"
+    return (
+        os.path.splitext(os.path.basename((sys.argv or [""])[0]))[0]
+        == "tf-xshard"
+    )
 
 
 # Not lazily: Keras finds the classes of a saved model only if they have been

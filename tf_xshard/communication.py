@@ -71,9 +71,10 @@ class Communication:
                 f" Supported: {_DTYPES}."
             )
         for name in ("bytes_per_bucket", "buckets_in_flight"):
-            checks.positive_integer(
+            value = checks.positive_integer(
                 f"Communication({name}=...)", getattr(self, name)
             )
+            object.__setattr__(self, name, value)
         checks.positive_number(
             "Communication(timeout_seconds=...)", self.timeout_seconds
         )

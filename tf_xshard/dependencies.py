@@ -39,7 +39,8 @@ def requirements() -> tuple[str, ...]:
 def _from_checkout() -> tuple[str, ...]:
     config = configparser.ConfigParser()
     config.read(pathlib.Path(__file__).parents[1] / "setup.cfg")
-    if not config.has_section("options"):
+    # Where the package has been copied, that file is another project's.
+    if config.get("metadata", "name", fallback=None) != "tf_xshard":
         return ()
     lines = config["options"]["install_requires"].split("\n")
     for extra, value in config["options.extras_require"].items():
@@ -79,6 +80,14 @@ def proven(distribution: str) -> tuple[Minor, Minor]:
     oldest = _minor(versions(distribution, ">=")[0])
     bound = min(_minor(one) for one in versions(distribution, "<"))
     return oldest, (bound[0], bound[1] - 1)
+
+
+def proven_range(distribution: str) -> str:
+    """The versions that tests have run with, for people: "3.12 to 3.15"."""
+    # A copy of the package without metadata does not know.
+    if not requirements():
+        return "unknown versions"
+    return " to ".join(".".join(map(str, one)) for one in proven(distribution))
 
 
 def _minor(version: str) -> Minor:
@@ -141,8 +150,8 @@ def check_names(names: tuple) -> None:
     if missing:
         raise ImportError(
             f"tf_xshard depends on {missing}, which this TensorFlow or Keras"
-            f" does not have. Proven: TensorFlow {proven('tensorflow')}, Keras"
-            f" {proven('keras')}."
+            f" does not have. Proven: TensorFlow"
+            f" {proven_range('tensorflow')}, Keras {proven_range('keras')}."
         )
 
 

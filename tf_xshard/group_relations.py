@@ -28,12 +28,17 @@ def for_replicas(
     if groups is None:
         return group_assignment_lib.GroupAssignment.single(num_replicas)
     if groups.num_replicas != num_replicas:
+        remedy = f" Pass one for {num_replicas}."
+        if where.startswith("the strategy "):
+            remedy = (
+                f" Pass one for {num_replicas} (for a saved model: load it with"
+                " compile=False and compile it again), and use the optimizer"
+                " under the strategy that it was written for."
+            )
         raise ValueError(
             f"group_assignment {groups.to_list()} is for"
             f" {groups.num_replicas} replicas, but {where} has {num_replicas}."
-            f" Pass one for {num_replicas} (for a saved model: load it with"
-            " compile=False and compile it again), and use the optimizer under"
-            " the strategy that it was written for."
+            f"{remedy}"
         )
     return groups
 

@@ -1,5 +1,6 @@
 """AutoGraph converts the user's code and leaves ours alone."""
 
+import itertools
 import sys
 
 import keras
@@ -111,9 +112,15 @@ def test_compat_v1(wrapper, how):
         assert replicas.values(strategy, weight) == [-1.0, -1.0]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("kind", replicas.STRATEGIES)
-def test_a_tensor_if_in_hooks(kind, nested):
+@pytest.mark.parametrize(
+    "kind, how",
+    [
+        *itertools.product(replicas.STRATEGIES, ["plain", "nested"]),
+        # TPUStrategy.run takes no variables.
+        ("mirrored", "passed_to_run"),
+    ],
+)
+def test_a_tensor_if_in_hooks(kind, how):
     def small_only(pairs):
         [(gradient, variable)] = pairs
         if tf.norm(gradient) > 5.0:
@@ -136,14 +143,23 @@ def test_a_tensor_if_in_hooks(kind, nested):
             post_reduce=negative_too,
             loss_normalization="replica",
         )
-        if nested:
+        if how == "nested":
             optimizer = tf_xshard.TowerOptimizer(optimizer, 1)
+
+    gradient = strategy.experimental_distribute_values_from_function(
+        lambda c: tf.constant([10.0 ** int(c.replica_id_in_sync_group)])
+    )
 
     @tf.function
     def step():
-        strategy.run(
-            lambda: optimizer.apply([replicas.power_of_ten()[None]], [weight])
-        )
+        if how == "passed_to_run":
+            strategy.run(optimizer.apply, args=([gradient], [weight]))
+        else:
+            strategy.run(
+                lambda: optimizer.apply(
+                    [replicas.power_of_ten()[None]], [weight]
+                )
+            )
 
     step()
     # 1 + 0 (10 is too large), then -1, which SGD subtracts.
@@ -152,34 +168,65 @@ def test_a_tensor_if_in_hooks(kind, nested):
     ] * 2
 
 
+def _make():
+    # A condition that only converted code can have.
+    if tf.constant(1.0) > 0.0:
+        rate = 1.0
+    else:
+        rate = 2.0
+    return tf.compat.v1.train.GradientDescentOptimizer(rate)
+
+
+def _model_fn(features, labels, mode):
+    del labels
+    if tf.reduce_sum(features) > 0.0:
+        scale = 2.0
+    else:
+        scale = 3.0
+    w = tf.compat.v1.get_variable("w", initializer=0.0)
+    loss = tf.reduce_sum(features) * scale * w
+    optimizer = v1.TowerOptimizer(_make)
+    return v1.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+
 def test_a_tensor_if_in_an_optimizer_factory_and_a_model_fn():
-    made = []
+    """Both are outside of the function that AutoGraph converts."""
 
-    @tf.function
-    def step(x):
-        def make():
-            made.append(_converted_functions())
-            return tf.compat.v1.train.GradientDescentOptimizer(1.0)
-
-        def model_fn(features, labels, mode):
-            del labels
-            if x > 0:
-                scale = 2.0
-            else:
-                scale = 3.0
-            w = tf.compat.v1.get_variable("w", initializer=0.0)
-            loss = tf.reduce_sum(features) * scale * w
-            optimizer = v1.TowerOptimizer(make)
-            return v1.EstimatorSpec(
-                mode, loss=loss, train_op=optimizer.minimize(loss)
-            )
-
-        replicated = v1.replicate_model_fn(model_fn, devices=["/CPU:0"] * 2)
-        return replicated(tf.ones([2]), None, "train").loss
+    def build():
+        replicated = v1.replicate_model_fn(_model_fn, devices=["/CPU:0"] * 2)
+        return replicated(tf.ones([2]), None, "train").train_op
 
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        function = tf.autograph.to_graph(step.python_function)
-        loss = function(tf.constant(1.0))
+        train = tf.autograph.to_graph(build)()
         session.run(tf.compat.v1.global_variables_initializer())
-        session.run(loss)
-    assert all("make" in names for names in made) and made
+        session.run(train)
+        [w] = session.run(tf.compat.v1.trainable_variables())
+    assert w == -2.0
+
+
+class _Halving(keras.optimizers.SGD):
+    """A user's inner optimizer with a tensor `if`."""
+
+    def apply_gradients(self, grads_and_vars):
+        [(gradient, variable)] = grads_and_vars
+        if tf.reduce_sum(gradient) > 1.0:
+            gradient = gradient / 2.0
+        return super().apply_gradients([(gradient, variable)])
+
+
+def test_a_tensor_if_in_an_inner_optimizer():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable([0.0])
+        optimizer = tf_xshard.CrossShardOptimizer(
+            _Halving(1.0), "sum", loss_normalization="replica"
+        )
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.constant([2.0])], [weight]))
+
+    step()
+    assert [v.tolist() for v in replicas.values(strategy, weight)] == [
+        [-2.0]
+    ] * 2

@@ -408,3 +408,25 @@ def test_a_save_that_loses_nothing_says_nothing(tmp_path, monkeypatch):
     model.fit(x, y, verbose=0)
     model.save(tmp_path / "model.keras")
     assert len(lines) == 1
+
+
+class _Scaling(tf.Module):
+    """A hook that holds a variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = tf.Variable(2.0)
+
+    def __call__(self, pairs):
+        return [(g * self.factor, v) for g, v in pairs]
+
+
+def test_a_hook_with_variables_is_in_checkpoints(tmp_path):
+    hook = _Scaling()
+    optimizer = tf_xshard.CrossShardOptimizer(
+        keras.optimizers.SGD(), pre_reduce=hook
+    )
+    path = tf.train.Checkpoint(optimizer=optimizer).write(str(tmp_path / "c"))
+    hook.factor.assign(5.0)
+    tf.train.Checkpoint(optimizer=optimizer).read(path).assert_consumed()
+    assert float(hook.factor) == 2.0

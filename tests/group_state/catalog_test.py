@@ -138,3 +138,26 @@ def test_writing_builds_the_optimizer():
     state = tf_xshard.GroupState(model)
     state.merge("mean")
     assert model.optimizer.built
+
+
+def test_what_was_read_can_be_written_before_the_first_step():
+    """What an unbuilt optimizer has is left out; parts may be."""
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()), "mse")
+    state = tf_xshard.GroupState(model)
+    weights = state.get_weights(0)
+    assert list(weights) == ["model"]
+    state.set_weights(0, weights)
+    assert list(state.get_weights(0)) == ["model", "optimizer"]
+
+
+def test_groups_inside_a_function():
+    """Plain Python: which group a replica is in needs no variable's value."""
+    model = group_training.compiled(replicas.mirrored(4), "agn", groups=FOUR)
+    state = tf_xshard.GroupState(model)
+
+    @tf.function
+    def group_of_three():
+        return tf.constant(state.group_of(3))
+
+    assert int(group_of_three()) == 3

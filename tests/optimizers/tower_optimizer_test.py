@@ -518,3 +518,16 @@ def test_reset_in_replica_context_is_refused():
         optimizer = tf_xshard.TowerOptimizer(O.SGD(1.0), 2)
     with pytest.raises(RuntimeError, match="outside of strategy.run"):
         strategy.run(optimizer.reset)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"reduction": "median"}, {"loss_normalization": "none"}, {"clipnorm": 1}],
+    ids=str,
+)
+def test_a_refused_one_has_changed_nothing(arguments):
+    """An inner optimizer that was made local would no longer sum."""
+    inner = keras.optimizers.SGD()
+    with pytest.raises(ValueError):
+        tf_xshard.TowerOptimizer(inner, 2, **arguments)
+    assert type(inner) is keras.optimizers.SGD

@@ -1,6 +1,6 @@
 """A frozen catalog of what a model holds: variables, optimizers, groups.
 
-It is created for each call of `GroupState`, by one walk over the model, since
+It is created for each call of `GroupState`, by one walk over a model, since
 the model may have been compiled again in between. Creating it changes nothing.
 """
 
@@ -175,15 +175,7 @@ def of(
       ValueError: If variables belong to different strategies, two optimizers
         have different groups, or the groups do not fit the replicas.
     """
-    parts = walk.parts_of(holder)
-    optimizers = {
-        name: tuple(
-            one
-            for optimizer in part.optimizers
-            for one in tree.with_local_optimizers(optimizer)
-        )
-        for name, part in parts.items()
-    }
+    parts, optimizers = _walked(holder)
     kinds: dict[int, str] = {}
     centers: dict[int, Any] = {}
     for found in optimizers.values():
@@ -193,17 +185,56 @@ def of(
                 centers.update(one._centers_by_variable())
     entries = tuple(_entries(parts, kinds))
     strategy = _strategy(holder, entries, optimizers)
+    where = f"the strategy {type(strategy).__name__}"
     num_replicas = strategy.num_replicas_in_sync
     if groups is None:
-        groups = _groups_of(optimizers, num_replicas)
+        groups = _groups_of(optimizers, num_replicas, where)
     return Catalog(
         holders={name: part.holder for name, part in parts.items()},
         optimizers=optimizers,
         strategy=strategy,
-        groups=group_relations.for_replicas(groups, num_replicas),
+        groups=group_relations.for_replicas(groups, num_replicas, where),
         entries=entries,
         centers=centers,
     )
+
+
+def groups_of(
+    holder: Any, strategy: tf.distribute.Strategy
+) -> group_assignment_lib.GroupAssignment:
+    """The groups that the optimizers make, without a catalog of the rest.
+
+    Args:
+      holder: A model, a dict of what holds variables, or a list.
+      strategy: The strategy of the variables.
+
+    Returns:
+      A `GroupAssignment`.
+
+    Raises:
+      ValueError: If two optimizers make different groups, or the groups are
+        for another number of replicas.
+    """
+    return _groups_of(
+        _walked(holder)[1],
+        strategy.num_replicas_in_sync,
+        f"the strategy {type(strategy).__name__}",
+    )
+
+
+def _walked(
+    holder: Any,
+) -> tuple[dict[str, walk.Part], dict[str, Optimizers]]:
+    """The parts, and the optimizers of each, those inside others included."""
+    parts = walk.parts_of(holder)
+    return parts, {
+        name: tuple(
+            one
+            for optimizer in part.optimizers
+            for one in tree.with_local_optimizers(optimizer)
+        )
+        for name, part in parts.items()
+    }
 
 
 def _entries(
@@ -253,7 +284,7 @@ def _strategy(
 
 
 def _groups_of(
-    optimizers: Mapping[str, Optimizers], num_replicas: int
+    optimizers: Mapping[str, Optimizers], num_replicas: int, where: str
 ) -> group_assignment_lib.GroupAssignment:
     """The combined groups of nested optimizers.
 
@@ -263,7 +294,9 @@ def _groups_of(
     found = {}
     for name, of_part in optimizers.items():
         assignments = [
-            group_relations.for_replicas(one.group_assignment, num_replicas)
+            group_relations.for_replicas(
+                one.group_assignment, num_replicas, where
+            )
             for one in of_part
             if tree.is_wrapper(one)
         ]

@@ -49,7 +49,9 @@ class GroupValues:
     @property
     def group_assignment(self) -> group_assignment_lib.GroupAssignment:
         """Which replicas are in which group, as the model is compiled now."""
-        return catalog_lib.of(self._holder, self._given_groups).groups
+        return self._given_groups or catalog_lib.groups_of(
+            self._holder, self.replicas.strategy
+        )
 
     @property
     def num_groups(self) -> int:
@@ -147,9 +149,15 @@ class GroupValues:
         members = catalog.groups.to_list()[catalog.checked_group(group)]
         variables = catalog.variables(catalog_lib.LEARNED, each_once=False)
         values = self.replicas.of_group(catalog.shown(variables), members)
-        result: dict[str, list] = {name: [] for name in catalog.holders}
+        # What an unbuilt optimizer has is less than `set_weights` would need.
+        result: dict[str, list] = {
+            name: []
+            for name, part in catalog.holders.items()
+            if getattr(part, "built", True)
+        }
         for one, value in zip(variables, values, strict=True):
-            result[one.part].append(value)
+            if one.part in result:
+                result[one.part].append(value)
         return result
 
     def set_weights(

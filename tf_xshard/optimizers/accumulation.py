@@ -109,7 +109,7 @@ class GradientAccumulator:
         seen: SeenVariables,
         *,
         has_sums: bool = True,
-        is_sparse: bool = False,
+        counts_rows: bool = False,
     ) -> None:
         self._trained = variables
         self._seen = seen
@@ -128,7 +128,7 @@ class GradientAccumulator:
                 f"{replica_variables.flat_name(v)}_touched",
             )
             for v in variables
-            if is_sparse
+            if counts_rows
         ]
 
     def add(self, gradients: Sequence, indices: Sequence[int]) -> None:

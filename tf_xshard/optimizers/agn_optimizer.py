@@ -128,7 +128,7 @@ class AGNOptimizer(local_training.LocalTraining):
             )
         inner_update.make_local(local_optimizer)
         self.local_optimizer = local_optimizer
-        self._period = communication_period
+        self._period = int(communication_period)
         self._accumulate = accumulate
         self._normalize = normalize
         self._set_untracked("_seen", accumulation.SeenVariables(name))
@@ -242,7 +242,7 @@ class AGNOptimizer(local_training.LocalTraining):
         if self._accumulate == "gradients":
             total = self._accumulator.read(index)
         else:
-            total = self._center_pairs.update_here(index)
+            total = self._center_pairs.change_here(index)
         if self._normalize:
             total /= tf.cast(num_steps, total.dtype)
         return tf.cast(total, self._center[index].dtype)

@@ -91,7 +91,7 @@ class Center:
         for variable, center in self:
             replica_variables.assign(variable, replica_variables.read(center))
 
-    def update_here(self, index: int) -> tf.Tensor:
+    def change_here(self, index: int) -> tf.Tensor:
         """What local steps have changed: center - local.
 
         Args:

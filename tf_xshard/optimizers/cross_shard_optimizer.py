@@ -110,10 +110,8 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         name: str = "CrossShardOptimizer",
         **kwargs: Any,
     ) -> None:
-        both = [
-            hooks.Hook("pre_reduce", pre_reduce),
-            hooks.Hook("post_reduce", post_reduce),
-        ]
+        pre_hook = hooks.Hook("pre_reduce", pre_reduce)
+        post_hook = hooks.Hook("post_reduce", post_reduce)
         super().__init__(
             inner_optimizer,
             reduction=reduction,
@@ -124,7 +122,10 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             name=name,
             **kwargs,
         )
-        self._pre_reduce, self._post_reduce = both
+        # Checkpoints follow these, should they hold variables.
+        self._pre_reduce, self._post_reduce = pre_reduce, post_reduce
+        self._set_untracked("_pre_hook", pre_hook)
+        self._set_untracked("_post_hook", post_hook)
 
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here
@@ -137,13 +138,13 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             gradients, variables
         )
         multiplier = self._gradient_multiplier(here)
-        gradients = self._pre_reduce(
+        gradients = self._pre_hook(
             gradients, variables, inner.scale_loss, multiplier
         )
         gradients = self._reducer.reduce(
             gradients, variables, here, self.reduction, multiplier
         )
-        gradients = self._post_reduce(gradients, variables, inner.scale_loss)
+        gradients = self._post_hook(gradients, variables, inner.scale_loss)
         gradients += self._reducer.reduce(*statistics, here, "mean")
         variables += statistics.variables
         if tree.has_loss_scale_optimizer(inner):
@@ -174,8 +175,8 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         return {
             **super().get_config(),
             **self._reducer_config(),
-            "pre_reduce": _serialized(self._pre_reduce.function),
-            "post_reduce": _serialized(self._post_reduce.function),
+            "pre_reduce": _serialized(self._pre_reduce),
+            "post_reduce": _serialized(self._post_reduce),
         }
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizers
+from tf_xshard.private import tensorflow as private_tensorflow
 
 
 def make_local(optimizer: keras.optimizers.Optimizer) -> None:
@@ -97,4 +98,8 @@ def apply(
             else gradient
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
-    optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+    # A subclass of the user's is converted as the user's own code is.
+    apply_gradients = private_tensorflow.as_called_by_user(
+        optimizer.apply_gradients
+    )
+    apply_gradients(list(zip(gradients, variables, strict=True)))

@@ -24,14 +24,14 @@ class LossConventions(delegation.Delegation):
     _strategy: tf.distribute.Strategy
 
     def _refuse_loss_scale_optimizer_above(self) -> None:
-        if self._may_be_in_a_loss_scale_optimizer():
+        if self._is_allowed_in_a_loss_scale_optimizer():
             return
         if keras_optimizer_state.loss_scale_optimizer_above(
             lambda one: any(inner is self for inner in tree.descendants(one))
         ):
             raise ValueError(self._loss_scale_error())
 
-    def _may_be_in_a_loss_scale_optimizer(self) -> bool:
+    def _is_allowed_in_a_loss_scale_optimizer(self) -> bool:
         """On one replica it sees all gradients; only one may scale the loss."""
         num_replicas = self._strategy.num_replicas_in_sync
         return not self._is_outermost or (
@@ -72,9 +72,12 @@ class LossConventions(delegation.Delegation):
         if (
             value is None
             and self.loss_scale_factor is None
-            and not self._may_be_in_a_loss_scale_optimizer()
+            and not self._is_allowed_in_a_loss_scale_optimizer()
         ):
-            raise ValueError(self._loss_scale_error())
+            raise ValueError(
+                f"{self._loss_scale_error()} (Or loss_scale_factor was set to"
+                " None, which it is without that.)"
+            )
         self._updating_optimizer.loss_scale_factor = value
 
     @property

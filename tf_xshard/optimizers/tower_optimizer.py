@@ -99,13 +99,18 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         name: str = "TowerOptimizer",
         **kwargs: Any,
     ) -> None:
+        # All is checked before an optimizer changes.
+        own_name = type(self).__name__
         num_towers = checks.positive_integer("num_towers", num_towers)
+        wrapper_arguments.refuse_unknown(own_name, kwargs)
+        wrapper_arguments.check_loss_normalization(loss_normalization)
+        wrapper_arguments.checked_reduction(reduction)
         inner = optimizer_or_optimizer_fn
         if callable(inner) and not isinstance(
             inner, (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
         ):
-            inner = private_tensorflow.as_called_by_user(inner)()
-        wrapper_arguments.check_inner_optimizer(type(self).__name__, inner)
+            inner = inner()
+        wrapper_arguments.check_inner_optimizer(own_name, inner)
         if not tree.wrappers(inner):
             inner = cross_shard_optimizer.CrossShardOptimizer(inner)
         super().__init__(
@@ -131,7 +136,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             return
         self._tower = replica_variables.make((), "int32", "tower")
         accumulator = accumulation.GradientAccumulator(
-            variables, "accumulator", self._seen, is_sparse=True
+            variables, "accumulator", self._seen, counts_rows=True
         )
         self._set_untracked("_accumulator", accumulator)
         # Checkpoints store the variables under these names.

@@ -159,7 +159,8 @@ def _compute(model: keras.Model, data: Any, share: Any) -> tuple:
         # As in Keras, an override may omit it.
         parameters = inspect.signature(model.compute_loss).parameters
         training = {"training": True} if "training" in parameters else {}
-        loss = model.compute_loss(
+        compute_loss = private_tensorflow.as_called_by_user(model.compute_loss)
+        loss = compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, **training
         )
         keras_models.update_loss_metric(model, loss, _num_rows(data))

@@ -6,7 +6,8 @@ version moves a name, importing `tf_xshard` raises with that name, and the fix
 belongs here. Imports only the modules beside the folders.
 
 - `tensorflow`: AutoGraph, the key-value store, aborting collectives, threads.
-- `keras_optimizers`: optimizers made local, and their private attributes.
+- `keras_optimizers`: optimizers made local (the class swap).
+- `keras_optimizer_state`: attributes that a wrapper has to keep in order.
 - `keras_models`: attributes of a model while `fit` runs and while it is saved.
 - `keras_training_loops`: the loops of `fit` over several processes.
 - `tensorflow_v1`: TF1 graphs and optimizers.

@@ -1,7 +1,7 @@
 """Private attributes of a Keras model that callbacks and saving need.
 
-Those of optimizers are in `keras_optimizers`. `private_names_test.py` in
-`tests/conformance` checks what this depends on.
+Those of optimizers are in `keras_optimizers` and `keras_optimizer_state`.
+`private_names_test.py` in `tests/conformance` checks what this depends on.
 """
 
 from __future__ import annotations

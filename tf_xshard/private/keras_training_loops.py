@@ -95,8 +95,8 @@ def replace(
         raise RuntimeError(
             "tf_xshard.multi_worker_fit() does not know whether fit works over"
             f" several processes in Keras {keras.__version__}: {states}. It"
-            f" knows Keras {dependencies.proven('keras')}; leave the call out"
-            " to try."
+            f" knows Keras {dependencies.proven_range('keras')}; leave the call"
+            " out to try."
         )
     wrong = [name for name, state in states.items() if state == "wrong"]
     for name in set(states) - set(wrong):

@@ -145,6 +145,11 @@ def nothing_computes() -> bool:
     )
 
 
+# Code that calls for a function that AutoGraph has converted.
+_CONVERTING = (
+    _autograph.__file__,
+    os.path.join(os.path.dirname(tf.__file__), "python", "distribute", ""),
+)
 _caller = threading.local()
 
 
@@ -171,7 +176,10 @@ def entry_point(function: Callable) -> Callable:
         _caller.convert = _as_it_is
         # Converted code calls through AutoGraph's module. Its context does not
         # help: in a replica's thread it is always UNSPECIFIED.
-        if sys._getframe(1).f_code.co_filename == _autograph.__file__:
+        # strategy.run(optimizer.apply) calls it from TensorFlow's own code.
+        if sys._getframe(1).f_code.co_filename.startswith(_CONVERTING) and (
+            not tf.executing_eagerly()
+        ):
             _caller.convert = functools.partial(
                 tf.__internal__.autograph.tf_convert,
                 ctx=tf.__internal__.autograph.control_status_ctx(),

@@ -68,6 +68,12 @@ class GroupReducer:
             self.group_assignment, num_replicas, where
         )
 
+    def _groups_here(
+        self, here: replica_context.Here
+    ) -> group_assignment_lib.GroupAssignment:
+        where = f"the strategy {type(here.strategy).__name__}"
+        return self.groups(here.num_replicas, where)
+
     def reduce(
         self,
         gradients: Sequence,
@@ -90,7 +96,7 @@ class GroupReducer:
           A list like `sum`'s.
         """
         if reduction == "mean":
-            multiplier = multiplier / self.groups(here.num_replicas).group_size
+            multiplier = multiplier / self._groups_here(here).group_size
         return [
             gradients_lib.scaled(total, multiplier)
             for total in self.sum(gradients, variables, here)
@@ -119,7 +125,7 @@ class GroupReducer:
           ValueError: If replicas apply different numbers or dtypes of
             gradients, or a dtype cannot be summed here.
         """
-        groups = self.groups(here.num_replicas)
+        groups = self._groups_here(here)
         if groups.group_size == 1 or not variables:
             return list(gradients)
         patterns = negotiation.agree(

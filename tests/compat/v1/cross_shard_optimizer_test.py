@@ -572,7 +572,7 @@ def test_bad_calls():
             lambda: groups.apply_gradients([(tf.ones([2]), w)]),
         ):
             with pytest.raises(
-                ValueError, match="is for 2 replicas, but what is"
+                ValueError, match="is for 2 replicas, but code outside"
             ):
                 call()
         for bad in (None, [loss], tf.constant(1)):

@@ -35,7 +35,7 @@ class Alone:
     """
 
     num_shards: int = 1
-    description = "what is outside of shard() and of a strategy"
+    description = "code outside of shard() and of a strategy"
 
     def sum(
         self,
