@@ -671,6 +671,7 @@ def test_optimizers_at_any_depth(tmp_path):
     # The one that it is compiled with, though another has been used before.
     model.compile(keras.optimizers.Adam())
     model.optimizers, model.named = [], {}
+    model.optimizer.build(model.trainable_variables)
     assert "optimizer" in tf_xshard.GroupState(model).get_weights(0)
 
 

@@ -135,6 +135,7 @@ class GroupValues:
           `model.get_weights()`, with BatchNormalization's moving statistics,
           and `"optimizer"`, in the order of `optimizer.variables`; or the names
           of the dict given to the constructor.
+          An optimizer that has not been built is left out.
 
         Raises:
           ValueError: If there is no such group, or something is not built.
