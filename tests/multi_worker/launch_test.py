@@ -241,6 +241,14 @@ def test_a_module(monkeypatch, capfd):
     assert code == 0 and "[0] usage" in out
 
 
+@pytest.fixture
+def sigint():
+    """Not ignored, as it is in what a shell starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def _launched(script, case):
     """A launch of two workers that are ready."""
     process = subprocess.Popen(
@@ -268,6 +276,7 @@ def _read(process, text):
     "number",
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
 )
+@pytest.mark.usefixtures("sigint")
 def test_signals_are_passed_on(script, number):
     process = _launched(script, "told")
     with process.stdout:
@@ -290,6 +299,7 @@ def test_workers_may_save_after_a_signal(script):
     assert process.wait(20) == 128 + signal.SIGTERM
 
 
+@pytest.mark.usefixtures("sigint")
 def test_a_second_signal_ends_all_at_once(script):
     process = _launched(script, "deaf")
     with process.stdout:
