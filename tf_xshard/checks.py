@@ -53,7 +53,7 @@ def positive_integer(name: str, value: Any) -> int:
     return value
 
 
-def count(name: str, value: Any, *others: Any) -> None:
+def count(name: str, value: Any, *others: Any) -> Any:
     """Checks that a value is a positive int, or one of a few other values.
 
     Args:
@@ -61,16 +61,21 @@ def count(name: str, value: Any, *others: Any) -> None:
       value: The value given.
       *others: The other allowed values.
 
+    Returns:
+      An int, or one of `others`.
+
     Raises:
       ValueError: If it is neither.
     """
     if any(value is other or value == other for other in others):
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        return value
+    try:
+        return positive_integer(name, value)
+    except (TypeError, ValueError):
         allowed = "".join(f" or {other!r}" for other in others)
         raise ValueError(
             f"{name} must be a positive int{allowed}, got {value!r}."
-        )
+        ) from None
 
 
 def number(name: str, value: Any) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from tf_xshard import checks
 from tf_xshard import group_assignment_checks
 
 
@@ -91,7 +90,9 @@ class GroupAssignment:
         >>> tf_xshard.GroupAssignment.contiguous(num_replicas=8, group_size=4)
         GroupAssignment([[0, 1, 2, 3], [4, 5, 6, 7]])
         """
-        num_groups = _num_groups(num_replicas, group_size)
+        num_groups = group_assignment_checks.num_groups(
+            num_replicas, group_size
+        )
         return cls(np.arange(num_replicas).reshape(num_groups, group_size))
 
     @classmethod
@@ -117,7 +118,9 @@ class GroupAssignment:
         >>> tf_xshard.GroupAssignment.strided(num_replicas=8, group_size=4)
         GroupAssignment([[0, 2, 4, 6], [1, 3, 5, 7]])
         """
-        num_groups = _num_groups(num_replicas, group_size)
+        num_groups = group_assignment_checks.num_groups(
+            num_replicas, group_size
+        )
         return cls(np.arange(num_replicas).reshape(group_size, num_groups).T)
 
     @classmethod
@@ -292,15 +295,3 @@ def _hosts(strategy: Any) -> list[str]:
         per_host = strategy.extended.num_replicas_per_host
         return [str(r // per_host) for r in range(num_replicas)]
     return hosts[:num_replicas]
-
-
-def _num_groups(num_replicas: int, group_size: int) -> int:
-    num_replicas = checks.positive_integer("num_replicas", num_replicas)
-    group_size = checks.positive_integer("group_size", group_size)
-    if num_replicas % group_size:
-        raise ValueError(
-            f"group_size={group_size} does not divide"
-            f" num_replicas={num_replicas}: every replica must be in exactly"
-            " one group, and all groups have the same size."
-        )
-    return num_replicas // group_size

@@ -70,6 +70,24 @@ def validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
+def num_groups(num_replicas: int, group_size: int) -> int:
+    """How many groups of one size all replicas make.
+
+    Raises:
+      TypeError: If an argument is not an integer.
+      ValueError: If it is not positive, or the size does not divide.
+    """
+    num_replicas = checks.positive_integer("num_replicas", num_replicas)
+    group_size = checks.positive_integer("group_size", group_size)
+    if num_replicas % group_size:
+        raise ValueError(
+            f"group_size={group_size} does not divide"
+            f" num_replicas={num_replicas}: every replica must be in exactly"
+            " one group, and all groups have the same size."
+        )
+    return num_replicas // group_size
+
+
 def _check_each_id_once(
     rows: Sequence[Sequence[int]], ids: Sequence[int]
 ) -> None:

@@ -52,12 +52,11 @@ class DivergenceSentinel(keras.callbacks.Callback):
 
     def __init__(self, every: int = 100, action: str = "raise") -> None:
         super().__init__()
-        checks.count("every", every)
         if action not in _ACTIONS:
             raise ValueError(
                 f"action must be one of {_ACTIONS}, got {action!r}."
             )
-        self._every = every
+        self._every = checks.count("every", every)
         self._action = action
         self._num_since_check = 0
         self._state: Any = None

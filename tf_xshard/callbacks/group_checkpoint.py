@@ -80,11 +80,9 @@ class GroupCheckpoint(keras.callbacks.Callback):
         regroup: str | Mapping[int, int] | None = None,
     ) -> None:
         super().__init__()
-        checks.count("every", every, "epoch")
-        checks.count("keep", keep, None)
         self._directory = os.fspath(directory)
-        self._every = every
-        self._keep = keep
+        self._every = checks.count("every", every, "epoch")
+        self._keep = checks.count("keep", keep, None)
         self._regroup = regroup
         self._state: Any = None
         self._epoch = 0

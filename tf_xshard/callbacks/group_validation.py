@@ -55,10 +55,9 @@ class GroupValidation(keras.callbacks.Callback):
         steps: int | None = None,
     ) -> None:
         super().__init__()
-        checks.count("every", every)
         evaluation.refuse_generator(data)
         self._data = data
-        self._every = every
+        self._every = checks.count("every", every)
         self._options = {
             "ensemble": ensemble,
             "batch_size": batch_size,

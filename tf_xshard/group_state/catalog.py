@@ -19,6 +19,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import group_relations
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.group_state import optimizer_groups
 from tf_xshard.group_state import state_variable
 from tf_xshard.group_state import walk
 from tf_xshard.optimizers import tree
@@ -188,7 +189,7 @@ def of(
     where = f"the strategy {type(strategy).__name__}"
     num_replicas = strategy.num_replicas_in_sync
     if groups is None:
-        groups = _groups_of(optimizers, num_replicas, where)
+        groups = optimizer_groups.joined(optimizers, num_replicas, where)
     return Catalog(
         holders={name: part.holder for name, part in parts.items()},
         optimizers=optimizers,
@@ -215,7 +216,7 @@ def groups_of(
       ValueError: If two optimizers make different groups, or the groups are
         for another number of replicas.
     """
-    return _groups_of(
+    return optimizer_groups.joined(
         _walked(holder)[1],
         strategy.num_replicas_in_sync,
         f"the strategy {type(strategy).__name__}",
@@ -281,35 +282,3 @@ def _strategy(
     if isinstance(holder, keras.Model):
         return holder.distribute_strategy
     return tf.distribute.get_strategy()
-
-
-def _groups_of(
-    optimizers: Mapping[str, Optimizers], num_replicas: int, where: str
-) -> group_assignment_lib.GroupAssignment:
-    """The combined groups of nested optimizers.
-
-    Raises:
-      ValueError: If two parts have different groups.
-    """
-    found = {}
-    for name, of_part in optimizers.items():
-        assignments = [
-            group_relations.for_replicas(
-                one.group_assignment, num_replicas, where
-            )
-            for one in of_part
-            if tree.is_wrapper(one)
-        ]
-        if assignments:
-            found[name] = group_relations.joined(assignments)
-    # A plain Keras optimizer reduces over all replicas.
-    first, *others = found.values() or [
-        group_assignment_lib.GroupAssignment.single(num_replicas)
-    ]
-    if not all(group_relations.same_groups(first, other) for other in others):
-        raise ValueError(
-            "GroupState: optimizers have different groups,"
-            f" { {n: g.to_list() for n, g in found.items()} }. Pass"
-            " group_assignment, or create one GroupState for each."
-        )
-    return first

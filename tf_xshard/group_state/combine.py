@@ -35,6 +35,29 @@ def as_type(value: Any, like: np.dtype, name: str) -> np.ndarray:
     return value.astype(like)
 
 
+def one_per_group(
+    values: Sequence,
+    num_groups: int,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    name: str,
+) -> list[np.ndarray]:
+    """Converts a user's values of one variable, one for each group.
+
+    Raises:
+      ValueError: If their number, a shape or a dtype is wrong.
+    """
+    arrays = [as_type(value, dtype, name) for value in values]
+    if len(arrays) != num_groups or any(
+        array.shape != shape for array in arrays
+    ):
+        raise ValueError(
+            f"assign() needs {num_groups} values of shape {shape},"
+            f" one for each group, got shapes {[v.shape for v in arrays]}."
+        )
+    return arrays
+
+
 def combined(
     values: Sequence[np.ndarray], weights: Sequence[float] | None = None
 ) -> np.ndarray:

@@ -247,17 +247,13 @@ class GroupValues:
             )
         groups = self.group_assignment
         dtype = replica_variables.copies(variable)[0].dtype.as_numpy_dtype
-        values = [
-            combine.as_type(value, dtype, variable.name) for value in values
-        ]
-        shape = tuple(variable.shape)
-        if len(values) != groups.num_groups or any(
-            value.shape != shape for value in values
-        ):
-            raise ValueError(
-                f"assign() needs {groups.num_groups} values of shape {shape},"
-                f" one for each group, got shapes {[v.shape for v in values]}."
-            )
+        values = combine.one_per_group(
+            values,
+            groups.num_groups,
+            dtype,
+            tuple(variable.shape),
+            variable.name,
+        )
         if groups.num_groups > 1 and not replica_variables.strategy_of(
             variable
         ):

@@ -160,7 +160,32 @@ class GradientAccumulator:
         """A variable's sum, as a tensor of its shape."""
         return replica_variables.read(self.sums[index])
 
-    def pop(self, index: int) -> Any:
+    def pop_all(self, indices: Sequence[int]) -> tuple[list, list]:
+        """Returns all sums and resets them to zero.
+
+        Args:
+          indices: The indices of the last call's variables. They are returned
+            even if frozen or without a gradient (then None); others only if
+            they are neither.
+
+        Returns:
+          The sums, and their variables.
+        """
+        totals, variables = [], []
+        for index, variable in enumerate(self._trained):
+            is_frozen = not getattr(variable, "trainable", True)
+            if index in self._seen:
+                total = self._pop(index)
+            elif index in indices:
+                total = None
+            else:
+                continue
+            if index in indices or not is_frozen:
+                totals.append(total)
+                variables.append(variable)
+        return totals, variables
+
+    def _pop(self, index: int) -> Any:
         """Returns a variable's sum and resets it to zero.
 
         Args:

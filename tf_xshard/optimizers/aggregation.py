@@ -12,6 +12,32 @@ from tf_xshard.optimizers import inner_update
 from tf_xshard.reduction import gradients as gradients_lib
 
 
+def added(towers: Sequence[Sequence], variables: Sequence) -> list:
+    """The sums over towers, 16-bit gradients as float32.
+
+    Args:
+      towers: For each tower a list of gradients: tensors of the variables'
+        shapes, IndexedSlices or None.
+      variables: The variables.
+
+    Returns:
+      One list like a tower's.
+    """
+    widened = [
+        [
+            indexed_slices.map_values(_widened, gradient)
+            for gradient in gradients_lib.standardized(gradients, variables)
+        ]
+        for gradients in towers
+    ]
+    return [
+        indexed_slices.added(column, variable)
+        for column, variable in zip(
+            zip(*widened, strict=True), variables, strict=True
+        )
+    ]
+
+
 def aggregate(
     totals: Sequence,
     variables: Sequence,
@@ -47,7 +73,7 @@ def aggregate(
     return result
 
 
-def widened(values: tf.Tensor) -> tf.Tensor:
+def _widened(values: tf.Tensor) -> tf.Tensor:
     """Casts 16-bit to float32, since sums would lose digits or overflow."""
     return tf.cast(values, tf.float32) if values.dtype.size < 4 else values
 

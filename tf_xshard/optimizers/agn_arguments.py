@@ -45,8 +45,16 @@ def check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
     """Checks the two optimizers; the second may be None.
 
     Raises:
+      TypeError: If `local_optimizer` is not a Keras optimizer.
       ValueError: If either is, or wraps, an optimizer that is not allowed.
     """
+    if not isinstance(
+        local_optimizer, (keras.optimizers.Optimizer, type(None))
+    ):
+        raise TypeError(
+            "local_optimizer must be a keras.optimizers.Optimizer, got"
+            f" {local_optimizer!r}."
+        )
     for one in (inner_optimizer, local_optimizer):
         _refuse_inside(one)
     if getattr(inner_optimizer, "built", False):

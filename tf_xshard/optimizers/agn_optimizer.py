@@ -121,11 +121,6 @@ class AGNOptimizer(local_training.LocalTraining):
             name=name,
             **kwargs,
         )
-        if not isinstance(local_optimizer, keras.optimizers.Optimizer):
-            raise TypeError(
-                "local_optimizer must be a keras.optimizers.Optimizer, got"
-                f" {local_optimizer!r}."
-            )
         inner_update.make_local(local_optimizer)
         self.local_optimizer = local_optimizer
         self._period = int(communication_period)
@@ -177,7 +172,7 @@ class AGNOptimizer(local_training.LocalTraining):
             for gradient in gradients_lib.standardized(gradients, variables)
         ]
         inner_update.apply(self.local_optimizer, gradients, variables)
-        indices = self._indices(variables)
+        indices = keras_optimizer_state.indices_of(self, variables)
         self._accumulator.add(gradients, indices)
         replica_variables.assign(self._pending, pending + 1)
         replica_variables.cond(
@@ -185,11 +180,6 @@ class AGNOptimizer(local_training.LocalTraining):
             pending + 1 >= self._period,
             lambda: self._exchange(pending + 1, indices, here),
         )
-
-    def _indices(self, variables: Sequence) -> list[int]:
-        """The indices of the variables that this was built with."""
-        found = [keras_optimizer_state.index_of(self, v) for v in variables]
-        return [index for index in found if index is not None]
 
     def _begin_step(self) -> tf.Tensor:
         """Puts the local variables into the model; starts a period if due.
@@ -258,35 +248,6 @@ class AGNOptimizer(local_training.LocalTraining):
             inner_update.apply(
                 self.inner_optimizer, *map(list, zip(*present, strict=True))
             )
-
-    def finalize_variable_values(self, var_list: Sequence) -> None:
-        """Does an early exchange on all replicas if steps are pending.
-
-        Afterwards the model holds the center. `fit` calls this at its end.
-
-        Args:
-          var_list: The model's trainable variables.
-        """
-        if not self.built:
-            return
-        self.show_center(False)
-        strategy = self._strategy
-        [pending, *_] = strategy.experimental_local_results(self._pending.value)
-        pending = int(pending)
-
-        def on_replica() -> None:
-            self._exchange(
-                pending, self._indices(var_list), replica_context.current()
-            )
-
-        if pending and strategy.num_replicas_in_sync == 1:
-            on_replica()
-        elif pending:
-            with strategy.scope():
-                tf.function(lambda: strategy.run(on_replica))()
-        self.inner_optimizer.finalize_variable_values(self._center)
-        if self.inner_optimizer.use_ema:
-            self._center_pairs.copy_into_model()
 
     def get_config(self) -> dict:
         """The arguments, for serialization.

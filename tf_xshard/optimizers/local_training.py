@@ -1,4 +1,4 @@
-"""What users read and set of local training with a center."""
+"""What users and `fit` read, set and end of local training with a center."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import center as center_lib
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
+from tf_xshard.private import keras_optimizer_state
 
 
 class LocalTraining(wrapper.OptimizerWrapper):
@@ -116,6 +117,46 @@ class LocalTraining(wrapper.OptimizerWrapper):
         replica_context.refuse_replica_context(f"{self.name}.show_center()")
         if self.built:
             self._center_pairs.show(shown)
+
+    def finalize_variable_values(self, var_list: Sequence) -> None:
+        """Does an early exchange on all replicas if steps are pending.
+
+        Afterwards the model holds the center. `fit` calls this at its end.
+
+        Args:
+          var_list: The model's trainable variables.
+        """
+        if not self.built:
+            return
+        self.show_center(False)
+        strategy = self._strategy
+        [pending, *_] = strategy.experimental_local_results(self._pending.value)
+        pending = int(pending)
+
+        def on_replica() -> None:
+            self._exchange(
+                pending,
+                keras_optimizer_state.indices_of(self, var_list),
+                replica_context.current(),
+            )
+
+        if pending and strategy.num_replicas_in_sync == 1:
+            on_replica()
+        elif pending:
+            with strategy.scope():
+                tf.function(lambda: strategy.run(on_replica))()
+        self.inner_optimizer.finalize_variable_values(self._center)
+        if self.inner_optimizer.use_ema:
+            self._center_pairs.copy_into_model()
+
+    def _exchange(
+        self,
+        num_steps: int | tf.Tensor,
+        indices: Sequence[int],
+        here: replica_context.Here,
+    ) -> None:
+        """Applies what `num_steps` local steps accumulated to the center."""
+        raise NotImplementedError
 
     def _unsaved_state(self) -> str | None:
         if self._strategy.num_replicas_in_sync == 1:

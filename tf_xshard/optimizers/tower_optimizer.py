@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from tf_xshard import checks
-from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import accumulation
@@ -100,17 +99,15 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         **kwargs: Any,
     ) -> None:
         # All is checked before an optimizer changes.
-        own_name = type(self).__name__
         num_towers = checks.positive_integer("num_towers", num_towers)
-        wrapper_arguments.refuse_unknown(own_name, kwargs)
-        wrapper_arguments.check_loss_normalization(loss_normalization)
-        wrapper_arguments.checked_reduction(reduction)
         inner = optimizer_or_optimizer_fn
         if callable(inner) and not isinstance(
             inner, (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
         ):
             inner = inner()
-        wrapper_arguments.check_inner_optimizer(own_name, inner)
+        wrapper_arguments.check(
+            type(self).__name__, inner, reduction, loss_normalization, kwargs
+        )
         if not tree.wrappers(inner):
             inner = cross_shard_optimizer.CrossShardOptimizer(inner)
         super().__init__(
@@ -150,7 +147,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         if self._num_towers == 1:
             self._apply_aggregate(gradients, variables, here, 1)
             return
-        indices = [keras_optimizer_state.index_of(self, v) for v in variables]
+        indices = keras_optimizer_state.indices_of(self, variables)
         self._accumulator.add(gradients, indices)
         count = replica_variables.read(self._tower) + 1
         # Greater if an open round of more towers was loaded.
@@ -170,9 +167,8 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
     ) -> None:
         """Applies a whole round at once.
 
-        The same as `num_towers` calls of `apply`, but without accumulators:
-        for towers that are computed in one step, such as on several devices of
-        one replica.
+        For towers that are computed in one step: the same as `num_towers` calls
+        of `apply`, without accumulators.
 
         Args:
           towers: A list of gradients for each tower, `num_towers` of them.
@@ -182,9 +178,8 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         Raises:
           ValueError: If the number of towers is wrong; see `apply` for the
             rest.
-          tf.errors.InvalidArgumentError: If a round is open. (Not on TPUs or
-            with `jit_compile=True`: XLA has no assertions, and the open round
-            is left unchanged.)
+          tf.errors.InvalidArgumentError: If a round is open. (With XLA, which
+            has no assertions, the open round is left unchanged.)
 
         Example:
 
@@ -201,25 +196,12 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
                 f"{self.name} has {self._num_towers} towers, got gradients of"
                 f" {len(towers)}."
             )
-        variables = [
-            self._checked_variables(g, trainable_variables) for g in towers
-        ][0]
+        for gradients in towers:
+            variables = self._checked_variables(gradients, trainable_variables)
         here = replica_context.current()
         self._check_strategy(here.strategy)
         with tf.name_scope(self.name):
-            towers = [
-                [
-                    indexed_slices.map_values(aggregation.widened, gradient)
-                    for gradient in gradients_lib.standardized(g, variables)
-                ]
-                for g in towers
-            ]
-            summed = [
-                indexed_slices.added(column, variable)
-                for column, variable in zip(
-                    zip(*towers, strict=True), variables, strict=True
-                )
-            ]
+            summed = aggregation.added(towers, variables)
             with tf.control_dependencies(self._refuse_open_round()):
                 self._apply_aggregate(summed, variables, here, self._num_towers)
 
@@ -246,20 +228,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
           here: Where the code runs.
         """
         self._seen.note_update()
-        totals, variables = [], []
-        for index, variable in enumerate(
-            keras_optimizer_state.trainable_variables(self)
-        ):
-            is_frozen = not getattr(variable, "trainable", True)
-            if index in self._seen:
-                total = self._accumulator.pop(index)
-            elif index in indices:
-                total = None
-            else:
-                continue
-            if index in indices or not is_frozen:
-                totals.append(total)
-                variables.append(variable)
+        totals, variables = self._accumulator.pop_all(indices)
         self._apply_aggregate(totals, variables, here, count)
 
     def _apply_aggregate(

@@ -61,11 +61,13 @@ class OptimizerWrapper(building.Building):
         name: str,
         **kwargs: Any,
     ) -> None:
-        own_name = type(self).__name__
-        wrapper_arguments.refuse_unknown(own_name, kwargs)
-        wrapper_arguments.check_inner_optimizer(own_name, inner_optimizer)
-        wrapper_arguments.check_loss_normalization(loss_normalization)
-        reduction = wrapper_arguments.checked_reduction(reduction)
+        reduction = wrapper_arguments.check(
+            type(self).__name__,
+            inner_optimizer,
+            reduction,
+            loss_normalization,
+            kwargs,
+        )
         replica_context.kind_of(tf.distribute.get_strategy())
         # A callable avoids a learning rate variable, which would be saved but
         # never used.

@@ -35,7 +35,39 @@ _ARGUMENTS_OF_THE_INNER = (
 )
 
 
-def refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
+def check(
+    own_name: str,
+    inner: Any,
+    reduction: Any,
+    loss_normalization: Any,
+    kwargs: Mapping[str, Any],
+) -> str:
+    """Checks what every wrapper takes; changes nothing.
+
+    Args:
+      own_name: The name of the wrapper's class.
+      inner: The inner optimizer given.
+      reduction: The value given for this argument.
+      loss_normalization: The value given for this argument.
+      kwargs: The extra keyword arguments.
+
+    Returns:
+      The reduction, `"mean"` or `"sum"`.
+
+    Raises:
+      TypeError, ValueError: If an argument is invalid.
+    """
+    _refuse_unknown(own_name, kwargs)
+    _check_inner_optimizer(own_name, inner)
+    if loss_normalization not in (None, *LOSS_NORMALIZATIONS):
+        raise ValueError(
+            f"loss_normalization must be one of {LOSS_NORMALIZATIONS} or"
+            f" None, got {loss_normalization!r}."
+        )
+    return _checked_reduction(reduction)
+
+
+def _refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
     """Refuses unknown keywords, and those of the base class by name.
 
     Args:
@@ -56,7 +88,7 @@ def refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
         raise TypeError(f"{own_name} got an unknown argument {argument!r}.")
 
 
-def check_inner_optimizer(own_name: str, inner: Any) -> None:
+def _check_inner_optimizer(own_name: str, inner: Any) -> None:
     """Checks that the inner optimizer is a Keras optimizer.
 
     Args:
@@ -80,23 +112,7 @@ def check_inner_optimizer(own_name: str, inner: Any) -> None:
         )
 
 
-def check_loss_normalization(value: Any) -> None:
-    """Checks the `loss_normalization` argument.
-
-    Args:
-      value: The value given.
-
-    Raises:
-      ValueError: If it is invalid.
-    """
-    if value not in (None, *LOSS_NORMALIZATIONS):
-        raise ValueError(
-            f"loss_normalization must be one of {LOSS_NORMALIZATIONS} or"
-            f" None, got {value!r}."
-        )
-
-
-def checked_reduction(reduction: Any) -> str:
+def _checked_reduction(reduction: Any) -> str:
     """Converts a `reduction` argument to `"mean"` or `"sum"`.
 
     Args:

@@ -93,21 +93,21 @@ def check_variables_are_known(
     optimizer._check_variables_are_known(variables)
 
 
-def index_of(
-    optimizer: keras.optimizers.Optimizer, variable: Any
-) -> int | None:
-    """A variable's position among those that an optimizer was built with.
+def indices_of(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence
+) -> list[int]:
+    """The positions of variables among those an optimizer was built with.
 
     Args:
       optimizer: The optimizer.
-      variable: A variable.
+      variables: Variables; those that it was not built with are left out.
 
     Returns:
-      Its position, or None if the optimizer was not built with it.
+      A list of ints.
     """
-    return optimizer._trainable_variables_indices.get(
-        optimizer._var_key(variable)
-    )
+    positions = optimizer._trainable_variables_indices
+    found = [positions.get(optimizer._var_key(one)) for one in variables]
+    return [index for index in found if index is not None]
 
 
 def own_variables(

@@ -174,14 +174,9 @@ class AGNOptimizer(wrapper.Wrapper):
                 if operation is not None
             ]
             with tf.control_dependencies(done):
-                is_due = tf.equal(
-                    tf.math.floormod(
-                        agn_operations.read(self._local_step), self._period
-                    ),
-                    0,
-                )
+                num_steps = agn_operations.read(self._local_step)
                 exchange = agn_operations.cond(
-                    is_due,
+                    tf.equal(tf.math.floormod(num_steps, self._period), 0),
                     lambda: self._exchange(
                         [of for _, of in copies], global_step
                     ),

@@ -165,14 +165,14 @@ class Keras:
         # Keras names them "<variable's path with _ for />_<name>".
         path = getattr(var, "path", None) or var.name
         prefix = path.replace("/", "_").replace(":", "_") + "_"
-        position = keras_optimizer_state.index_of(self.optimizer, var)
-        if position is None:
+        positions = keras_optimizer_state.indices_of(self.optimizer, [var])
+        if not positions:
             return
         count = len(keras_optimizer_state.trainable_variables(self.optimizer))
         for value in vars(self.optimizer).values():
             if not isinstance(value, (list, tuple)) or len(value) != count:
                 continue
-            slot = value[position]
+            slot = value[positions[0]]
             name = getattr(slot, "name", None) or ""
             if slot is not var and name.startswith(prefix):
                 yield name.removeprefix(prefix), slot
