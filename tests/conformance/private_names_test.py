@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import replicas
+from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_optimizers
 from tf_xshard.private import keras_training_loops
@@ -44,7 +45,10 @@ def test_keras_sums_in_one_place_only():
 def test_attributes_of_instances():
     optimizer = keras.optimizers.SGD(use_ema=True)
     optimizer.build([keras.Variable(1.0)])
-    for name in keras_optimizer_state.KERAS_PRIVATE_ATTRIBUTES:
+    for name in (
+        *keras_optimizer_state.KERAS_PRIVATE_ATTRIBUTES,
+        *keras_moving_averages.KERAS_PRIVATE_ATTRIBUTES,
+    ):
         assert hasattr(optimizer, name), name
     with replicas.mirrored(2).scope():
         counter = keras.optimizers.SGD()._iterations

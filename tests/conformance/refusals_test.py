@@ -146,6 +146,20 @@ def test_an_outer_loss_scale_optimizer(auto):
     assert replicas.values(strategy, weight) == [1.0, 1.0]
 
 
+def test_agn_under_mixed_float16_names_a_way_that_works():
+    """The remedy is not another error, and compile adds the wrapper."""
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    make = lambda: tf_xshard.AGNOptimizer(SGD(0.1))
+    with pytest.raises(ValueError, match="AGNOptimizer") as caught:
+        training.train(make, replicas.mirrored(2))
+    message = str(caught.value)
+    assert "compile() adds a LossScaleOptimizer by itself" in message
+    assert "AGNOptimizer(keras.optimizers.LossScale" not in message
+    assert "mixed_bfloat16" in message and "auto_scale_loss=False" in message
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    training.train(make, replicas.mirrored(2))
+
+
 def test_an_outer_loss_scale_optimizer_on_one_device_is_fine():
     keras.mixed_precision.set_global_policy("mixed_float16")
     reference = training.train(lambda: SGD(0.05))[1]

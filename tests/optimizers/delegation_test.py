@@ -325,3 +325,33 @@ def test_stateless_apply_is_refused_as_by_keras():
     optimizer = tf_xshard.CrossShardOptimizer(O.SGD())
     with pytest.raises(ValueError, match="stateless_apply is not supported"):
         optimizer.stateless_apply([], [], [])
+
+
+@needs_multi_optimizer
+@pytest.mark.parametrize(
+    "callback", ["LearningRateScheduler", "ReduceLROnPlateau"]
+)
+def test_callbacks_set_the_local_rates_of_agn(callback):
+    """Those that `learning_rate` means, not the center's."""
+    optimizer = tf_xshard.AGNOptimizer(
+        O.MultiOptimizer(O.OptimizerMap(O.SGD(0.5))), communication_period=2
+    )
+    model = training.model()
+    model.compile(optimizer, "mse")
+    callbacks = {
+        "LearningRateScheduler": keras.callbacks.LearningRateScheduler(
+            lambda epoch, rate: 0.25
+        ),
+        "ReduceLROnPlateau": keras.callbacks.ReduceLROnPlateau(
+            monitor="loss", factor=0.5, patience=0, min_delta=1e9
+        ),
+    }
+    _fit(model, epochs=2, callbacks=[callbacks[callback]])
+    [local], [center] = (
+        one.optimizers
+        for one in (optimizer.local_optimizer, optimizer.inner_optimizer)
+    )
+    assert float(local.learning_rate) == 0.25
+    assert float(center.learning_rate) == 0.5
+    with pytest.raises(AttributeError, match="on a MultiOptimizer"):
+        optimizer.learning_rate = 0.1

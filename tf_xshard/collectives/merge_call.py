@@ -47,7 +47,9 @@ class MergeCall(transport.Transport):
             ]
 
         return tf.distribute.get_replica_context().merge_call(
-            in_cross_replica_context, args=tuple(tensors)
+            in_cross_replica_context,
+            # Of one tensor on all replicas merge_call makes one value.
+            args=tuple(tf.identity(tensor) for tensor in tensors),
         )
 
     def _distributed(

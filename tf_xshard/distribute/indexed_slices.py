@@ -20,6 +20,36 @@ class UniqueSlices(tf.IndexedSlices):
     """
 
 
+def converted(gradient: Any, variable: Any) -> Gradient:
+    """A gradient of any type as a tensor, or as IndexedSlices of tensors.
+
+    Args:
+      gradient: A value that converts to a tensor, or IndexedSlices whose parts
+        do (lists and NumPy arrays); the shape may be missing.
+      variable: Its variable.
+
+    Returns:
+      A tensor or IndexedSlices.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.convert_to_tensor(gradient)
+    values, indices = gradient.values, gradient.indices
+    shape = gradient.dense_shape
+    if (
+        tf.is_tensor(values)
+        and tf.is_tensor(indices)
+        and (shape is None or tf.is_tensor(shape))
+    ):
+        return gradient
+    return tf.IndexedSlices(
+        tf.convert_to_tensor(values, dtype_hint=variable.dtype),
+        tf.convert_to_tensor(indices, dtype_hint=tf.int64),
+        None
+        if shape is None
+        else tf.convert_to_tensor(shape, dtype_hint=tf.int64),
+    )
+
+
 def unique(slices: tf.IndexedSlices) -> UniqueSlices:
     """Sums rows with the same index, so that each index appears once.
 

@@ -18,7 +18,9 @@ from tf_xshard.optimizers import agn_arguments
 from tf_xshard.optimizers import center as center_lib
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import local_training
+from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper_arguments
+from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.reduction import gradients as gradients_lib
 
@@ -60,7 +62,8 @@ class AGNOptimizer(local_training.LocalTraining):
       normalize: Whether the accumulation is divided by its number of local
         steps, as in the paper. Default: True.
       reduction: `"mean"` (default) or `"sum"` over the replicas of a group.
-      group_assignment: See `CrossShardOptimizer`.
+      group_assignment: See `CrossShardOptimizer`. None (default) inside another
+        wrapper takes that one's groups.
       loss_normalization: See `CrossShardOptimizer`.
       communication: A `Communication`. None (default) for its defaults.
       name: The optimizer's name.
@@ -84,6 +87,8 @@ class AGNOptimizer(local_training.LocalTraining):
     Source: Joeri Hermans et al., Accumulated Gradient Normalization, arXiv
     1710.02368; `tf.contrib.opt.AGNOptimizer` (TensorFlow 1.14).
     """
+
+    _supports_loss_scaling = False
 
     def __init__(
         self,
@@ -115,7 +120,9 @@ class AGNOptimizer(local_training.LocalTraining):
             inner_optimizer,
             reduction=reduction,
             reducer=wrapper_arguments.checked_reducer(
-                group_assignment, communication
+                group_assignment,
+                communication,
+                "follower" if group_assignment is None else "explicit",
             ),
             loss_normalization=loss_normalization,
             name=name,
@@ -161,6 +168,8 @@ class AGNOptimizer(local_training.LocalTraining):
         with keras.name_scope("local"):
             self.local_optimizer.build(variables)
         inner_update.make_local(self.local_optimizer)
+        for one in tree.descendants(self.inner_optimizer):
+            keras_moving_averages.refuse_swapped_averages(one)
 
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here
@@ -172,6 +181,8 @@ class AGNOptimizer(local_training.LocalTraining):
             for gradient in gradients_lib.standardized(gradients, variables)
         ]
         inner_update.apply(self.local_optimizer, gradients, variables)
+        weight = self._reducer.weight(here, self.reduction)
+        gradients = [gradients_lib.scaled(g, weight) for g in gradients]
         indices = keras_optimizer_state.indices_of(self, variables)
         self._accumulator.add(gradients, indices)
         replica_variables.assign(self._pending, pending + 1)
@@ -212,7 +223,7 @@ class AGNOptimizer(local_training.LocalTraining):
         self._seen.note_update()
         local = keras_optimizer_state.trainable_variables(self)
         totals = [
-            self._accumulated(index, num_steps)
+            self._accumulated(index, num_steps, here)
             if index in indices or getattr(variable, "trainable", True)
             else None
             for index, variable in enumerate(local)
@@ -224,17 +235,23 @@ class AGNOptimizer(local_training.LocalTraining):
         replica_variables.assign(self._pending, 0)
         replica_variables.add(self._exchanges, 1)
 
-    def _accumulated(self, index: int, num_steps: int | tf.Tensor) -> Any:
+    def _accumulated(
+        self, index: int, num_steps: int | tf.Tensor, here: replica_context.Here
+    ) -> Any:
         """This replica's part of the exchange, in the variable's dtype."""
         # After a restore nothing has been seen, but any sum may be nonzero.
         if index not in self._seen and len(self._seen):
             return None
+        divisor: int | tf.Tensor = 1
         if self._accumulate == "gradients":
             total = self._accumulator.read(index)
+            divisor = self._reducer.weight(here, self.reduction)
         else:
             total = self._center_pairs.change_here(index)
         if self._normalize:
-            total /= tf.cast(num_steps, total.dtype)
+            divisor = divisor * num_steps
+        if tf.is_tensor(divisor) or divisor != 1:
+            total /= tf.cast(divisor, total.dtype)
         return tf.cast(total, self._center[index].dtype)
 
     def _update_center(self, totals: Sequence) -> None:

@@ -13,6 +13,7 @@ from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import loss_conventions
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizer_state
+from tf_xshard.private import keras_optimizers
 from tf_xshard.private import tensorflow as private_tensorflow
 
 
@@ -56,6 +57,8 @@ class Building(loss_conventions.LossConventions):
                 " there is no gradient."
             )
         if not self.built:
+            if not tf.executing_eagerly():
+                private_tensorflow.initialize_new_variables()
             # Variables can't be created inside a tf.function that runs more
             # than once; init_scope exits it, and the strategy's scope too.
             with tf.init_scope():
@@ -95,10 +98,15 @@ class Building(loss_conventions.LossConventions):
                 self._build(variables)
 
     def _build(self, variables: list) -> None:
-        with keras.name_scope(self.name, caller=self):
+        with (
+            keras_optimizers.tracked(),
+            keras.name_scope(self.name, caller=self),
+        ):
             self._build_inner(variables)
         keras_optimizer_state.set_trainable_variables(self, variables)
         inner_update.make_local(self.inner_optimizer)
+        self._resolved_loss_normalization()
+        self._claim_inner_wrappers()
         # Keras keeps a MultiOptimizer's optimizers in a list that
         # tf.train.Checkpoint does not follow, so track them here.
         for index, one in enumerate(_own_tree(self)):
@@ -112,6 +120,9 @@ class Building(loss_conventions.LossConventions):
             pending = self._pending_weights
             self._set_untracked("_pending_weights", None)
             self.set_weights(pending)
+
+    def _claim_inner_wrappers(self) -> None:
+        raise NotImplementedError
 
     def _build_inner(self, variables: list) -> None:
         if not self.inner_optimizer.built:

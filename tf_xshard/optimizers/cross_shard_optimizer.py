@@ -127,6 +127,13 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         self._set_untracked("_pre_hook", pre_hook)
         self._set_untracked("_post_hook", post_hook)
 
+    def _claim_inner_wrappers(self) -> None:
+        found = tree.wrappers(self.inner_optimizer)
+        if found and self._reducer.role == "stand_in":
+            wrapper_arguments.refuse_partial_reduction(self.inner_optimizer)
+            self._reducer.defer_to(found[0]._reducer)
+        super()._claim_inner_wrappers()
+
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here
     ) -> None:
@@ -178,6 +185,22 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             "pre_reduce": _serialized(self._pre_reduce),
             "post_reduce": _serialized(self._post_reduce),
         }
+
+
+def added_around(
+    optimizer: keras.optimizers.Optimizer,
+) -> CrossShardOptimizer:
+    """A CrossShardOptimizer that a user did not write.
+
+    It reduces over all replicas unless an optimizer around it, or one that a
+    MultiOptimizer makes inside it, reduces.
+
+    Args:
+      optimizer: The inner optimizer.
+    """
+    result = CrossShardOptimizer(optimizer)
+    result._reducer.role = "stand_in"
+    return result
 
 
 def _serialized(function: hooks.GradientFunction | None) -> dict | None:

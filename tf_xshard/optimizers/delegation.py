@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
-from tf_xshard.private import keras_optimizers
 from tf_xshard.private import tensorflow as private_tensorflow
 
 
@@ -33,7 +33,7 @@ def _forwarded(name: str) -> property:
 
 
 class Delegation(
-    keras_optimizers.SwappableAverages, keras.optimizers.Optimizer
+    keras_moving_averages.SwappableAverages, keras.optimizers.Optimizer
 ):
     """The part of a wrapper that delegates to `inner_optimizer`."""
 

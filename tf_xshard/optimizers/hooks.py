@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.reduction import gradients as gradients_lib
 
 GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
 
@@ -64,15 +65,16 @@ class Hook:
         """
         if self.function is None:
             return list(gradients)
+        as_dtype = gradients_lib.as_dtype
         loss_scale = scale_loss(1.0)
 
         def unscaled(values: tf.Tensor) -> tf.Tensor:
             if values.dtype.size < 4:
                 values = tf.cast(values, tf.float32)
-            return values * tf.cast(multiplier / loss_scale, values.dtype)
+            return values * (multiplier / as_dtype(loss_scale, values.dtype))
 
         def scaled_again(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-            factor = tf.cast(loss_scale / multiplier, values.dtype)
+            factor = as_dtype(loss_scale, values.dtype) / multiplier
             return tf.cast(values * factor, dtype)
 
         present = [i for i, g in enumerate(gradients) if g is not None]

@@ -64,6 +64,11 @@ class LocalTraining(wrapper.OptimizerWrapper):
         self.local_optimizer.learning_rate = value
 
     @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """A local MultiOptimizer's optimizers; others have none."""
+        return self.local_optimizer.optimizers
+
+    @property
     def variables(self) -> list[keras.Variable]:
         """The center, the counters, and both optimizers' variables."""
         return super().variables + self.local_optimizer.variables

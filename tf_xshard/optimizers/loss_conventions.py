@@ -19,6 +19,8 @@ class LossConventions(delegation.Delegation):
     """
 
     inner_optimizer: keras.optimizers.Optimizer
+    # Whether a LossScaleOptimizer may be inside.
+    _supports_loss_scaling = True
     _is_outermost: bool
     _loss_normalization: str | None
     _strategy: tf.distribute.Strategy
@@ -50,10 +52,19 @@ class LossConventions(delegation.Delegation):
                 " so an overflow on another replica would reach the weights."
             )
         )
+        remedy = (
+            f"write {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
+            if self._supports_loss_scaling
+            else (
+                "it does not support loss scaling. Use the dtype policy"
+                " mixed_bfloat16, which needs none, or"
+            )
+        )
         return (
-            f"A LossScaleOptimizer wraps {name}. {why} Write"
-            f" {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
-            " model.compile(..., auto_scale_loss=False)."
+            f"A LossScaleOptimizer wraps {name}. {why} (Under the dtype policy"
+            " mixed_float16 model.compile() adds a LossScaleOptimizer by"
+            f" itself.) Instead, {remedy} model.compile(...,"
+            " auto_scale_loss=False)."
         )
 
     @property
@@ -67,17 +78,6 @@ class LossConventions(delegation.Delegation):
         # optimizer.
         if "inner_optimizer" not in self.__dict__:
             return
-        # A LossScaleOptimizer sets None when it wraps an optimizer; nobody else
-        # has a reason to set None where it is None already.
-        if (
-            value is None
-            and self.loss_scale_factor is None
-            and not self._is_allowed_in_a_loss_scale_optimizer()
-        ):
-            raise ValueError(
-                f"{self._loss_scale_error()} (Or loss_scale_factor was set to"
-                " None, which it is without that.)"
-            )
         self._updating_optimizer.loss_scale_factor = value
 
     @property

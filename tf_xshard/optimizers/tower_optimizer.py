@@ -15,15 +15,13 @@ from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import aggregation
 from tf_xshard.optimizers import cross_shard_optimizer
 from tf_xshard.optimizers import tree
-from tf_xshard.optimizers import wrapper
 from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import tensorflow as private_tensorflow
-from tf_xshard.reduction import gradients as gradients_lib
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
-class TowerOptimizer(wrapper.OptimizerWrapper):
+class TowerOptimizer(aggregation.Aggregating):
     """Accumulates the gradients of several towers; the last one applies them.
 
     Each call of `apply` or `apply_gradients` is one tower's contribution. Every
@@ -108,8 +106,10 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         wrapper_arguments.check(
             type(self).__name__, inner, reduction, loss_normalization, kwargs
         )
-        if not tree.wrappers(inner):
-            inner = cross_shard_optimizer.CrossShardOptimizer(inner)
+        adds_reduction = not tree.wrappers(inner)
+        if adds_reduction:
+            inner = cross_shard_optimizer.added_around(inner)
+        wrapper_arguments.refuse_partial_reduction(inner)
         super().__init__(
             inner,
             reduction=reduction,
@@ -120,6 +120,7 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
             **kwargs,
         )
         self._num_towers = num_towers
+        self._adds_reduction = adds_reduction
         self._set_untracked("_seen", accumulation.SeenVariables(name))
 
     @property
@@ -143,7 +144,10 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here
     ) -> None:
-        gradients = gradients_lib.standardized(gradients, variables)
+        weight = self._weight(here) if self._num_towers > 1 else 1
+        gradients = aggregation.contribution(
+            gradients, variables, self._gradient_multiplier(here) * weight
+        )
         if self._num_towers == 1:
             self._apply_aggregate(gradients, variables, here, 1)
             return
@@ -201,7 +205,9 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         here = replica_context.current()
         self._check_strategy(here.strategy)
         with tf.name_scope(self.name):
-            summed = aggregation.added(towers, variables)
+            summed = aggregation.added(
+                towers, variables, self._gradient_multiplier(here)
+            )
             with tf.control_dependencies(self._refuse_open_round()):
                 self._apply_aggregate(summed, variables, here, self._num_towers)
 
@@ -229,32 +235,9 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         """
         self._seen.note_update()
         totals, variables = self._accumulator.pop_all(indices)
-        self._apply_aggregate(totals, variables, here, count)
-
-    def _apply_aggregate(
-        self,
-        totals: Sequence,
-        variables: Sequence,
-        here: replica_context.Here,
-        num_towers: int | tf.Tensor,
-    ) -> None:
-        """Passes the mean or sum of several towers to the inner optimizer.
-
-        Args:
-          totals: The sums over the towers: tensors of the variables' shapes,
-            IndexedSlices or None.
-          variables: The variables.
-          here: Where the code runs.
-          num_towers: The number of towers, an int or a scalar tensor.
-        """
-        aggregate = aggregation.aggregate(
-            totals,
-            variables,
-            multiplier=self._gradient_multiplier(here),
-            num_towers=num_towers,
-            is_mean=self.reduction == "mean",
+        self._apply_aggregate(
+            totals, variables, here, count, self._weight(here)
         )
-        self.inner_optimizer.apply(aggregate, variables)
 
     def reset(self) -> None:
         """Discards the open round, on all replicas.
@@ -292,9 +275,13 @@ class TowerOptimizer(wrapper.OptimizerWrapper):
         4
         """
         config = super().get_config()
-        config["optimizer_or_optimizer_fn"] = config.pop("inner_optimizer")
+        inner = config.pop("inner_optimizer")
+        if self._adds_reduction:
+            # Made again, it adapts to what is then around it.
+            inner = inner["config"]["inner_optimizer"]
         return {
             **config,
+            "optimizer_or_optimizer_fn": inner,
             "num_towers": self._num_towers,
             "reduction": self._reduction,
         }

@@ -14,6 +14,7 @@ from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import tower_optimizer
 from tf_xshard.private import keras_models
 from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.reduction import gradients as gradients_lib
 
 
 def tower_train_step(
@@ -165,7 +166,7 @@ def _compute(model: keras.Model, data: Any, share: Any) -> tuple:
         )
         keras_models.update_loss_metric(model, loss, _num_rows(data))
         if share is not None:
-            loss *= tf.cast(share, loss.dtype)
+            loss *= gradients_lib.as_dtype(share, loss.dtype)
         loss = model.optimizer.scale_loss(loss)
     return tape.gradient(loss, model.trainable_weights), y_pred
 
@@ -198,7 +199,7 @@ def _share(part: Any, whole: Any) -> Any:
     if not tf.is_tensor(whole):
         return part / whole if whole else 1.0
     # A replica without rows still has losses of weights (regularizers).
-    part, whole = tf.cast(part, tf.float32), tf.cast(whole, tf.float32)
+    part, whole = tf.cast(part, tf.float64), tf.cast(whole, tf.float64)
     return tf.where(whole > 0, part / tf.maximum(whole, 1.0), 1.0)
 
 

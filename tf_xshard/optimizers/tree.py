@@ -51,6 +51,25 @@ def wrappers(optimizer: Any) -> list[Any]:
     return [one for one in descendants(optimizer) if is_wrapper(one)]
 
 
+def unreduced(optimizer: Any) -> list[Any]:
+    """The innermost optimizers that no wrapper passes its gradients to."""
+    if is_wrapper(optimizer):
+        return []
+    found = list(children(optimizer))
+    if not found:
+        return [optimizer]
+    return [one for child in found for one in unreduced(child)]
+
+
+def scales_loss_before_reduction(optimizer: Any) -> bool:
+    """Whether gradients reach a LossScaleOptimizer before a wrapper."""
+    if is_wrapper(optimizer):
+        return False
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or any(
+        scales_loss_before_reduction(child) for child in children(optimizer)
+    )
+
+
 def has_loss_scale_optimizer(optimizer: Any) -> bool:
     """Whether a LossScaleOptimizer is among `descendants`."""
     return any(

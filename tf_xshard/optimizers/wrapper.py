@@ -50,6 +50,8 @@ class OptimizerWrapper(building.Building):
     """
 
     is_tf_xshard_wrapper = True
+    # Whether this wrapper's own reducer reduces, not one inside.
+    _reduces = True
 
     def __init__(
         self,
@@ -87,8 +89,7 @@ class OptimizerWrapper(building.Building):
         # Change the inner optimizers last, when nothing can be refused any
         # more.
         inner_update.make_local(inner_optimizer)
-        for inner in tree.wrappers(inner_optimizer):
-            inner._is_outermost = False
+        self._claim_inner_wrappers()
 
     @property
     def reduction(self) -> str:
@@ -106,6 +107,16 @@ class OptimizerWrapper(building.Building):
         return self._reducer.communication
 
     # The training step.
+
+    def _claim_inner_wrappers(self) -> None:
+        """Makes the wrappers inside leave to this one what is done once.
+
+        Called again after `build`, where a MultiOptimizer may create some.
+        """
+        for inner in tree.wrappers(self.inner_optimizer):
+            inner._is_outermost = False
+            if self._reduces:
+                inner._reducer.defer_to(self._reducer)
 
     @private_tensorflow.entry_point
     def apply(

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.optimizers import tree
 from tf_xshard.reduction import group_sum
 
 LOSS_NORMALIZATIONS = ("global", "replica")
@@ -65,6 +66,24 @@ def check(
             f" None, got {loss_normalization!r}."
         )
     return _checked_reduction(reduction)
+
+
+def refuse_partial_reduction(inner: keras.optimizers.Optimizer) -> None:
+    """Checks that all or none of a MultiOptimizer's optimizers reduce.
+
+    Args:
+      inner: The inner optimizer of one that does not reduce by itself.
+
+    Raises:
+      ValueError: If only some do.
+    """
+    alone = tree.unreduced(inner)
+    if alone and tree.wrappers(inner):
+        raise ValueError(
+            "Some of MultiOptimizer's optimizers reduce gradients over the"
+            f" replicas and others do not: {[one.name for one in alone]}. Wrap"
+            " each of them in a CrossShardOptimizer, or none."
+        )
 
 
 def _refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
@@ -132,13 +151,14 @@ def _checked_reduction(reduction: Any) -> str:
 
 
 def checked_reducer(
-    group_assignment: Any, communication: Any
+    group_assignment: Any, communication: Any, role: str = "explicit"
 ) -> group_sum.GroupReducer:
     """The reducer of an optimizer with these arguments.
 
     Args:
       group_assignment: The value given for this argument.
       communication: The value given for this argument.
+      role: See `GroupReducer`.
 
     Returns:
       A `GroupReducer`.
@@ -158,7 +178,7 @@ def checked_reducer(
             "communication must be a tf_xshard.Communication, got"
             f" {communication!r}."
         )
-    reducer = group_sum.GroupReducer(group_assignment, communication)
+    reducer = group_sum.GroupReducer(group_assignment, communication, role)
     if tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()
         reducer.groups(

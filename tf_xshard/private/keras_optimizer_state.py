@@ -28,8 +28,6 @@ KERAS_PRIVATE_ATTRIBUTES = (
     "_check_variables_are_known",
     "_variables",
     "_track_trackable",
-    # What SwapEMAWeights reads; it unwraps one level of nesting only.
-    "_model_variables_moving_average",
 )
 
 

@@ -20,17 +20,20 @@ class, which preserves configs, files and `isinstance`:
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.tensorflow.optimizer import TFOptimizer as _TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer as _BaseOptimizer
 from keras.src.utils import tracking as _tracking
 
 from tf_xshard import dependencies
+from tf_xshard.private import keras_moving_averages
 
 # Keras' private names, each with the reason. Present in 3.12 to 3.15.
 # If one moves, tests/conformance/private_names_test.py fails with its name.
@@ -54,6 +57,8 @@ KERAS_PRIVATE_NAMES = (
     # The variables that an optimizer is built with belong to the model.
     # Assigned while Keras tracks, they would become the optimizer's own.
     (_tracking, "DotNotTrackScope"),
+    (_tracking, "is_tracking_enabled"),
+    (_global_state, "set_global_attribute"),
 )
 _REDUCING_METHODS = (
     "apply",
@@ -135,7 +140,7 @@ def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
         object.__setattr__(optimizer, "__class__", _local_class(own, mixin))
 
 
-class _Local(keras.optimizers.Optimizer):
+class _Local(keras_moving_averages.Averages, keras.optimizers.Optimizer):
     """Comes between an optimizer's class and `keras.optimizers.Optimizer`.
 
     As the last class before the base in the method resolution order, it
@@ -191,7 +196,9 @@ class _Local(keras.optimizers.Optimizer):
                     )
 
 
-class _LocalLossScale(keras.optimizers.LossScaleOptimizer):
+class _LocalLossScale(
+    keras_moving_averages.SwappableAverages, keras.optimizers.LossScaleOptimizer
+):
     """A LossScaleOptimizer that decides on each replica separately.
 
     Keras decides for all replicas by replica 0's gradients. The wrapper gives
@@ -202,6 +209,15 @@ class _LocalLossScale(keras.optimizers.LossScaleOptimizer):
         self, grads: Sequence, trainable_variables: Sequence | None = None
     ) -> Any:
         return self._common_apply(grads, trainable_variables)
+
+    @property
+    def _updating_optimizer(self) -> keras.optimizers.Optimizer:
+        return self.inner_optimizer
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """A MultiOptimizer's optimizers; other inner optimizers have none."""
+        return self.inner_optimizer.optimizers
 
 
 class _ReplicaLocalVariable(keras.Variable):
@@ -226,24 +242,18 @@ class _ReplicaLocalVariable(keras.Variable):
         )
 
 
-class SwappableAverages:
-    """A wrapper whose moving averages SwapEMAWeights can find.
+@contextlib.contextmanager
+def tracked() -> Iterator[None]:
+    """A context in which an optimizer owns the variables that it is given.
 
-    SwapEMAWeights unwraps one level of nesting and reads a private attribute.
+    LossScaleOptimizer.build disables this for all that is built inside it.
     """
-
-    _updating_optimizer: keras.optimizers.Optimizer
-
-    @property
-    def _model_variables_moving_average(self) -> list:
-        return self._updating_optimizer._model_variables_moving_average
-
-    @_model_variables_moving_average.setter
-    def _model_variables_moving_average(self, value: list) -> None:
-        # The base class' constructor sets a default before there is an inner
-        # optimizer.
-        if "inner_optimizer" in self.__dict__:
-            self._updating_optimizer._model_variables_moving_average = value
+    before = _tracking.is_tracking_enabled()
+    _global_state.set_global_attribute("tracking_on", True)
+    try:
+        yield
+    finally:
+        _global_state.set_global_attribute("tracking_on", before)
 
 
 def untracked() -> Any:

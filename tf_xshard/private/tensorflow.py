@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -16,6 +17,10 @@ from tensorflow.python.autograph.impl import api as _autograph
 from tensorflow.python.distribute import mirrored_run as _mirrored_run
 from tensorflow.python.eager import context as _eager_context
 from tensorflow.python.eager import execute as _eager_execute
+from tensorflow.python.eager import lift_to_graph as _lift_to_graph
+from tensorflow.python.eager.polymorphic_function import (
+    polymorphic_function as _polymorphic_function,
+)
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
@@ -48,6 +53,15 @@ TF_PRIVATE_NAMES = (
     # Marks a function that AutoGraph calls unconverted. do_not_convert does so,
     # too, but hides whether the caller is converted, which hooks need.
     (_autograph, "autograph_artifact"),
+    # The trace that creates variables (`_initialize`, with their initial values
+    # in its argument `add_initializers_to`), what initializes them after it,
+    # and its error.
+    (_polymorphic_function.Function, "_initialize"),
+    (
+        _polymorphic_function.Function,
+        "_initialize_uninitialized_variables",
+    ),
+    (_lift_to_graph, "UnliftableError"),
 )
 
 dependencies.check_names(TF_PRIVATE_NAMES)
@@ -61,6 +75,27 @@ def has_device_assignment(strategy: tf.distribute.Strategy) -> bool:
     # The attribute has been named `_device_assignment` since TPUStrategy came
     # to TF 1.12; there is no public accessor.
     return strategy.extended._device_assignment is not None
+
+
+def initialize_new_variables() -> None:
+    """Initializes the variables that the function being traced has created.
+
+    A tf.function initializes them after its trace; until then they have no
+    values, which some optimizers copy when they are built.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        function = frame.f_locals.get("self")
+        if isinstance(function, _polymorphic_function.Function) and (
+            frame.f_code is _polymorphic_function.Function._initialize.__code__
+        ):
+            try:
+                function._initialize_uninitialized_variables(
+                    frame.f_locals["add_initializers_to"]
+                )
+            except _lift_to_graph.UnliftableError:
+                return  # A value depends on the function's arguments.
+        frame = frame.f_back
 
 
 def in_xla() -> bool:

@@ -19,9 +19,8 @@ def _ratio(norm: tf.Tensor, bound: float) -> tf.Tensor:
 
     It is nan if the norm is not finite, to keep an overflow visible.
     """
-    ratio = tf.cast(bound, norm.dtype) / tf.maximum(
-        norm, tf.cast(bound, norm.dtype)
-    )
+    limit = tf.constant(bound, norm.dtype)
+    ratio = limit / tf.maximum(norm, limit)
     return tf.where(tf.math.is_finite(norm), ratio, math.nan)
 
 

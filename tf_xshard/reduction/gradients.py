@@ -33,8 +33,7 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
         if gradient is None:
             result.append(None)
             continue
-        if not isinstance(gradient, tf.IndexedSlices):
-            gradient = tf.convert_to_tensor(gradient)
+        gradient = indexed_slices.converted(gradient, variable)
         if gradient.dtype not in _SUMMABLE:
             raise TypeError(
                 f"The gradient for variable {variable.name!r} has type"
@@ -60,6 +59,16 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
     return result
 
 
+def as_dtype(number: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """A number or scalar tensor as a scalar of a dtype, with all its digits.
+
+    tf.cast would make float32 of a Python float first.
+    """
+    if tf.is_tensor(number):
+        return tf.cast(number, dtype)
+    return tf.constant(number, dtype)
+
+
 def scaled(
     gradient: indexed_slices.Gradient, factor: float | tf.Tensor
 ) -> indexed_slices.Gradient:
@@ -75,5 +84,5 @@ def scaled(
     if not tf.is_tensor(factor) and factor == 1:
         return gradient
     return indexed_slices.map_values(
-        lambda values: values * tf.cast(factor, values.dtype), gradient
+        lambda values: values * as_dtype(factor, values.dtype), gradient
     )

@@ -38,16 +38,36 @@ class GroupReducer:
     Args:
       group_assignment: A `GroupAssignment`, or None for one group of all.
       communication: A `Communication`.
+      role: What becomes of it in an optimizer that reduces by itself.
+        `"explicit"` (default): it reduces as given. `"follower"`: it takes the
+        other's groups. `"stand_in"`: it only reduces where nothing else does.
     """
 
     def __init__(
         self,
         group_assignment: group_assignment_lib.GroupAssignment | None,
         communication: communication_lib.Communication,
+        role: str = "explicit",
     ) -> None:
         self.group_assignment = group_assignment
         self.communication = communication
+        self.role = role
+        self.is_redundant = False
         self._known_patterns: negotiation.KnownPatterns = {}
+
+    def defer_to(self, other: GroupReducer) -> None:
+        """Takes the groups of a reducer around it, or of one that replaces it.
+
+        Only the first call has an effect, and none on an explicit one.
+
+        Args:
+          other: A reducer that the same gradients pass through.
+        """
+        if self.role == "explicit":
+            return
+        self.group_assignment = other.group_assignment
+        self.is_redundant = self.role == "stand_in"
+        self.role = "explicit"
 
     def groups(
         self, num_replicas: int, where: str = "the strategy"
@@ -74,6 +94,24 @@ class GroupReducer:
         where = f"the strategy {type(here.strategy).__name__}"
         return self.groups(here.num_replicas, where)
 
+    def weight(self, here: replica_context.Here, reduction: str) -> int:
+        """What to multiply gradients with before they are accumulated.
+
+        The mean over a group's replicas of what they hold is then the group's
+        mean or sum. TensorFlow and GroupState save, restore and regroup means,
+        so an open accumulation can be restored on any number of replicas.
+
+        Args:
+          here: Where the code runs.
+          reduction: `"mean"` or `"sum"`, of the reduction that will follow.
+
+        Returns:
+          An int, by which to divide before that reduction.
+        """
+        if reduction == "mean" or self.is_redundant:
+            return 1
+        return self._groups_here(here).group_size
+
     def reduce(
         self,
         gradients: Sequence,
@@ -95,7 +133,7 @@ class GroupReducer:
         Returns:
           A list like `sum`'s.
         """
-        if reduction == "mean":
+        if reduction == "mean" and not self.is_redundant:
             multiplier = multiplier / self._groups_here(here).group_size
         return [
             gradients_lib.scaled(total, multiplier)
@@ -126,7 +164,7 @@ class GroupReducer:
             gradients, or a dtype cannot be summed here.
         """
         groups = self._groups_here(here)
-        if groups.group_size == 1 or not variables:
+        if groups.group_size == 1 or not variables or self.is_redundant:
             return list(gradients)
         patterns = negotiation.agree(
             gradients,

@@ -1,0 +1,285 @@
+"""Wrappers in wrappers, in every order, against NumPy.
+
+A stack is either right on every replica or refused when it is made.
+"""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import mutants
+from tests.support import replicas
+from tests.support import stacks
+
+SIZE = 2
+
+
+class _Traced:
+    """A stack whose step has been traced, to be run with many gradients.
+
+    Args:
+      stack: See `stacks`.
+      num_replicas: The number of replicas.
+      dtype: Of the weights and gradients.
+      kind: The strategy.
+      normalization: `loss_normalization`, which decides what arrives for g_r.
+    """
+
+    def __init__(
+        self, stack, num_replicas, dtype, kind="mirrored", normalization=None
+    ):
+        self._strategy = replicas.STRATEGIES[kind](num_replicas)
+        self._divisor = 1 if normalization == "replica" else num_replicas
+        with self._strategy.scope():
+            self._weight = weight = keras.Variable(
+                np.zeros(SIZE), dtype=dtype, autocast=False
+            )
+            optimizer = stacks.optimizer_of(
+                stack, loss_normalization=normalization
+            )
+            optimizer.build([weight])
+
+        def on_replica(arriving):
+            gradient = arriving[replicas.replica_id_tensor()]
+            # As a loss times its scale has it.
+            scale = tf.cast(optimizer.scale_loss(1.0), gradient.dtype)
+            optimizer.apply([gradient * scale], [weight])
+
+        self._step = tf.function(
+            lambda arriving: self._strategy.run(on_replica, args=(arriving,))
+        )
+        self._variables = [weight, *optimizer.variables]
+        self._initial = [one.numpy() for one in self._variables]
+
+    def run(self, gradients):
+        """Every replica's weights after a few steps from the initial state.
+
+        Args:
+          gradients: g_r, an array of shape [steps, replicas, SIZE].
+        """
+        for variable, value in zip(self._variables, self._initial, strict=True):
+            variable.assign(value)
+        for arriving in gradients / self._divisor:
+            self._step(tf.constant(arriving))
+        return np.stack(replicas.values(self._strategy, self._weight))
+
+
+def _expected(stack, gradients):
+    weights = np.zeros(gradients.shape[1:])
+    oracle = stacks.oracle_of(stack, weights)
+    for gradient in gradients.astype(np.float64):
+        oracle.apply(gradient)
+    return weights
+
+
+def _gradients(rng, num_steps, num_replicas, dtype, overflows=False):
+    result = rng.normal(size=[num_steps, num_replicas, SIZE]).astype(dtype)
+    result *= 10.0 ** np.arange(num_replicas)[:, np.newaxis] / 100
+    if overflows:
+        result[rng.integers(num_steps), rng.integers(num_replicas), 0] = np.inf
+    return result
+
+
+def _check(got, stack, gradients, context):
+    want = _expected(stack, gradients)
+    finite = np.where(np.isfinite(gradients), gradients, 0)
+    error = np.abs(got - want).max() / np.abs(finite).sum()
+    tolerance = {"float32": 3e-6, "float64": 1e-12}[gradients.dtype.name]
+    assert error <= tolerance, (context, stack, got, want)
+
+
+def _random_cases(seed, number, kind="mirrored"):
+    """Any stack on 2 to 6 replicas, with several sequences of gradients.
+
+    float64 is held to 1e-12: no factor may lose its digits in float32.
+    """
+    rng = np.random.default_rng(seed)
+    is_tpu = kind != "mirrored"
+    num_replicas = int(rng.choice([4] if is_tpu else [2, 3, 4, 6]))
+    stack = stacks.random_stack(rng, num_replicas)
+    dtype = "float32" if is_tpu else str(rng.choice(["float32", "float64"]))
+    traced = _Traced(
+        stack, num_replicas, dtype, kind, rng.choice([None, "replica"])
+    )
+    for index in range(number):
+        gradients = _gradients(
+            rng,
+            int(rng.integers(1, 7)),
+            num_replicas,
+            dtype,
+            overflows="scale" in stacks.names(stack) and rng.random() < 0.5,
+        )
+        got = traced.run(gradients)
+        _check(got, stack, gradients, f"seed {seed}, sequence {index}")
+
+
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_300_random_cases(first):
+    for seed in range(first, first + 20):
+        _random_cases(seed, 3)
+
+
+@replicas.in_full
+@pytest.mark.parametrize("first", range(1_000, 2_000, 50))
+def test_20_000_random_cases(first):
+    for seed in range(first, first + 50):
+        _random_cases(seed, 20)
+
+
+@pytest.mark.parametrize("kind", replicas.TPUS)
+def test_random_cases_on_a_simulated_tpu(kind):
+    for seed in range(21_000, 21_003):
+        _random_cases(seed, 5, kind)
+
+
+@replicas.in_full
+@pytest.mark.parametrize("kind", replicas.TPUS)
+def test_more_random_cases_on_a_simulated_tpu(kind):
+    for seed in range(22_000, 22_050):
+        _random_cases(seed, 5, kind)
+
+
+# Every order of two and three wrappers; `scale_at` is the number of wrappers
+# inside a LossScaleOptimizer, None for none.
+ORDERS = [
+    (order, scale_at)
+    for number in (2, 3)
+    for order in itertools.product(stacks.WRAPPERS, repeat=number)
+    for scale_at in (None, *range(number + 1))
+]
+
+
+def _is_refused(order, scale_at):
+    """AGNOptimizer reduces by itself and takes no loss scale; a
+    LossScaleOptimizer around all would look at one replica only."""
+    return (
+        "agn" in order[:-1]
+        or scale_at == len(order)
+        or (scale_at == 0 and order[-1] == "agn")
+    )
+
+
+def _stack(order, scale_at, groups, accumulation):
+    stack = ("sgd", {"rate": 0.5, "accumulation": accumulation})
+    for depth, name in enumerate(reversed(order)):
+        if depth == scale_at:
+            stack = ("scale", {}, stack)
+        options = {"groups": groups, "num_towers": 2, "period": 2}
+        # The reduction that a tower adds has to follow these groups.
+        stack = (name, options, stack)
+    return ("scale", {}, stack) if scale_at == len(order) else stack
+
+
+@pytest.mark.parametrize(
+    "order, scale_at", [one for one in ORDERS if _is_refused(*one)], ids=str
+)
+def test_an_order_is_refused_before_a_step(order, scale_at):
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        with pytest.raises(ValueError, match="AGN|LossScale"):
+            optimizer = stacks.optimizer_of(_stack(order, scale_at, None, None))
+            optimizer.build([weight])
+
+
+@pytest.mark.parametrize(
+    "order, scale_at, groups, accumulation, kind",
+    replicas.default(
+        [
+            (*one, groups, accumulation, kind)
+            for one in ORDERS
+            if not _is_refused(*one)
+            for groups in ([[0, 3], [1, 2]], None)
+            for accumulation in (None, 2)
+            for kind in replicas.STRATEGIES
+        ],
+        lambda order, scale_at, groups, accumulation, kind: (
+            kind == "mirrored" and groups and not accumulation
+        ),
+    ),
+    ids=str,
+)
+def test_an_order_is_right(order, scale_at, groups, accumulation, kind):
+    rng = np.random.default_rng(7)
+    stack = _stack(order, scale_at, groups, accumulation)
+    gradients = _gradients(
+        rng, 16, 4, "float32", overflows=scale_at is not None
+    )
+    got = _Traced(stack, 4, "float32", kind).run(gradients)
+    _check(got, stack, gradients, "")
+
+
+@pytest.mark.parametrize(
+    "name", ["factor_2", "factor_1_n", "no_reduction", "groups_ignored"]
+)
+def test_a_wrong_reduction_is_noticed(name):
+    gradients = _gradients(np.random.default_rng(1), 4, 4, "float32")
+    stack = _stack(("cross", "tower"), None, [[0, 1], [2, 3]], None)
+    with mutants.mutant(name, 4), pytest.raises(AssertionError):
+        _check(
+            _Traced(stack, 4, "float32").run(gradients), stack, gradients, ""
+        )
+
+
+@replicas.needs_multi_optimizer
+def test_wrappers_that_a_multi_optimizer_makes_are_inner_ones():
+    """They neither undo 1/N again nor mix what the groups have reduced."""
+    groups = [[0, 1], [2, 3]]
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = tf_xshard.TowerOptimizer(
+            keras.optimizers.MultiOptimizer(
+                lambda variable: tf_xshard.CrossShardOptimizer(
+                    keras.optimizers.SGD(1.0), "mean", groups
+                )
+            ),
+            1,
+        )
+    replicas.apply_once(
+        strategy, optimizer, lambda r: [tf.constant(10.0**r / 4)], [weight]
+    )
+    assert replicas.values(strategy, weight) == [-5.5, -5.5, -550, -550]
+    state = tf_xshard.GroupState({"w": [weight], "optimizer": optimizer})
+    assert state.group_assignment.to_list() == groups
+
+
+@replicas.needs_multi_optimizer
+def test_a_reduction_of_some_variables_only_is_refused():
+    with pytest.raises(
+        ValueError, match="reduce gradients .* do not: .'plain'"
+    ):
+        tf_xshard.TowerOptimizer(
+            keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(
+                    keras.optimizers.SGD(name="plain"),
+                    {
+                        "a": tf_xshard.CrossShardOptimizer(
+                            keras.optimizers.SGD()
+                        )
+                    },
+                )
+            ),
+            2,
+        )
+
+
+def test_a_tower_that_is_loaded_still_follows_the_groups_around_it():
+    groups = [[0, 1], [2, 3]]
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        made = tf_xshard.CrossShardOptimizer(
+            tf_xshard.TowerOptimizer(keras.optimizers.SGD(1.0), 1),
+            "mean",
+            groups,
+        )
+        optimizer = tf_xshard.CrossShardOptimizer.from_config(made.get_config())
+    replicas.apply_once(
+        strategy, optimizer, lambda r: [tf.constant(10.0**r / 4)], [weight]
+    )
+    assert replicas.values(strategy, weight) == [-5.5, -5.5, -550, -550]

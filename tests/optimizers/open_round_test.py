@@ -1,0 +1,96 @@
+"""An open round of TowerOptimizer, or period of AGNOptimizer, is saved on N
+replicas and completed on another number of them."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import replicas
+
+SGD = keras.optimizers.SGD
+FIRST = np.float32([1, 10, 100, 1000])
+SECOND = np.float32([7, 70, 700, 7000])
+MAKERS = {
+    "tower": lambda reduction: tf_xshard.TowerOptimizer(
+        tf_xshard.CrossShardOptimizer(SGD(1.0), reduction), 2
+    ),
+    "tower_inside": lambda reduction: tf_xshard.CrossShardOptimizer(
+        tf_xshard.TowerOptimizer(SGD(1.0), 2), reduction
+    ),
+    "agn": lambda reduction: tf_xshard.AGNOptimizer(
+        SGD(1.0), communication_period=2, reduction=reduction
+    ),
+}
+
+
+class _Training:
+    """A weight and its optimizer on several replicas."""
+
+    def __init__(self, maker, reduction, num_replicas):
+        self.num_replicas = num_replicas
+        self.strategy = replicas.mirrored(num_replicas)
+        with self.strategy.scope():
+            self.weight = keras.Variable(0.0, name="weight")
+            self.optimizer = MAKERS[maker](reduction)
+            self.optimizer.build([self.weight])
+
+    def step(self, gradients):
+        replicas.apply_once(
+            self.strategy,
+            self.optimizer,
+            lambda r: [tf.constant(gradients[r] / self.num_replicas)],
+            [self.weight],
+        )
+
+    @property
+    def held(self):
+        return {"weight": [self.weight], "optimizer": self.optimizer}
+
+
+def _by_checkpoint(one, other, directory):
+    made = tf.train.Checkpoint(w=one.weight, o=one.optimizer)
+    path = made.write(f"{directory}/checkpoint")
+    read = tf.train.Checkpoint(w=other.weight, o=other.optimizer)
+    read.read(path).assert_consumed()
+
+
+def _by_group_state(one, other, directory):
+    tf_xshard.GroupState(one.held).save(f"{directory}/groups")
+    state = tf_xshard.GroupState(other.held)
+    state.restore(f"{directory}/groups", regroup="mean")
+
+
+def _by_set_weights(one, other, directory):
+    other.weight.assign(one.weight.numpy())
+    other.optimizer.set_weights([v.numpy() for v in one.optimizer.variables])
+
+
+@pytest.mark.parametrize(
+    "maker, reduction, num_replicas, move",
+    replicas.default(
+        itertools.product(
+            MAKERS,
+            ("mean", "sum"),
+            (1, 2, 3, 4),
+            (_by_checkpoint, _by_group_state, _by_set_weights),
+        ),
+        lambda maker, reduction, n, move: n in (1, 3),
+    ),
+)
+def test_it_is_completed_on_another_number(
+    maker, reduction, num_replicas, move, tmp_path
+):
+    before = _Training(maker, reduction, 4)
+    before.step(FIRST)
+    after = _Training(maker, reduction, num_replicas)
+    move(before, after, tmp_path)
+    after.step(SECOND)
+
+    combine = getattr(np, reduction)
+    expected = -(combine(FIRST) + combine(SECOND[:num_replicas])) / 2
+    for value in replicas.values(after.strategy, after.weight):
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
