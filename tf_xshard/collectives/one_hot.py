@@ -56,7 +56,7 @@ class OneHot(transport.Transport):
                 ),
                 one,
                 self.here.device,
-                0,
+                "0",
                 float(self.communication.timeout_seconds),
             )
             for one in stacks

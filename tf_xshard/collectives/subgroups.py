@@ -4,23 +4,26 @@ TensorFlow chooses NCCL (GPUs) or a ring (CPUs, hosts). Needs a `tf.function`;
 works inside `tf.cond`, `tf.while_loop` and with steps_per_execution > 1.
 
 Keys. A group key names a set of devices, an instance key an operation of that
-set. Both are hashes of what they name, not counters: two optimizers over the
-same devices then agree by construction, as do processes that created their
-optimizers in a different order, and a retrace on one worker can't shift the
-keys of the others. Calls are paired by each device's program order, which the
-ordering tokens enforce.
+set. Both are hashes of what they name, not counters: processes that created
+their optimizers in a different order agree by construction, and a retrace on
+one worker can't shift the keys of the others. Calls are paired by each device's
+program order, which the ordering tokens enforce.
+
+Within one process, optimizers have separate instance keys and tokens, since
+several threads may train at the same time. Over several processes they share
+them, so only one thread of each may train.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tf_xshard.collectives import runtime_variables
 from tf_xshard.collectives import transport
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import replica_context
@@ -36,26 +39,9 @@ _EXPONENT_BITS = 5
 _FIRST_GATHER_KEY = 1 << 30
 _GATHER_KEYS = 1 << (30 - _EXPONENT_BITS)
 
-_tokens: dict[tuple[str, int], tf.Tensor] = {}
-_tokens_lock = threading.Lock()
-
 
 def _hash(*parts: Any) -> int:
     return zlib.crc32("|".join(map(str, parts)).encode())
-
-
-def _ordering_token(device: str, lane: int) -> tf.Tensor:
-    """The handle of a variable on `device`, created once per process.
-
-    Without a token per device, automatic control dependencies would serialize
-    the collectives of all devices, which would then wait for each other.
-    """
-    with _tokens_lock:
-        if (device, lane) not in _tokens:
-            _tokens[device, lane] = watchdog.host_variable(
-                device, f"tf_xshard_ordering_token_{lane}", tf.float32
-            )
-        return _tokens[device, lane]
 
 
 class Subgroups(transport.Transport):
@@ -84,6 +70,8 @@ class Subgroups(transport.Transport):
         # hence one token.
         in_flight = self.communication.buckets_in_flight
         self._lanes = 1 if "GPU" in here.device else in_flight
+        # Processes may number their users differently.
+        self._user = self.user if here.num_processes == 1 else 0
 
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [
@@ -135,7 +123,7 @@ class Subgroups(transport.Transport):
                 tf.math.round(tf.math.log(rows) / tf.math.log(2.0)), tf.int32
             )
 
-        def instance_key(lane: int) -> Any:
+        def instance_key(lane: str) -> Any:
             key = _hash(lane, name, shape) % _GATHER_KEYS << _EXPONENT_BITS
             return _FIRST_GATHER_KEY + key + exponent
 
@@ -156,14 +144,21 @@ class Subgroups(transport.Transport):
         operation: Callable,
         position: int,
         tensor: tf.Tensor,
-        instance_key: Callable[[int], Any],
+        instance_key: Callable[[str], Any],
     ) -> tf.Tensor:
-        device, lane = self.here.device, position % self._lanes
+        device = self.here.device
+        lane = f"{self._user}_{position % self._lanes}"
+        # Without a token per device, automatic control dependencies would
+        # serialize the collectives of all devices, which would then wait for
+        # each other.
+        token = runtime_variables.handle(
+            device, f"tf_xshard_ordering_token_{lane}", tf.float32
+        )
         return watchdog.run(
             lambda: operation(
                 input=tensor,
                 instance_key=instance_key(lane),
-                ordering_token=[_ordering_token(device, lane)],
+                ordering_token=[token],
             ),
             tensor,
             device,

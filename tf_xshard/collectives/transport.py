@@ -32,6 +32,8 @@ class Transport(abc.ABC):
       here: Where the code runs, with more than one replica.
       groups: Which replicas communicate with which.
       communication: How they communicate.
+      user: A number that no other living user of collectives in this process
+        has. Default: 0, for what only runs while nothing else does.
     """
 
     name: ClassVar[str]
@@ -44,10 +46,12 @@ class Transport(abc.ABC):
         here: replica_context.Here,
         groups: group_assignment_lib.GroupAssignment,
         communication: communication_lib.Communication,
+        user: int = 0,
     ) -> None:
         self.here = here
         self.groups = groups
         self.communication = communication
+        self.user = user
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over this replica's group.

@@ -17,10 +17,39 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from absl import logging
 
+from tf_xshard.collectives import runtime_variables
 from tf_xshard.private import tensorflow as private_tensorflow
 
 _LOOKS_PER_TIMEOUT = 20
 _MAX_SECONDS_BETWEEN_LOOKS = 5.0
+# A busy machine may oversleep this many times.
+_MOST_PER_SLEEP = 3
+
+
+class _Clock:
+    """Counts the time in which this process runs.
+
+    While it is stopped (Ctrl-Z, a suspended laptop, a paused virtual machine)
+    its collectives stand still, though nothing is wrong with them.
+
+    Attributes:
+      seconds: The time, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last = time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits, and counts no more time than a process that runs would take.
+
+        Args:
+          seconds: How long to wait.
+        """
+        time.sleep(seconds)
+        now = time.monotonic()
+        self.seconds += min(now - self._last, _MOST_PER_SLEEP * seconds)
+        self._last = now
 
 
 @dataclasses.dataclass
@@ -31,6 +60,7 @@ class _Lane:
     ended: tf.Tensor
     device: str
     timeout_seconds: float
+    context: object
     num_cancelled: int = 0
     num_ended: int = 0
     waiting_since: float | None = None
@@ -44,10 +74,16 @@ class _Lane:
         )
         return begun, ended
 
-    def is_overdue(self) -> bool:
-        """Whether a collective has waited longer than the timeout."""
+    def is_overdue(self, now: float) -> bool:
+        """Whether a collective has waited longer than the timeout.
+
+        Args:
+          now: The time, in seconds.
+
+        Returns:
+          A bool.
+        """
         begun, ended = self.counts()
-        now = time.monotonic()
         if begun - self.num_cancelled <= ended:
             self.waiting_since = None
         elif self.waiting_since is None or ended != self.num_ended:
@@ -94,16 +130,16 @@ class WatchedBatch:
         """Stops the timeout. A second call does nothing."""
         WATCHDOG.remove(self)
 
-    def is_overdue(self, num_ended: int) -> bool:
+    def is_overdue(self, num_ended: int, now: float) -> bool:
         """Whether no collective has ended for longer than the timeout.
 
         Args:
           num_ended: How many collectives of this process have ended.
+          now: The time, in seconds.
 
         Returns:
           A bool.
         """
-        now = time.monotonic()
         if self._num_ended != num_ended or (
             not private_tensorflow.a_function_runs()
         ):
@@ -117,10 +153,10 @@ class Watchdog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.lanes: dict[tuple[str, int, float], _Lane] = {}
+        self.lanes: dict[tuple[str, str, float], _Lane] = {}
         self.batches: list[WatchedBatch] = []
 
-    def lane(self, device: str, lane: int, timeout_seconds: float) -> _Lane:
+    def lane(self, device: str, lane: str, timeout_seconds: float) -> _Lane:
         """The counters of one lane, created on first use.
 
         Args:
@@ -132,16 +168,21 @@ class Watchdog:
           A `_Lane`.
         """
         key = device, lane, timeout_seconds
+        context = private_tensorflow.context()
         with self._lock:
-            if key not in self.lanes:
+            if key not in self.lanes or self.lanes[key].context is not context:
                 spec = tf.DeviceSpec.from_string(device)
                 host = spec.replace(device_type="CPU", device_index=0)
                 name = "tf_xshard_" + "_".join(map(str, key))
                 begun, ended = (
-                    host_variable(host.to_string(), f"{name}_{what}", tf.int64)
+                    runtime_variables.handle(
+                        host.to_string(), f"{name}_{what}", tf.int64
+                    )
                     for what in ("begun", "ended")
                 )
-                self.lanes[key] = _Lane(begun, ended, device, timeout_seconds)
+                self.lanes[key] = _Lane(
+                    begun, ended, device, timeout_seconds, context
+                )
             self._start_thread()
             return self.lanes[key]
 
@@ -166,11 +207,15 @@ class Watchdog:
             self._thread.start()
 
     def _watch(self) -> None:
+        clock = _Clock()
         while True:
+            context = private_tensorflow.context()
             with self._lock:
                 lanes, batches = list(self.lanes.values()), list(self.batches)
+            # Counters of a context that was reset can't be read any more.
+            lanes = [one for one in lanes if one.context is context]
             try:
-                message = _overdue(lanes, batches)
+                message = _overdue(lanes, batches, clock.seconds)
             except Exception as error:  # Without this thread, no timeout.
                 message = f"The watchdog of collectives failed: {error}"
             if message:
@@ -183,7 +228,7 @@ class Watchdog:
                 + [one.timeout_seconds for one in batches],
                 default=_LOOKS_PER_TIMEOUT * _MAX_SECONDS_BETWEEN_LOOKS,
             )
-            time.sleep(
+            clock.sleep(
                 min(shortest / _LOOKS_PER_TIMEOUT, _MAX_SECONDS_BETWEEN_LOOKS)
             )
 
@@ -193,12 +238,12 @@ WATCHDOG = Watchdog()
 
 
 def _overdue(
-    lanes: Sequence[_Lane], batches: Sequence[WatchedBatch]
+    lanes: Sequence[_Lane], batches: Sequence[WatchedBatch], now: float
 ) -> str | None:
-    """An error message for what is overdue, or None."""
-    overdue = [lane for lane in lanes if lane.is_overdue()]
+    """An error message for what is overdue at a time, or None."""
+    overdue = [lane for lane in lanes if lane.is_overdue(now)]
     num_ended = sum(lane.num_ended for lane in lanes)
-    stuck = [batch for batch in batches if batch.is_overdue(num_ended)]
+    stuck = [batch for batch in batches if batch.is_overdue(num_ended, now)]
     if overdue:
         return (
             f"A collective on {overdue[0].device} waited longer than"
@@ -216,23 +261,11 @@ def _overdue(
     return None
 
 
-def host_variable(device: str, name: str, dtype: tf.DType) -> tf.Tensor:
-    """The handle of a new zero variable that lives as long as the process."""
-    with tf.init_scope(), tf.device(device):
-        handle = tf.raw_ops.VarHandleOp(
-            dtype=dtype, shape=[], container="", shared_name=name
-        )
-        tf.raw_ops.AssignVariableOp(
-            resource=handle, value=tf.constant(0, dtype)
-        )
-    return handle
-
-
 def run(
     collective: Callable[[], tf.Tensor],
     after: tf.Tensor,
     device: str,
-    lane: int,
+    lane: str,
     timeout_seconds: float,
 ) -> tf.Tensor:
     """Runs a collective with a timeout, eagerly or in a graph.

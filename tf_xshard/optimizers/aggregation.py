@@ -55,7 +55,9 @@ class Aggregating(wrapper.OptimizerWrapper):
         )
         if tree.scales_loss_before_reduction(self.inner_optimizer):
             # Else replicas would skip the reduction, which others wait in.
-            vote = loss_scaling.FiniteVote(here, self.communication)
+            vote = loss_scaling.FiniteVote(
+                here, self.communication, self._reducer.user
+            )
             vote.note(aggregated)
             aggregated = vote.apply(aggregated)
         self.inner_optimizer.apply(aggregated, variables)

@@ -139,7 +139,9 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
     ) -> None:
         inner = self.inner_optimizer
         gradients = gradients_lib.standardized(gradients, variables)
-        vote = loss_scaling.FiniteVote(here, self.communication)
+        vote = loss_scaling.FiniteVote(
+            here, self.communication, self._reducer.user
+        )
         vote.note(gradients)
         gradients, variables, statistics = inner_update.split_statistics(
             gradients, variables

@@ -126,20 +126,37 @@ def publish(key: str, value: str) -> None:
     _eager_context.context().set_config_key_value(key, value)
 
 
+_LOOKUP_SLICE_SECONDS = 5.0
+
+
 def lookup(key: str, timeout_seconds: float) -> str:
     """Waits for a value in the cluster's key-value store.
 
     Raises:
       tf.errors.OpError: If it does not arrive in time or a worker is gone.
     """
-    return _eager_context.context().get_config_key_value(
-        key, max(1, int(timeout_seconds * 1000))
-    )
+    # In slices: the time in which this process is stopped does not count.
+    remaining = max(timeout_seconds, 0.001)
+    while True:
+        seconds = min(remaining, _LOOKUP_SLICE_SECONDS)
+        remaining -= seconds
+        try:
+            return _eager_context.context().get_config_key_value(
+                key, max(1, int(seconds * 1000))
+            )
+        except tf.errors.DeadlineExceededError:
+            if remaining <= 0:
+                raise
 
 
 def withdraw(key: str) -> None:
     """Removes a value from the cluster's key-value store."""
     _eager_context.context().delete_config_key_value(key)
+
+
+def context() -> object:
+    """TensorFlow's runtime context: another object after it has been reset."""
+    return _eager_context.context()
 
 
 def abort_collectives(message: str) -> None:

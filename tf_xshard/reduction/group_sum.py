@@ -22,6 +22,7 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import group_relations
 from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.collectives import users
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 from tf_xshard.reduction import buckets
@@ -53,6 +54,7 @@ class GroupReducer:
         self.communication = communication
         self.role = role
         self.is_redundant = False
+        self.user = users.number_for(self)
         self._known_patterns: negotiation.KnownPatterns = {}
 
     def defer_to(self, other: GroupReducer) -> None:
@@ -178,7 +180,9 @@ class GroupReducer:
         else:
             members = tuple(groups)[groups.group_of(here.replica_id)]
             group = tuple(patterns[r] for r in members)
-        transport = collectives.choose(here, groups, self.communication)
+        transport = collectives.choose(
+            here, groups, self.communication, self.user
+        )
         # If an operation spans all groups, all replicas must pass the same
         # tensors, even those for which their own group has no gradient.
         summed = _sum(

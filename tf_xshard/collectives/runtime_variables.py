@@ -1,0 +1,50 @@
+"""Variables that collectives need, one set for TensorFlow's runtime context.
+
+They are created on first use and live until the process ends or the context is
+reset (as tests of TensorFlow and Keras do), after which they are made anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import tensorflow as tf
+
+from tf_xshard.private import tensorflow as private_tensorflow
+
+_lock = threading.Lock()
+_handles: dict[tuple[str, str], tf.Tensor] = {}
+_context: Any = None
+
+
+def handle(device: str, name: str, dtype: tf.DType) -> tf.Tensor:
+    """The handle of a scalar variable, which is zero when it is created.
+
+    Args:
+      device: Where it lives.
+      name: A name, unique on its device.
+      dtype: Its dtype.
+
+    Returns:
+      A resource tensor, the same for each call until the context is reset.
+    """
+    global _context
+    with _lock:
+        if _context is not private_tensorflow.context():
+            _handles.clear()
+            _context = private_tensorflow.context()
+        if (device, name) not in _handles:
+            _handles[device, name] = _created(device, name, dtype)
+        return _handles[device, name]
+
+
+def _created(device: str, name: str, dtype: tf.DType) -> tf.Tensor:
+    with tf.init_scope(), tf.device(device):
+        created = tf.raw_ops.VarHandleOp(
+            dtype=dtype, shape=[], container="", shared_name=name
+        )
+        tf.raw_ops.AssignVariableOp(
+            resource=created, value=tf.constant(0, dtype)
+        )
+    return created

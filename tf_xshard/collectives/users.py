@@ -1,0 +1,27 @@
+"""Numbers for those who run collectives in one process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+_lock = threading.RLock()
+_taken: set[int] = set()
+
+
+def number_for(owner: object) -> int:
+    """The smallest positive number that no other living object has.
+
+    Keys and counters of collectives are kept for ever, so numbers are reused.
+
+    Args:
+      owner: Keeps the number until it is garbage collected.
+
+    Returns:
+      An int of at least 1.
+    """
+    with _lock:
+        number = next(n for n in range(1, len(_taken) + 2) if n not in _taken)
+        _taken.add(number)
+    weakref.finalize(owner, _taken.discard, number)
+    return number
