@@ -70,6 +70,21 @@ def test_our_code_is_not_converted(wrapper, how):
     assert inner.converted == {"on_replica"}
 
 
+def test_the_exchange_at_the_end_of_fit_is_not_converted():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        inner = _Recording(1.0, name="recording")
+        optimizer = tf_xshard.AGNOptimizer(
+            inner, local_optimizer=keras.optimizers.SGD(1.0)
+        )
+    replicas.apply_once(
+        strategy, optimizer, lambda r: [tf.constant(1.0)], [weight]
+    )
+    optimizer.finalize_variable_values([weight])
+    assert inner.converted == set()
+
+
 class _RecordingV1(tf.compat.v1.train.GradientDescentOptimizer):
     def compute_gradients(self, *args, **kwargs):
         self.converted = _converted_functions()

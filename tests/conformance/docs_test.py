@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import importlib
 import inspect
+import logging
 import pkgutil
 import re
 
@@ -129,8 +130,32 @@ def _readme_blocks():
         yield pytest.param(block, id=f"block{index}")
 
 
+# TensorFlow's, of a collective strategy that is made after something has run.
+_TENSORFLOWS_OWN = ("Collective ops is not configured at program startup.",)
+
+
+@pytest.fixture
+def logged_warnings():
+    """What TensorFlow and absl log; AutoGraph's complaints for example."""
+    messages = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            message = record.getMessage()
+            if not message.startswith(_TENSORFLOWS_OWN):
+                messages.append(message)
+
+    handler = Handler(logging.WARNING)
+    loggers = tf.get_logger(), logging.getLogger("absl")
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield messages
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
 @pytest.mark.parametrize("block", list(_readme_blocks()))
-def test_readme_example(block, tmp_path, monkeypatch):
+def test_readme_example(block, tmp_path, monkeypatch, logged_warnings):
     monkeypatch.chdir(tmp_path)
     if "TPUClusterResolver" in block:
         # Needs a TPU: that it compiles and that every name in it exists is what
@@ -149,9 +174,13 @@ def test_readme_example(block, tmp_path, monkeypatch):
         lambda device, logical: tf.config.list_logical_devices()[len(logical)],
     )
     scope = dict(GLOBALS)
-    exec(compile(block, "README.md", "exec"), scope)
+    # AutoGraph reads the source of what it converts.
+    program = tmp_path / "readme_example.py"
+    program.write_text(block)
+    exec(compile(block, program, "exec"), scope)
     if "GroupState" in block:
         _check_population(scope)
+    assert not logged_warnings
 
 
 def _check_population(scope):

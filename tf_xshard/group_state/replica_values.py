@@ -117,7 +117,9 @@ class ReplicaValues:
             [gathered] = transport.gather([value])
             return gathered
 
-        return tf.function(lambda own: self.strategy.run(on_replica, (own,)))
+        return tf.function(
+            lambda own: self.strategy.run(on_replica, (own,)), autograph=False
+        )
 
     def gather_json(self, value: Any) -> list:
         """The same for values that JSON can represent. Collective."""

@@ -149,7 +149,7 @@ class LocalTraining(wrapper.OptimizerWrapper):
             on_replica()
         elif pending:
             with strategy.scope():
-                tf.function(lambda: strategy.run(on_replica))()
+                tf.function(lambda: strategy.run(on_replica), autograph=False)()
         self.inner_optimizer.finalize_variable_values(self._center)
         if self.inner_optimizer.use_ema:
             self._center_pairs.copy_into_model()

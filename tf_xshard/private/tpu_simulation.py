@@ -5,7 +5,10 @@ The optimizers do not import this module: it needs jax.
 
 from __future__ import annotations
 
+import atexit
 import collections
+import functools
+import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -21,6 +24,7 @@ from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import hlo as stablehlo
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _gen_xla_ops
+from tensorflow.python.distribute import input_lib as _input_lib
 from tensorflow.python.distribute import tpu_strategy as _tpu_strategy
 from tensorflow.python.eager import context as _eager_context
 from tensorflow.python.framework import auto_control_deps as _auto_control_deps
@@ -52,6 +56,8 @@ TF_PRIVATE_NAMES = (
     (_handle_data_util, "get_resource_handle_data"),
     # A variable that no strategy's scope turns into a distributed one.
     (_resource_variables, "ResourceVariable"),
+    # Iterators over distributed datasets; `_iterators` has one for each host.
+    (_input_lib, "DistributedIterator"),
     # A TPU program returns a tensor of dynamic shape as the padded tensor.
     (_gen_xla_ops, "xla_remove_dynamic_dimension_size"),
 )
@@ -112,6 +118,22 @@ __all__ = (
     "stablehlo",
     "xla_client",
 )
+
+
+@functools.cache
+def end_iterators_at_exit() -> None:
+    """Makes unfinished iterators end with the process.
+
+    Otherwise the threads that prefetch for their devices are waited for when
+    TensorFlow is torn down, for up to minutes.
+    """
+    atexit.register(_end_iterators)
+
+
+def _end_iterators() -> None:
+    for one in gc.get_objects():
+        if issubclass(type(one), _input_lib.DistributedIterator):
+            one._iterators = []
 
 
 class SimulatedTPUExtended(_tpu_strategy.TPUExtended):

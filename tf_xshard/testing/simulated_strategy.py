@@ -167,6 +167,7 @@ def simulated_tpu_strategy(
             replica_permutation, num_replicas, device_assignment
         )
     _configure_logical_cpus(num_replicas)
+    tpu_simulation.end_iterators_at_exit()
     topology = fabricated_tpu.Topology(num_replicas, num_hosts)
     assignment = None
     if device_assignment:
