@@ -53,13 +53,19 @@ _PUBLIC = {
     "GroupCheckpoint": "callbacks.group_checkpoint",
     "GroupState": "group_state.state",
     "GroupValidation": "callbacks.group_validation",
+    "LearningRateWarmup": "callbacks.learning_rate_warmup",
+    "ScalarLoss": "optimizers.scalar_loss",
     "SwapCenterWeights": "callbacks.swap_center_weights",
     "TowerOptimizer": "optimizers.tower_optimizer",
+    "barrier": "multi_worker.processes",
     "clip_by_global_norm": "reduction.clipping",
     "clip_by_norm": "reduction.clipping",
     "clip_by_value": "reduction.clipping",
     "compat": "compat",
+    "group_reduce": "reduction.group_reduce",
+    "is_chief": "multi_worker.processes",
     "multi_worker_fit": "multi_worker.fit",
+    "rank": "multi_worker.processes",
     "tower_train_step": "optimizers.tower_train_step",
 }
 __all__ = ("__version__", *_PUBLIC)
@@ -75,6 +81,9 @@ if TYPE_CHECKING:
     from tf_xshard.callbacks.group_validation import (
         GroupValidation as GroupValidation,
     )
+    from tf_xshard.callbacks.learning_rate_warmup import (
+        LearningRateWarmup as LearningRateWarmup,
+    )
     from tf_xshard.callbacks.swap_center_weights import (
         SwapCenterWeights as SwapCenterWeights,
     )
@@ -82,10 +91,14 @@ if TYPE_CHECKING:
     from tf_xshard.group_assignment import GroupAssignment as GroupAssignment
     from tf_xshard.group_state.state import GroupState as GroupState
     from tf_xshard.multi_worker.fit import multi_worker_fit as multi_worker_fit
+    from tf_xshard.multi_worker.processes import barrier as barrier
+    from tf_xshard.multi_worker.processes import is_chief as is_chief
+    from tf_xshard.multi_worker.processes import rank as rank
     from tf_xshard.optimizers.agn_optimizer import AGNOptimizer as AGNOptimizer
     from tf_xshard.optimizers.cross_shard_optimizer import (
         CrossShardOptimizer as CrossShardOptimizer,
     )
+    from tf_xshard.optimizers.scalar_loss import ScalarLoss as ScalarLoss
     from tf_xshard.optimizers.tower_optimizer import (
         TowerOptimizer as TowerOptimizer,
     )
@@ -97,6 +110,7 @@ if TYPE_CHECKING:
     )
     from tf_xshard.reduction.clipping import clip_by_norm as clip_by_norm
     from tf_xshard.reduction.clipping import clip_by_value as clip_by_value
+    from tf_xshard.reduction.group_reduce import group_reduce as group_reduce
 
 
 def __getattr__(name: str) -> Any:

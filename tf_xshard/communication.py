@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from tf_xshard import checks
 
@@ -116,3 +117,25 @@ class Communication:
         16777216
         """
         return dataclasses.asdict(self)
+
+
+def checked(communication: Any) -> Communication:
+    """Checks an argument `communication`.
+
+    Args:
+      communication: The value given.
+
+    Returns:
+      It, or the defaults for None.
+
+    Raises:
+      TypeError: If it is something else.
+    """
+    if communication is None:
+        return Communication()
+    if not isinstance(communication, Communication):
+        raise TypeError(
+            "communication must be a tf_xshard.Communication, got"
+            f" {communication!r}."
+        )
+    return communication

@@ -63,7 +63,11 @@ def _public():
     [
         testing.simulated_tpu_strategy,
         testing.compile_for_tpu,
+        tf_xshard.barrier,
+        tf_xshard.group_reduce,
+        tf_xshard.is_chief,
         tf_xshard.multi_worker_fit,
+        tf_xshard.rank,
         v1.shard,
         v1.shard_initializer,
         v1.replicate_model_fn,

@@ -15,8 +15,6 @@ from tests.support import mutants
 from tests.support import replicas
 from tests.support import stacks
 
-SIZE = 2
-
 
 class _Traced:
     """A stack whose step has been traced, to be run with many gradients.
@@ -36,7 +34,7 @@ class _Traced:
         self._divisor = 1 if normalization == "replica" else num_replicas
         with self._strategy.scope():
             self._weight = weight = keras.Variable(
-                np.zeros(SIZE), dtype=dtype, autocast=False
+                np.zeros(stacks.SIZE), dtype=dtype, autocast=False
             )
             optimizer = stacks.optimizer_of(
                 stack, loss_normalization=normalization
@@ -59,37 +57,13 @@ class _Traced:
         """Every replica's weights after a few steps from the initial state.
 
         Args:
-          gradients: g_r, an array of shape [steps, replicas, SIZE].
+          gradients: g_r, an array of shape [steps, replicas, stacks.SIZE].
         """
         for variable, value in zip(self._variables, self._initial, strict=True):
             variable.assign(value)
         for arriving in gradients / self._divisor:
             self._step(tf.constant(arriving))
         return np.stack(replicas.values(self._strategy, self._weight))
-
-
-def _expected(stack, gradients):
-    weights = np.zeros(gradients.shape[1:])
-    oracle = stacks.oracle_of(stack, weights)
-    for gradient in gradients.astype(np.float64):
-        oracle.apply(gradient)
-    return weights
-
-
-def _gradients(rng, num_steps, num_replicas, dtype, overflows=False):
-    result = rng.normal(size=[num_steps, num_replicas, SIZE]).astype(dtype)
-    result *= 10.0 ** np.arange(num_replicas)[:, np.newaxis] / 100
-    if overflows:
-        result[rng.integers(num_steps), rng.integers(num_replicas), 0] = np.inf
-    return result
-
-
-def _check(got, stack, gradients, context):
-    want = _expected(stack, gradients)
-    finite = np.where(np.isfinite(gradients), gradients, 0)
-    error = np.abs(got - want).max() / np.abs(finite).sum()
-    tolerance = {"float32": 3e-6, "float64": 1e-12}[gradients.dtype.name]
-    assert error <= tolerance, (context, stack, got, want)
 
 
 def _random_cases(seed, number, kind="mirrored"):
@@ -106,7 +80,7 @@ def _random_cases(seed, number, kind="mirrored"):
         stack, num_replicas, dtype, kind, rng.choice([None, "replica"])
     )
     for index in range(number):
-        gradients = _gradients(
+        gradients = stacks.random_gradients(
             rng,
             int(rng.integers(1, 7)),
             num_replicas,
@@ -114,7 +88,7 @@ def _random_cases(seed, number, kind="mirrored"):
             overflows="scale" in stacks.names(stack) and rng.random() < 0.5,
         )
         got = traced.run(gradients)
-        _check(got, stack, gradients, f"seed {seed}, sequence {index}")
+        stacks.check(got, stack, gradients, f"seed {seed}, sequence {index}")
 
 
 @pytest.mark.parametrize("first", range(0, 100, 20))
@@ -206,21 +180,23 @@ def test_an_order_is_refused_before_a_step(order, scale_at):
 def test_an_order_is_right(order, scale_at, groups, accumulation, kind):
     rng = np.random.default_rng(7)
     stack = _stack(order, scale_at, groups, accumulation)
-    gradients = _gradients(
+    gradients = stacks.random_gradients(
         rng, 16, 4, "float32", overflows=scale_at is not None
     )
     got = _Traced(stack, 4, "float32", kind).run(gradients)
-    _check(got, stack, gradients, "")
+    stacks.check(got, stack, gradients, "")
 
 
 @pytest.mark.parametrize(
     "name", ["factor_2", "factor_1_n", "no_reduction", "groups_ignored"]
 )
 def test_a_wrong_reduction_is_noticed(name):
-    gradients = _gradients(np.random.default_rng(1), 4, 4, "float32")
+    gradients = stacks.random_gradients(
+        np.random.default_rng(1), 4, 4, "float32"
+    )
     stack = _stack(("cross", "tower"), None, [[0, 1], [2, 3]], None)
     with mutants.mutant(name, 4), pytest.raises(AssertionError):
-        _check(
+        stacks.check(
             _Traced(stack, 4, "float32").run(gradients), stack, gradients, ""
         )
 

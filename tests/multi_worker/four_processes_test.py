@@ -19,6 +19,7 @@ from tests.support import agn_oracle
 from tests.support import group_training
 from tests.support import paths
 from tests.support import replicas
+from tests.support import stacks
 from tests.support import training
 from tf_xshard.multi_worker import local_cluster
 
@@ -200,6 +201,22 @@ def test_bytes_on_the_wire(results, name, report):
     assert np.median(sent[:, 3]) > 0.98 * least
     assert sent[:, 3].min() < 1.2 * least
     assert silent.max() < 0.01 * least
+
+
+def test_processes_wait_for_each_other(results):
+    for rank, result in enumerate(results):
+        assert result["processes"] == [rank, rank == 0, NUM_WORKERS]
+
+
+def test_nested_optimizers(results):
+    for seed in range(len(results[0]["nesting"])):
+        stack, gradients = stacks.random_case(seed, NUM_WORKERS)
+        stacks.check(
+            np.stack([result["nesting"][seed] for result in results]),
+            stack,
+            gradients,
+            f"seed {seed}",
+        )
 
 
 def test_training_equals_one_device_on_the_groups_shards(results):

@@ -20,6 +20,7 @@ from tests.programs import multi_worker_group_state
 from tests.support import agn_oracle
 from tests.support import counting
 from tests.support import replicas
+from tests.support import stacks
 
 GROUPS = {
     "all": None,
@@ -285,6 +286,41 @@ def wire(strategy):
     return result
 
 
+def processes(strategy):
+    """The chief is the last at the barrier, and all see what it wrote."""
+    rank = tf_xshard.rank(strategy)
+    time.sleep(0 if rank else 1.0)
+    with open(os.path.join(sys.argv[2], f"process_{rank}"), "w"):
+        pass
+    tf_xshard.barrier(strategy)
+    found = [n for n in os.listdir(sys.argv[2]) if n.startswith("process_")]
+    return [rank, tf_xshard.is_chief(strategy), len(found)]
+
+
+def nesting(strategy):
+    """Random nested optimizers, each with a few steps."""
+    result = []
+    for seed in range(60 if FULL else 6):
+        stack, gradients = stacks.random_case(seed, NUM_WORKERS)
+        with strategy.scope():
+            weight = keras.Variable(np.zeros(2, "float32"))
+            optimizer = stacks.optimizer_of(stack)
+            optimizer.build([weight])
+
+        @tf.function
+        def step(arriving, optimizer=optimizer, weight=weight):
+            def on_replica():
+                gradient = arriving[replicas.replica_id()] / NUM_WORKERS
+                optimizer.apply([optimizer.scale_loss(gradient)], [weight])
+
+            strategy.run(on_replica)
+
+        for arriving in gradients:
+            step(tf.constant(arriving))
+        result += _values([weight])
+    return result
+
+
 def absent(strategy):
     """Worker 3 never traces the step."""
     with strategy.scope():
@@ -315,6 +351,8 @@ def cases(strategy):
         "towers": towers(strategy),
         "agn": agn(strategy),
         "wire": wire(strategy),
+        "processes": processes(strategy),
+        "nesting": nesting(strategy),
         "fit": multi_worker_fit_cases.run(strategy, FULL),
         "group_state": multi_worker_group_state.run(strategy, sys.argv[2]),
         # The last: workers have traced different numbers of functions then.

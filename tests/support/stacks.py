@@ -13,6 +13,7 @@ import numpy as np
 
 import tf_xshard
 
+SIZE = 2  # Of the weights.
 WRAPPERS = ("cross", "tower", "agn")
 
 
@@ -205,6 +206,51 @@ _ORACLES = {
     "tower": _Tower,
     "agn": _AGN,
 }
+
+
+def expected(stack, gradients):
+    """Every replica's weights after all steps, which begin at zero."""
+    weights = np.zeros(gradients.shape[1:])
+    oracle = oracle_of(stack, weights)
+    for gradient in gradients.astype(np.float64):
+        oracle.apply(gradient)
+    return weights
+
+
+def check(got, stack, gradients, context):
+    """Holds every replica's weights against the oracle.
+
+    Args:
+      got: The weights, of shape [replicas, SIZE].
+      stack: The description.
+      gradients: g_r, of shape [steps, replicas, SIZE].
+      context: What to say of a failure.
+    """
+    want = expected(stack, gradients)
+    finite = np.where(np.isfinite(gradients), gradients, 0)
+    error = np.abs(got - want).max() / np.abs(finite).sum()
+    tolerance = {"float32": 3e-6, "float64": 1e-12}[gradients.dtype.name]
+    assert error <= tolerance, (context, stack, got, want)
+
+
+def random_gradients(rng, num_steps, num_replicas, dtype, overflows=False):
+    """g_r of several steps, tenfold from replica to replica."""
+    result = rng.normal(size=[num_steps, num_replicas, SIZE]).astype(dtype)
+    result *= 10.0 ** np.arange(num_replicas)[:, np.newaxis] / 100
+    if overflows:
+        result[rng.integers(num_steps), rng.integers(num_replicas), 0] = np.inf
+    return result
+
+
+def random_case(seed, num_replicas):
+    """A stack, and its gradients in float32, for one seed."""
+    rng = np.random.default_rng(seed)
+    stack = random_stack(rng, num_replicas)
+    num_steps = int(rng.integers(1, 7))
+    has_scale = "scale" in names(stack)
+    return stack, random_gradients(
+        rng, num_steps, num_replicas, "float32", has_scale
+    )
 
 
 def random_stack(rng, num_replicas, max_wrappers=3):

@@ -14,7 +14,6 @@ import numpy as np
 
 from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
-from tf_xshard.private import tensorflow as private_tensorflow
 
 
 def _forwarded(name: str) -> property:
@@ -80,24 +79,6 @@ class Delegation(
     def iterations(self) -> Any:
         """The inner optimizer's number of updates."""
         return self.inner_optimizer.iterations
-
-    @private_tensorflow.entry_point
-    def scale_loss(self, loss: Any) -> Any:
-        """The loss times the inner optimizer's loss scale.
-
-        Args:
-          loss: A scalar tensor.
-
-        Returns:
-          A scalar tensor.
-
-        Example:
-
-        >>> inner = keras.optimizers.SGD(loss_scale_factor=8.0)
-        >>> tf_xshard.CrossShardOptimizer(inner).scale_loss(2.0)
-        16.0
-        """
-        return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Sequence) -> None:
         """Makes the inner optimizer set final values (its moving averages).

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import delegation
+from tf_xshard.optimizers import scalar_loss
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizer_state
+from tf_xshard.private import tensorflow as private_tensorflow
 
 
 class LossConventions(delegation.Delegation):
@@ -24,6 +28,36 @@ class LossConventions(delegation.Delegation):
     _is_outermost: bool
     _loss_normalization: str | None
     _strategy: tf.distribute.Strategy
+    _has_checked_losses = False
+
+    @private_tensorflow.entry_point
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the inner optimizer's loss scale.
+
+        Warns if `fit` calls this with a loss that Keras has not divided by the
+        number of replicas.
+
+        Args:
+          loss: A scalar tensor.
+
+        Returns:
+          A scalar tensor.
+
+        Example:
+
+        >>> inner = keras.optimizers.SGD(loss_scale_factor=8.0)
+        >>> tf_xshard.CrossShardOptimizer(inner).scale_loss(2.0)
+        16.0
+        """
+        num_replicas = self._strategy.num_replicas_in_sync
+        if (
+            num_replicas > 1
+            and self._is_outermost
+            and not self._has_checked_losses
+        ):
+            self._has_checked_losses = True
+            scalar_loss.warn_about_scalar_losses(num_replicas)
+        return self.inner_optimizer.scale_loss(loss)
 
     def _refuse_loss_scale_optimizer_above(self) -> None:
         if self._is_allowed_in_a_loss_scale_optimizer():

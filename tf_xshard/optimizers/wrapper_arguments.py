@@ -171,13 +171,7 @@ def checked_reducer(
         group_assignment = group_assignment_lib.GroupAssignment(
             group_assignment
         )
-    if communication is None:
-        communication = communication_lib.Communication()
-    elif not isinstance(communication, communication_lib.Communication):
-        raise TypeError(
-            "communication must be a tf_xshard.Communication, got"
-            f" {communication!r}."
-        )
+    communication = communication_lib.checked(communication)
     reducer = group_sum.GroupReducer(group_assignment, communication, role)
     if tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()

@@ -7,10 +7,18 @@ Those of optimizers are in `keras_optimizers` and `keras_optimizer_state`.
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
+
+# Keras' own step, whose local variables are the labels and predictions, and the
+# losses of a compiled model. Present in 3.12 to 3.15.
+_TRAIN_STEP = _Trainer.train_step
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
@@ -55,6 +63,34 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
 
     if num_steps > 0:
         model.train_function = skip
+
+
+def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
+    """The losses of the `train_step` that calls this, with their arguments.
+
+    Returns:
+      (loss, y_true, y_pred) for each output of a model whose `train_step` is
+      Keras' own; nothing outside of one, or if the outputs are nested.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _TRAIN_STEP.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return []
+    model, y, y_pred = (frame.f_locals[k] for k in ("self", "y", "y_pred"))
+    try:
+        return [
+            (loss, _at(path, y), _at(path, y_pred))
+            for path, loss, *_ in model._compile_loss._flat_losses
+        ]
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return []  # No loss, or labels of another structure.
+
+
+def _at(path: Sequence, value: Any) -> Any:
+    for key in path:
+        value = value[key]
+    return value
 
 
 def update_loss_metric(

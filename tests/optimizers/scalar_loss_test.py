@@ -1,0 +1,97 @@
+"""Losses that return one number: N replicas train as one device, or warn."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import tf_xshard
+from tests.support import replicas
+
+SGD = keras.optimizers.SGD
+
+
+@keras.saving.register_keras_serializable("tests")
+def mean_square(y_true, y_pred):
+    return keras.ops.mean(keras.ops.square(y_pred - y_true))
+
+
+def _model(loss, optimizer, num_replicas):
+    keras.utils.set_random_seed(3)
+    with replicas.mirrored(num_replicas).scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((3,)),
+                keras.layers.Dense(2, kernel_regularizer="l2"),
+            ]
+        )
+        model.compile(optimizer(), loss)
+    return model
+
+
+def _fit(loss, optimizer, num_replicas):
+    model = _model(loss, optimizer, num_replicas)
+    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
+    history = model.fit(
+        x, x[:, :2], batch_size=16, epochs=3, shuffle=False, verbose=0
+    )
+    return history.history["loss"], model.get_weights()
+
+
+WRAPPERS = {
+    "cross": lambda: tf_xshard.CrossShardOptimizer(SGD(0.1)),
+    "tower": lambda: tf_xshard.TowerOptimizer(SGD(0.1), 1),
+    "agn": lambda: tf_xshard.AGNOptimizer(SGD(0.1), communication_period=1),
+    "plain": lambda: SGD(0.1),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrapped_n_replicas_train_as_one_device(name):
+    """With a regularizer, and the reported loss is the one device's."""
+    loss = tf_xshard.ScalarLoss(mean_square)
+    losses, weights = _fit(loss, WRAPPERS[name], 4)
+    want_losses, want_weights = _fit("mse", lambda: SGD(0.1), 1)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    for value, want in zip(weights, want_weights, strict=True):
+        np.testing.assert_allclose(value, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cross", "tower", "agn"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_bare_one_is_warned_of_in_the_first_step(name, nested):
+    loss = [mean_square] if nested else mean_square
+    with pytest.warns(UserWarning, match="'mean_square' returns one number.*4"):
+        _fit(loss, WRAPPERS[name], 4)
+
+
+@pytest.mark.parametrize(
+    "loss", ["mse", keras.losses.mean_squared_error, lambda y, p: (y - p) ** 2]
+)
+def test_losses_of_rows_are_fine(loss):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fit(loss, WRAPPERS["cross"], 4)
+
+
+def test_on_one_replica_nothing_is_wrong():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fit(mean_square, WRAPPERS["cross"], 1)
+
+
+def test_it_is_saved_with_the_model(tmp_path):
+    model = _model(tf_xshard.ScalarLoss(mean_square), WRAPPERS["cross"], 1)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.loss, tf_xshard.ScalarLoss)
+    assert float(loaded.loss(np.zeros(4), np.full(4, 3.0))) == 9
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="takes a function of"):
+        tf_xshard.ScalarLoss("mse")
+    loss = tf_xshard.ScalarLoss(lambda y, p: p - y)
+    with pytest.raises(ValueError, match=r"one number, but .* \(4,\)"):
+        loss(np.zeros(4), np.zeros(4))

@@ -1,0 +1,101 @@
+"""`group_reduce`, on every strategy, against NumPy."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import replicas
+
+GROUPS = [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "kind, reduction, groups",
+    list(
+        itertools.product(replicas.STRATEGIES, ["mean", "sum"], [None, GROUPS])
+    ),
+    ids=str,
+)
+def test_nested_values(kind, reduction, groups):
+    def on_replica(x):
+        reduced = tf_xshard.group_reduce(
+            {"a": [x, None], "b": 2 * x[0]}, groups, reduction
+        )
+        assert reduced["a"][1] is None
+        return reduced["a"][0], reduced["b"]
+
+    first, second = replicas.run(kind, on_replica)
+    combine = getattr(np, reduction)
+    for members in groups or [[0, 1, 2, 3]]:
+        want = combine([10.0**r for r in members])
+        for r in members:
+            assert first[r] == [want, want] and second[r] == 2 * want
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["function", "eager"])
+def test_slices_stay_slices(graph):
+    strategy = replicas.mirrored(4)
+
+    def step():
+        def on_replica():
+            r = replicas.replica_id()
+            own = tf.IndexedSlices([[10.0**r]], [r % 2], [3, 1])
+            reduced = tf_xshard.group_reduce([own], GROUPS, "sum")[0]
+            assert isinstance(reduced, tf.IndexedSlices)
+            return tf.math.unsorted_segment_sum(
+                reduced.values, reduced.indices, 3
+            )
+
+        return strategy.run(on_replica)
+
+    values = (tf.function(step) if graph else step)()
+    got = [v.numpy().ravel().tolist() for v in values.values]
+    assert got == [[1, 1000, 0], [100, 10, 0], [100, 10, 0], [1, 1000, 0]]
+
+
+def test_without_a_strategy_it_returns_the_values():
+    assert float(tf_xshard.group_reduce(3.0)) == 3.0
+    assert tf_xshard.group_reduce([None]) == [None]
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((1.0, [[0, 1]]), ValueError, "is for 2 replicas"),
+        ((1.0, None, "max"), ValueError, '"mean" or "sum", got .max.'),
+        ((1,), TypeError, "value_0.* has type int32"),
+        (
+            (tf.IndexedSlices([[1.0]], [0]),),
+            ValueError,
+            "known shapes, but value_0 .* dense_shape",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        tf_xshard.group_reduce(*arguments)
+    with pytest.raises(TypeError, match="must be a tf_xshard.Communication"):
+        tf_xshard.group_reduce(1.0, communication="bfloat16")
+
+
+def test_replicas_with_different_structures():
+    strategy = replicas.mirrored(2)
+
+    def on_replica():
+        own = [1.0] if replicas.replica_id() else [1.0, 2.0]
+        tf_xshard.group_reduce(own)
+
+    with pytest.raises(ValueError, match="All replicas must"):
+        tf.function(lambda: strategy.run(on_replica))()
+
+
+def test_cross_replica_context():
+    strategy = replicas.mirrored(2)
+    with (
+        strategy.scope(),
+        pytest.raises(RuntimeError, match="cross-replica context"),
+    ):
+        tf_xshard.group_reduce(1.0)

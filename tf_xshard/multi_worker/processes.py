@@ -1,0 +1,115 @@
+"""Which process this is, and waiting for the others."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_xshard import collectives
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import replica_context
+
+
+def rank(strategy: tf.distribute.Strategy | None = None) -> int:
+    """The number of this process among those that train together.
+
+    Args:
+      strategy: The strategy that trains. None (default) for the current one.
+
+    Returns:
+      An int from 0, the chief's, to the number of processes - 1.
+
+    Raises:
+      ValueError: If the strategy is not supported.
+
+    Example:
+
+    >>> tf_xshard.rank()
+    0
+
+    Source: `horovod.tensorflow.rank`.
+    """
+    return replica_context.rank(_checked(strategy))
+
+
+def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
+    """Whether this process is the one that writes shared files.
+
+    Args:
+      strategy: The strategy that trains. None (default) for the current one.
+
+    Returns:
+      Whether its rank is 0.
+
+    Raises:
+      ValueError: If the strategy is not supported.
+
+    Example:
+
+    >>> tf_xshard.is_chief()
+    True
+
+    Source: `TF_CONFIG`, whose first worker is the chief if no task is.
+    """
+    return rank(strategy) == 0
+
+
+def barrier(
+    strategy: tf.distribute.Strategy | None = None,
+    timeout_seconds: float = 300.0,
+) -> None:
+    """Waits until every process has called it.
+
+    Between what one process writes and others read, for example: the chief
+    saves, all call `barrier`, all load. With one process it does nothing.
+
+    Args:
+      strategy: The strategy that trains. None (default) for the current one.
+      timeout_seconds: How long to wait for the others. Default: 300.
+
+    Raises:
+      RuntimeError: In replica context.
+      TypeError, ValueError: If an argument is invalid or the strategy is not
+        supported.
+      tf.errors.DeadlineExceededError: If a process does not call it in time.
+        Collectives of this process fail from then on: restart it.
+
+    Example:
+
+    >>> tf_xshard.barrier()
+
+    Source: `MPI_Barrier`.
+    """
+    replica_context.refuse_replica_context("barrier()")
+    strategy = _checked(strategy)
+    communication = communication_lib.Communication(
+        timeout_seconds=timeout_seconds
+    )
+    if not replica_context.spans_processes(strategy):
+        return
+    every = group_assignment_lib.GroupAssignment.single(
+        strategy.num_replicas_in_sync
+    )
+
+    def on_replica() -> tf.Tensor:
+        transport = collectives.choose(
+            replica_context.current(), every, communication
+        )
+        [total] = transport.sum([tf.constant(1.0)])
+        return total
+
+    # As a graph, even with tf.config.run_functions_eagerly(True).
+    wait = tf.function(lambda: strategy.run(on_replica), autograph=False)
+    with strategy.scope():
+        [total, *_] = strategy.experimental_local_results(
+            wait.get_concrete_function()()
+        )
+    total.numpy()
+
+
+def _checked(
+    strategy: tf.distribute.Strategy | None,
+) -> tf.distribute.Strategy:
+    strategy = strategy or tf.distribute.get_strategy()
+    replica_context.kind_of(strategy)
+    return strategy

@@ -1,0 +1,138 @@
+"""`group_reduce`: the group reduction for values of the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import replica_context
+from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import group_sum
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What the reduction asks a variable for."""
+
+    name: str
+    shape: tf.TensorShape
+    dtype: None = None
+
+    @property
+    def path(self) -> str:
+        return self.name
+
+
+@private_tensorflow.entry_point
+def group_reduce(
+    values: Any,
+    group_assignment: (
+        group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
+    ) = None,
+    reduction: str = "mean",
+    *,
+    communication: communication_lib.Communication | None = None,
+) -> Any:
+    """Reduces each replica's values over its group.
+
+    For gradients or statistics in a training loop of your own, on the paths
+    that `CrossShardOptimizer` communicates on. Call it in replica context: from
+    `strategy.run`, or with no strategy, where it returns the values. Nothing is
+    scaled: the gradients of a loss that was divided by the number of replicas
+    are to be summed. Pass the result to an optimizer that does not reduce by
+    itself, or use it otherwise.
+
+    Args:
+      values: A nested structure of floating point tensors of known shapes,
+        `tf.IndexedSlices` (with a `dense_shape`) and None, the same structure
+        on all replicas. None stays None, and must be None on all replicas.
+      group_assignment: A `GroupAssignment`, or a `[num_groups,
+        replicas_per_group]` nested list of replica ids. None (default) for one
+        group of all replicas.
+      reduction: `"mean"` (default) or `"sum"` over the replicas of a group.
+      communication: A `Communication`. None (default) for its defaults.
+
+    Returns:
+      The same structure, bitwise equal on all replicas of a group.
+      IndexedSlices stay IndexedSlices, with unique indices, except on TPUs.
+
+    Raises:
+      RuntimeError: In cross-replica context.
+      TypeError: If an argument has the wrong type, or a value is not a floating
+        point number.
+      ValueError: If an argument is invalid, a shape is unknown, the groups do
+        not fit the strategy, or replicas pass different structures.
+
+    Example:
+
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> @tf.function
+    ... def mean_of_ids():
+    ...     def on_replica():
+    ...         context = tf.distribute.get_replica_context()
+    ...         own = tf.cast(context.replica_id_in_sync_group, tf.float32)
+    ...         return tf_xshard.group_reduce({"id": own}, [[0, 1]])
+    ...     return strategy.run(on_replica)
+    >>> [float(x) for x in strategy.experimental_local_results(
+    ...     mean_of_ids()["id"])]
+    [0.5, 0.5]
+
+    Source: `horovod.tensorflow.DistributedGradientTape`;
+    `tf.distribute.ReplicaContext.all_reduce`, which has no groups.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f'reduction must be "mean" or "sum", got {reduction!r}.'
+        )
+    communication = communication_lib.checked(communication)
+    if group_assignment is not None:
+        group_assignment = group_assignment_lib.GroupAssignment(
+            group_assignment
+        )
+    here = replica_context.current()
+    reducer = _reducer(group_assignment, communication)
+    flat = tf.nest.flatten(values)
+    present = [i for i, value in enumerate(flat) if value is not None]
+    places = [_place(i, flat[i]) for i in present]
+    gradients = gradients_lib.standardized([flat[i] for i in present], places)
+    reduced = reducer.reduce(gradients, places, here, reduction)
+    for i, value in zip(present, reduced, strict=True):
+        flat[i] = value
+    return tf.nest.pack_sequence_as(values, flat)
+
+
+@functools.cache
+def _reducer(
+    group_assignment: group_assignment_lib.GroupAssignment | None,
+    communication: communication_lib.Communication,
+) -> group_sum.GroupReducer:
+    # It remembers which values there are, should one worker retrace alone.
+    return group_sum.GroupReducer(group_assignment, communication)
+
+
+def _place(index: int, value: Any) -> _Place:
+    """What stands for a variable of the value's shape."""
+    name = f"value_{index}"
+    if not isinstance(value, tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+        shape = value.shape
+    elif value.dense_shape is None:
+        shape = tf.TensorShape(None)
+    else:
+        rows = tf.get_static_value(tf.convert_to_tensor(value.dense_shape))
+        shape = tf.TensorShape(None if rows is None else rows.tolist())
+    if not shape.is_fully_defined():
+        raise ValueError(
+            f"group_reduce() needs values of known shapes, but {name} has the"
+            f" shape {shape}. Use tf.ensure_shape, and for IndexedSlices pass"
+            " dense_shape."
+        )
+    return _Place(name, shape)
