@@ -299,26 +299,30 @@ def processes(strategy):
 
 def nesting(strategy):
     """Random nested optimizers, each with a few steps."""
-    result = []
-    for seed in range(60 if FULL else 6):
-        stack, gradients = stacks.random_case(seed, NUM_WORKERS)
-        with strategy.scope():
-            weight = keras.Variable(np.zeros(2, "float32"))
-            optimizer = stacks.optimizer_of(stack)
-            optimizer.build([weight])
+    return [
+        _nested(strategy, *stacks.random_case(seed, NUM_WORKERS))
+        for seed in range(60 if FULL else 6)
+    ]
 
-        @tf.function
-        def step(arriving, optimizer=optimizer, weight=weight):
-            def on_replica():
-                gradient = arriving[replicas.replica_id()] / NUM_WORKERS
-                optimizer.apply([optimizer.scale_loss(gradient)], [weight])
 
-            strategy.run(on_replica)
+def _nested(strategy, stack, gradients):
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(2, "float32"))
+        optimizer = stacks.optimizer_of(stack)
+        optimizer.build([weight])
 
-        for arriving in gradients:
-            step(tf.constant(arriving))
-        result += _values([weight])
-    return result
+    @tf.function
+    def step(arriving):
+        def on_replica():
+            gradient = arriving[replicas.replica_id()] / NUM_WORKERS
+            optimizer.apply([optimizer.scale_loss(gradient)], [weight])
+
+        strategy.run(on_replica)
+
+    for arriving in gradients:
+        step(tf.constant(arriving))
+    [values] = _values([weight])
+    return values
 
 
 def absent(strategy):

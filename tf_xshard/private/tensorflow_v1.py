@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -41,6 +42,8 @@ TF_PRIVATE_NAMES = (
     (tf.Graph, "_get_control_flow_context"),
     # Makes a variable's initialization run before operations that exist.
     (tf.Operation, "_add_control_input"),
+    # Makes an operation use a shard's copy of a variable that all share.
+    (tf.Operation, "_update_input"),
 )
 # Attributes that only instances have: a v1 optimizer's state. Seen in 2.20 and
 # 2.21.
@@ -61,6 +64,51 @@ def in_control_flow(graph: tf.Graph) -> bool:
 def run_before(operation: tf.Operation, other: tf.Operation) -> None:
     """Makes `operation` run before `other`, which already exists."""
     other._add_control_input(operation)
+
+
+def show_name(variable: tf.Variable, name: str) -> None:
+    """Sets what `variable.name` returns; its operations keep their names."""
+    variable._handle_name = name
+
+
+def replace_input(
+    operation: tf.Operation, old: tf.Tensor, new: tf.Tensor
+) -> None:
+    """Makes an operation that has not run yet read another tensor."""
+    for index, tensor in enumerate(operation.inputs):
+        if tensor is old:
+            operation._update_input(index, new)
+
+
+@contextlib.contextmanager
+def collections_by_plain_names(
+    graph: tf.Graph, plain_name: Callable[[str], str]
+) -> Iterator[None]:
+    """`graph.get_collection(name, scope)` filters by other names.
+
+    Args:
+      graph: The graph.
+      plain_name: Maps the name of an item to the one that is filtered by.
+
+    Yields:
+      None. It is as before when the context exits.
+    """
+
+    def get_collection(name: str, scope: str | None = None) -> list[Any]:
+        items = tf.Graph.get_collection(graph, name)
+        if scope is None:
+            return items
+        return [
+            one
+            for one in items
+            if hasattr(one, "name") and re.match(scope, plain_name(one.name))
+        ]
+
+    graph.get_collection = get_collection
+    try:
+        yield
+    finally:
+        del graph.get_collection
 
 
 def thread_state(

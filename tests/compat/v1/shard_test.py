@@ -62,7 +62,7 @@ def test_operations_run_when_an_output_is_read():
     with tf1.Session() as session:
         session.run(tf1.global_variables_initializer())
         session.run(got)
-        assert session.run(outside) == 2
+        assert session.run(outside) == 1  # Once, as in the copies of a TPU.
     none = v1.shard(lambda: outside.assign_add(1.0).op, num_shards=3)
     assert [type(op) for op in none] == [tf.Operation]
 
@@ -605,3 +605,97 @@ def test_a_keras_optimizer_in_a_function():
         for _ in range(2):
             step(tf.constant([1.0, 3.0]))
         assert w.numpy() == 5.0
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+@pytest.mark.parametrize("how", ["assign", "assign_add", "apply_gradients"])
+def test_a_global_step_made_before_is_incremented_once(how, use_resource):
+    """As BERT does, beside apply_gradients; learning rates depend on it."""
+    tf1.get_variable_scope().set_use_resource(use_resource)
+    step = tf1.train.get_or_create_global_step()
+
+    def computation(x):
+        own = tf1.train.get_or_create_global_step()
+        rate = 1.0 / (1.0 + tf.cast(own, tf.float32))
+        w = tf1.get_variable("w", [], initializer=tf1.zeros_initializer())
+        train = v1.CrossShardOptimizer(tf1.train.GradientDescentOptimizer(rate))
+        loss = tf.reduce_mean(w * x)
+        if how == "apply_gradients":
+            done = train.minimize(loss, global_step=own)
+        else:
+            add = {
+                "assign": lambda: own.assign(own + 1),
+                "assign_add": lambda: tf1.assign_add(own, 1),
+            }[how]
+            done = tf.group(train.minimize(loss), add())
+        with tf.control_dependencies([done]):
+            return tf.identity(rate)
+
+    (rates,) = v1.shard(computation, [tf.ones([4])], num_shards=4)
+    with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        seen = [session.run(rates).tolist() for _ in range(10)]
+        np.testing.assert_allclose(
+            seen, [[1 / (1 + k)] * 4 for k in range(10)], rtol=1e-6
+        )
+        assert session.run(step) == 10
+        values = _all_values(session)
+        weights = [v for k, v in values.items() if k.split("/")[-1] == "w"]
+        np.testing.assert_allclose(
+            weights, [-sum(1 / (1 + k) for k in range(10))] * 4, rtol=1e-6
+        )
+
+
+def test_what_is_read_after_an_assignment_is_the_new_value():
+    total = tf1.get_variable("total", [], initializer=tf1.zeros_initializer())
+
+    def computation(x):
+        with tf.control_dependencies([total.assign(total + 3.0)]):
+            return total.read_value() + 0 * x
+
+    (values,) = v1.shard(computation, [tf.ones([3])], num_shards=3)
+    with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        assert session.run(values).tolist() == [3, 3, 3]
+        assert session.run(values).tolist() == [6, 6, 6]
+        assert session.run(total) == 6
+
+
+def test_in_a_function_a_shared_variable_can_not_be_assigned():
+    with tf.__internal__.eager_context.eager_mode():
+        step = tf.Variable(0)
+
+        @tf.function
+        def run():
+            return v1.shard(
+                lambda x: x + tf.cast(step.assign_add(1), tf.float32),
+                [tf.ones([2])],
+                num_shards=2,
+            )
+
+        with pytest.raises(ValueError, match="assign it after"):
+            run()
+
+
+def test_names_inside_the_computation_are_those_that_the_user_gave():
+    """GANs, freezing and fine-tuning select variables by their names."""
+    seen = []
+
+    def computation(x):
+        for scope in ("generator", "critic"):
+            with tf1.variable_scope(scope):
+                w = tf1.get_variable("w", [])
+        with tf.name_scope("generator"):
+            tf1.add_to_collection("losses", tf.identity(w * x, name="loss"))
+        trainable = tf1.trainable_variables()
+        seen.append(
+            [v.name for v in tf1.trainable_variables("generator")]
+            + [v.name for v in trainable if v.name.startswith("critic")]
+            + [len(tf1.get_collection("losses", scope="generator"))]
+        )
+        return w * x
+
+    v1.shard(computation, [tf.zeros([2])], num_shards=2)
+    assert seen == [["generator/w:0", "critic/w:0", 1]] * 2
+    names = {v.name for v in tf1.get_collection(v1.SHARD_VARIABLES)}
+    assert names == {"shard_1/generator/w:0", "shard_1/critic/w:0"}

@@ -70,9 +70,12 @@ def shard(
     default Saver. The others are resource variables `shard_<i>/NAME` in the
     collection `SHARD_VARIABLES`, and take shard 0's value in the first
     `session.run` of the shards in which they have none. Inside the computation
-    each shard finds its own in `tf.compat.v1.trainable_variables()`. A variable
-    made outside the computation is shared: the sum of the gradients is applied
-    to it once, which is refused with several groups.
+    each shard finds its own in `tf.compat.v1.trainable_variables()`, under the
+    plain names. A variable made outside the computation is shared: the sum of
+    the gradients is applied to it once, which is refused with several groups.
+    Whatever else assigns it, such as `global_step.assign(global_step + 1)`,
+    does so once, and all shards read it as it was before; in a `tf.function`
+    that is refused.
 
     Args:
       computation: A function of one tensor per input. It returns a tensor, an

@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_xshard.private import tensorflow_v1
+
 _by_graph: weakref.WeakKeyDictionary[tf.Graph, ShardCopies] = (
     weakref.WeakKeyDictionary()
 )
@@ -35,6 +37,8 @@ class ShardCopies:
         self._copies: dict[int, dict[int, tf.Variable]] = {}
         # By a copy's id: (original, shard's index).
         self._original_of: dict[int, tuple[tf.Variable, int]] = {}
+        # The copies' own names, by their ids.
+        self._own_names: dict[int, str] = {}
         # By an optimizer's id: (the optimizer, shard's index).
         self._owners: dict[int, tuple[Any, int]] = {}
 
@@ -48,6 +52,7 @@ class ShardCopies:
     ) -> None:
         """Remembers shard `index`'s copy of a variable."""
         self._copies[id(original)][index] = variable
+        self._own_names[id(variable)] = variable.name
         self._original_of[id(variable)] = original, index
 
     def is_of(self, variable: tf.Variable, index: int) -> bool:
@@ -55,6 +60,27 @@ class ShardCopies:
         if index == 0:
             return id(variable) in self._originals
         return self._original_of.get(id(variable), (None, None))[1] == index
+
+    def show_plain_names(self, shown: bool) -> None:
+        """Gives copies the name of shard 0's variable, or their own again.
+
+        A computation selects variables by their names (`tf.trainable_variables(
+        "generator")`, `variable.name.startswith`).
+
+        Args:
+          shown: Whether `variable.name` is shard 0's.
+        """
+        for original, copy in self.pairs():
+            name = original.name if shown else self._own_names[id(copy)]
+            tensorflow_v1.show_name(copy, name)
+
+    def is_any(self, handle: tf.Tensor) -> bool:
+        """Whether a resource is that of a variable made by a shard."""
+        return any(
+            handle is variable.handle
+            for pair in self.pairs()
+            for variable in pair
+        ) or any(handle is one.handle for one in self._originals.values())
 
     def key(self, variable: tf.Variable) -> int:
         """Equal for a variable of shard 0 and all copies of it."""

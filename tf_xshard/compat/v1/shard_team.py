@@ -11,12 +11,14 @@ shard 2        |                   runs to exchange  |      |      runs, ends
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_xshard.compat.v1 import shard_copies
+from tf_xshard.compat.v1 import shared_variables
 from tf_xshard.compat.v1 import traced_shard
 from tf_xshard.private import tensorflow_v1
 
@@ -65,15 +67,16 @@ class Team:
         self.start = [start]
         self.outer_device = start.device or None
         self.initial_collections = self._collections()
-        self._outside = {
-            variable.op.name
+        self._outside = [
+            variable
             for variable in (
                 tf.compat.v1.global_variables() + tf.compat.v1.local_variables()
                 if self.is_legacy_graph
                 else []
             )
             if not self.copies.is_of(variable, 0)
-        }
+        ]
+        self._num_before = len(self.graph.get_operations())
         self.shards = [traced_shard.Shard(i, self) for i in range(len(devices))]
 
     @property
@@ -84,7 +87,7 @@ class Team:
     def is_shared(self, name: str) -> bool:
         """Whether a variable was made outside of all computations."""
         return any(
-            one == name or one.startswith(f"{name}/part_")
+            one.op.name == name or one.op.name.startswith(f"{name}/part_")
             for one in self._outside
         )
 
@@ -107,10 +110,14 @@ class Team:
                 self.initialize_first(copy, original)
         for shard in others:
             shard.start(function, tensorflow_v1.thread_state(self.graph))
+        self.copies.show_plain_names(True)
         try:
-            first.run_here(function)
-            for shard in others:
-                shard.resume()
+            with tensorflow_v1.collections_by_plain_names(
+                self.graph, lambda name: re.sub(r"^shard_\d+/", "", name)
+            ):
+                first.run_here(function)
+                for shard in others:
+                    shard.resume()
             waiting = [s.index for s in others if not s.done]
             if waiting:
                 raise _unequal(waiting)
@@ -119,9 +126,26 @@ class Team:
             for shard in others:
                 if not shard.done:
                     shard.resume()
+            self.copies.show_plain_names(False)
+        self._separate_shared_variables()
         known = tf.compat.v1.get_collection_ref(SHARD_VARIABLES)
         known[:] = [copy for _, copy in self.copies.pairs()]
         return [shard.result for shard in self.shards]
+
+    def _separate_shared_variables(self) -> None:
+        if not self.is_legacy_graph:
+            for shard in self.shards[1:]:
+                shared_variables.refuse_assignments(
+                    self.graph, shard.operations, self.copies.is_any
+                )
+            return
+        if not self._outside:
+            return
+        operations = {shard.index: shard.operations for shard in self.shards}
+        others = {one for of_shard in operations.values() for one in of_shard}
+        made = self.graph.get_operations()[self._num_before :]
+        operations[0] = [one for one in made if one not in others]
+        shared_variables.separate(self._outside, operations, self.start[0])
 
     def gather(self, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """In shard 0: runs all others up to the same exchange.

@@ -13,6 +13,8 @@ from typing import Any, TYPE_CHECKING
 
 import tensorflow as tf
 
+from tf_xshard.private import tensorflow_v1
+
 if TYPE_CHECKING:
     from tf_xshard.compat.v1 import shard_team
 
@@ -36,6 +38,7 @@ class Shard:
       contribution: What it gave in the last `exchange`.
       result: What it got in the last `exchange`; in the end, its outputs.
       done: Whether it has ended.
+      operations: What it has made, if it is not shard 0.
       collections: The graph's collections, with this shard's variables.
     """
 
@@ -45,6 +48,7 @@ class Shard:
         self.contribution: Any = None
         self.result: Any = None
         self.done = False
+        self.operations: list[tf.Operation] = []
         self.collections = team.copies.translated(
             team.initial_collections, index
         )
@@ -109,9 +113,11 @@ class Shard:
     def resume(self) -> None:
         """In shard 0's thread: lets this shard run until it pauses or ends."""
         self._paused.clear()
+        num_operations = len(self.team.graph.get_operations())
         with self.team.collections_of(self):
             self._may_run.set()
             self._paused.wait()
+        self.operations += self.team.graph.get_operations()[num_operations:]
         if self.done:
             assert self._thread is not None, "start() was not called"
             self._thread.join()
@@ -218,6 +224,7 @@ class Shard:
         with tf.control_dependencies(None):
             variable = next_creator(**kwargs)
         team.copies.add_copy(original, self.index, variable)
+        tensorflow_v1.show_name(variable, original.name)
         self._check_alike(variable.shape, variable.dtype, original)
         if team.is_legacy_graph:
             team.initialize_first(variable, original)
