@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tf_xshard.optimizers import inner_update
 
 SGD = keras.optimizers.SGD
 
@@ -79,3 +80,33 @@ def test_float64_is_clipped_with_all_its_digits(hook, clip):
     )
     for value in replicas.values(strategy, weight):
         np.testing.assert_allclose(value, [-0.06, -0.08], rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad", "Ftrl"])
+def test_rows_that_occur_twice_are_logged_once(name, monkeypatch):
+    """And the result is that of the dense gradient, which plain Keras has."""
+    inner_update._log_summed_rows.cache_clear()
+    logged = []
+    monkeypatch.setattr(
+        inner_update.logging, "warning", lambda text, *args: logged.append(args)
+    )
+    optimizer_class = getattr(keras.optimizers, name)
+    slices = tf.IndexedSlices(
+        tf.constant([[1.0], [2.0], [4.0]]), tf.constant([0, 2, 0]), (3, 1)
+    )
+    ours, dense, sparse = (keras.Variable(np.ones([3, 1])) for _ in range(3))
+    wrapper = tf_xshard.CrossShardOptimizer(optimizer_class(0.1))
+    dense_optimizer, plain = optimizer_class(0.1), optimizer_class(0.1)
+    for _ in range(2):
+        wrapper.apply([slices], [ours])
+        dense_optimizer.apply([tf.constant([[5.0], [0.0], [2.0]])], [dense])
+        plain.apply(
+            [tf.IndexedSlices(slices.values, slices.indices, [3, 1])], [sparse]
+        )
+    np.testing.assert_allclose(ours.numpy(), dense.numpy(), rtol=1e-6)
+    assert np.abs(sparse.numpy() - dense.numpy()).max() > 1e-3
+    assert logged == [(name,)]
+    tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()).apply(
+        [slices], [keras.Variable(np.ones([3, 1]))]
+    )
+    assert logged == [(name,)]

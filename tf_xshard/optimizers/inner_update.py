@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.optimizers import tree
@@ -29,6 +31,31 @@ def make_local(optimizer: keras.optimizers.Optimizer) -> None:
     """
     keras_optimizers.make_local(
         one for one in tree.descendants(optimizer) if not tree.is_wrapper(one)
+    )
+
+
+def note_summed_rows(optimizer: keras.optimizers.Optimizer) -> None:
+    """Logs once for each class what differs from plain Keras for embeddings.
+
+    Args:
+      optimizer: The inner optimizer, which gets IndexedSlices.
+    """
+    for one in tree.descendants(optimizer):
+        # SGD is linear in the gradient, so it does not matter there.
+        if not any(tree.children(one)) and not isinstance(
+            one, keras.optimizers.SGD
+        ):
+            _log_summed_rows(type(one).__name__)
+
+
+@functools.cache
+def _log_summed_rows(name: str) -> None:
+    logging.warning(
+        "tf_xshard sums the gradients of a row that occurs several times in a"
+        " batch (an Embedding) before %s uses them. Keras itself does not, so"
+        " the numbers differ from plain Keras; they equal those of the dense"
+        " gradient, tf.convert_to_tensor(gradient).",
+        name,
     )
 
 

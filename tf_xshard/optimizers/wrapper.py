@@ -152,6 +152,8 @@ class OptimizerWrapper(building.Building):
         variables = self._checked_variables(grads, trainable_variables)
         here = replica_context.current()
         self._check_strategy(here.strategy)
+        if any(isinstance(one, tf.IndexedSlices) for one in grads):
+            inner_update.note_summed_rows(self.inner_optimizer)
         with tf.name_scope(self.name):
             self._step(grads, variables, here)
 
