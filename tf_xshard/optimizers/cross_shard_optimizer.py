@@ -88,10 +88,10 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
     >>> history = model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
 
     Limits: an Embedding's gradient has several values for a row that occurs
-    several times in a batch. They are summed first, which Keras' Adam and
-    other optimizers do not do: the numbers of such a model are not those of
-    plain Keras, but those of the dense gradient. `"mean"` is the mean over the
-    global batch only if the replicas' shards have equal size. As in plain Keras,
+    several times in a batch. They are summed first, which Keras' Adam and other
+    optimizers do not do: the numbers of such a model are not those of plain
+    Keras, but those of the dense gradient. `"mean"` is the mean over the global
+    batch only if the replicas' shards have equal size. As in plain Keras,
     `keras.layers.BatchNormalization` keeps statistics of each replica's own
     shard, and Dropout masks are the same on all replicas.
 

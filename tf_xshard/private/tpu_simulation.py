@@ -40,8 +40,11 @@ from tf_xshard import dependencies
 # conformance/private_names_test.py fails with the name of one that moved.
 TF_PRIVATE_NAMES = (
     # Turns the function given to strategy.run() into one that replicates it:
-    # the one method that SimulatedTPUExtended overrides.
+    # what SimulatedTPUExtended is for.
     (_tpu_strategy.TPUExtended, "_tpu_function_creator"),
+    # Distribute the user's datasets.
+    (_tpu_strategy.TPUExtended, "_experimental_distribute_dataset"),
+    (_tpu_strategy.TPUExtended, "_distribute_datasets_from_function"),
     # Orders reads and writes of variables in a graph, as tf.function does.
     (_auto_control_deps, "AutomaticControlDependencies"),
     # Which variables an operation only reads, calls of functions included.
@@ -56,7 +59,8 @@ TF_PRIVATE_NAMES = (
     (_handle_data_util, "get_resource_handle_data"),
     # A variable that no strategy's scope turns into a distributed one.
     (_resource_variables, "ResourceVariable"),
-    # Iterators over distributed datasets; `_iterators` has one for each host.
+    # Iterators over distributed datasets: `_iterators` has one for each host,
+    # whose `_iterator` has one for each device in `_device_iterators`.
     (_input_lib, "DistributedIterator"),
     # A TPU program returns a tensor of dynamic shape as the padded tensor.
     (_gen_xla_ops, "xla_remove_dynamic_dimension_size"),
@@ -120,20 +124,38 @@ __all__ = (
 )
 
 
+def _untuned(dataset: Any) -> Any:
+    """A dataset without the thread that tunes its buffers.
+
+    It sleeps for up to a minute, and a process that leaves an iterator
+    unfinished waits for it at its end.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        return dataset  # TensorFlow says what is wrong with it.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 @functools.cache
 def end_iterators_at_exit() -> None:
     """Makes unfinished iterators end with the process.
 
     Otherwise the threads that prefetch for their devices are waited for when
-    TensorFlow is torn down, for up to minutes.
+    TensorFlow is torn down.
     """
     atexit.register(_end_iterators)
 
 
 def _end_iterators() -> None:
     for one in gc.get_objects():
-        if issubclass(type(one), _input_lib.DistributedIterator):
-            one._iterators = []
+        if not issubclass(type(one), _input_lib.DistributedIterator):
+            continue
+        for of_host in one._iterators:
+            # The threads of the devices first: the host's wait for them.
+            iterator = getattr(of_host, "_iterator", None)
+            getattr(iterator, "_device_iterators", []).clear()
+        one._iterators = []
 
 
 class SimulatedTPUExtended(_tpu_strategy.TPUExtended):
@@ -178,6 +200,22 @@ class SimulatedTPUExtended(_tpu_strategy.TPUExtended):
         self._device_input_worker_devices = hosts
         self._host_input_worker_devices = collections.OrderedDict(
             (host, [host] * len(devices)) for host, devices in hosts.items()
+        )
+
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions
+    ) -> Any:
+        return super()._experimental_distribute_dataset(
+            _untuned(dataset), options
+        )
+
+    def _distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[Any], tf.data.Dataset],
+        options: tf.distribute.InputOptions,
+    ) -> Any:
+        return super()._distribute_datasets_from_function(
+            lambda context: _untuned(dataset_fn(context)), options
         )
 
     def _tpu_function_creator(
