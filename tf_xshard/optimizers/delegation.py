@@ -5,7 +5,6 @@ Each one is forwarded by name; there is no `__getattr__`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,45 +136,6 @@ class Delegation(
                 )
         for variable, weight in zip(variables, weights, strict=True):
             variable.assign(weight)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves this optimizer's own variables; Keras walks to the inner one.
-
-        Args:
-          store: A dict-like object, from Keras.
-        """
-        for index, variable in enumerate(self._own_variables):
-            store[str(index)] = variable.numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads what `save_own_variables` saved.
-
-        Before the optimizer is built there is nothing to load into, so this
-        warns, as Keras' optimizers do.
-
-        Args:
-          store: A dict-like object, from Keras.
-
-        Raises:
-          ValueError: If the number of variables differs.
-        """
-        variables = self._own_variables
-        if not self.built and len(store.keys()):
-            warnings.warn(
-                f"{self.name} has not been built, so its state in the file is"
-                " not loaded. To load it, call optimizer.build("
-                "model.trainable_variables) first.",
-                stacklevel=2,
-            )
-            return
-        if len(store.keys()) != len(variables):
-            raise ValueError(
-                f"{self.name} has {len(variables)} variables of its own, but"
-                f" the file has {len(store.keys())}: it was saved by another"
-                " optimizer."
-            )
-        for index, variable in enumerate(variables):
-            variable.assign(store[str(index)])
 
     def _set_untracked(self, name: str, value: Any) -> None:
         """Sets an attribute that Keras and TensorFlow neither wrap nor save."""

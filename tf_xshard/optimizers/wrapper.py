@@ -20,9 +20,11 @@ from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import building
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import save_warning
+from tf_xshard.optimizers import saved_state
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import keras_optimizer_state
+from tf_xshard.private import keras_saving
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_sum
 
@@ -209,7 +211,7 @@ class OptimizerWrapper(building.Building):
         return None
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves this optimizer's own variables; Keras walks to the inner one.
+        """Saves what belongs under this optimizer's path: see `saved_state`.
 
         Warns once if only the values of replica 0 are saved.
 
@@ -217,7 +219,20 @@ class OptimizerWrapper(building.Building):
           store: A dict-like object, from Keras.
         """
         self._save_warning.warn()
-        super().save_own_variables(store)
+        if not keras_saving.saves_something_else(self, store):
+            saved_state.save(self, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the state of this optimizer and of those inside it.
+
+        The file may have been saved with other wrappers, or by plain Keras.
+        Warns of what starts fresh, and of what has no place here.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        if not keras_saving.skips_this_load(self):
+            saved_state.load(self, store)
 
     # Queried by GroupState.
 

@@ -34,6 +34,7 @@ from keras.src.utils import tracking as _tracking
 
 from tf_xshard import dependencies
 from tf_xshard.private import keras_moving_averages
+from tf_xshard.private import keras_saving
 
 # Keras' private names, each with the reason. Present in 3.12 to 3.15.
 # If one moves, tests/conformance/private_names_test.py fails with its name.
@@ -140,7 +141,11 @@ def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
         object.__setattr__(optimizer, "__class__", _local_class(own, mixin))
 
 
-class _Local(keras_moving_averages.Averages, keras.optimizers.Optimizer):
+class _Local(
+    keras_saving.SavedElsewhere,
+    keras_moving_averages.Averages,
+    keras.optimizers.Optimizer,
+):
     """Comes between an optimizer's class and `keras.optimizers.Optimizer`.
 
     As the last class before the base in the method resolution order, it
@@ -197,7 +202,9 @@ class _Local(keras_moving_averages.Averages, keras.optimizers.Optimizer):
 
 
 class _LocalLossScale(
-    keras_moving_averages.SwappableAverages, keras.optimizers.LossScaleOptimizer
+    keras_saving.SavedElsewhere,
+    keras_moving_averages.SwappableAverages,
+    keras.optimizers.LossScaleOptimizer,
 ):
     """A LossScaleOptimizer that decides on each replica separately.
 

@@ -1,0 +1,175 @@
+"""A running training moves into a wrapper, between wrappers, and back."""
+
+import itertools
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import tf_xshard
+from tests.support import replicas
+
+O = keras.optimizers  # noqa: E741
+OPTIMIZERS = {
+    "plain": lambda: O.Adam(0.05),
+    "cross": lambda: tf_xshard.CrossShardOptimizer(O.Adam(0.05)),
+    "tower": lambda: tf_xshard.TowerOptimizer(O.Adam(0.05), 1),
+    "towers": lambda: tf_xshard.CrossShardOptimizer(
+        tf_xshard.TowerOptimizer(O.Adam(0.05), 1)
+    ),
+    "cross_scale": lambda: tf_xshard.CrossShardOptimizer(
+        O.LossScaleOptimizer(O.Adam(0.05))
+    ),
+    "scale": lambda: O.LossScaleOptimizer(O.Adam(0.05)),
+}
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
+
+
+def _model(name, num_replicas=1):
+    keras.utils.set_random_seed(3)
+    with replicas.mirrored(num_replicas).scope():
+        model = keras.Sequential(
+            [keras.layers.Input((3,)), keras.layers.Dense(2)]
+        )
+        model.compile(OPTIMIZERS[name](), "mse", auto_scale_loss=False)
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _fit(model, epochs):
+    model.fit(
+        X, X[:, :2], batch_size=8, epochs=epochs, shuffle=False, verbose=0
+    )
+    return model.get_weights()
+
+
+def _iterations(model):
+    return int(model.optimizer.iterations.numpy())
+
+
+def _kind(name):
+    return "scale" in name
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        (source, target)
+        for source, target in itertools.permutations(OPTIMIZERS, 2)
+        if _kind(source) == _kind(target)
+    ],
+)
+def test_training_goes_on_as_if_nothing_had_moved(source, target, tmp_path):
+    path = tmp_path / "model.weights.h5"
+    model = _model(source, 2)
+    _fit(model, 3)
+    model.save_weights(path)
+    expected = _fit(model, 3)
+    moved = _model(target, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved.load_weights(path)
+    for value, want in zip(_fit(moved, 3), expected, strict=True):
+        np.testing.assert_allclose(value, want, atol=1e-6)
+    assert _iterations(moved) == 6
+
+
+def _open_round():
+    model = _model("plain")
+    with replicas.mirrored(1).scope():
+        model.compile(tf_xshard.TowerOptimizer(O.Adam(0.05), 2), "mse")
+        model.optimizer.build(model.trainable_variables)
+    _fit(model, 3)
+    return model
+
+
+def test_an_open_round_moves_between_towers_and_is_named_elsewhere(tmp_path):
+    path = tmp_path / "model.weights.h5"
+    model = _open_round()
+    model.save_weights(path)
+    expected = _fit(model, 1)
+
+    with replicas.mirrored(1).scope():
+        nested = _model("plain")
+        nested.compile(
+            tf_xshard.CrossShardOptimizer(
+                tf_xshard.TowerOptimizer(O.Adam(0.05), 2)
+            ),
+            "mse",
+        )
+        nested.optimizer.build(nested.trainable_variables)
+    nested.load_weights(path)
+    for value, want in zip(_fit(nested, 1), expected, strict=True):
+        np.testing.assert_allclose(value, want, atol=1e-6)
+
+    cross = _model("cross")
+    with pytest.warns(UserWarning, match="no place for 5 variables"):
+        cross.load_weights(path)
+    plain = _model("plain")
+    plain.load_weights(path)
+    for one in (cross, plain):
+        assert _iterations(one) == 1
+        momentum = one.optimizer.variables[2].numpy()
+        assert np.abs(momentum).max() > 0
+
+    towers = _model("cross")
+    with replicas.mirrored(1).scope():
+        towers.compile(tf_xshard.TowerOptimizer(O.Adam(0.05), 2), "mse")
+        towers.optimizer.build(towers.trainable_variables)
+    other = _model("plain")
+    other.save_weights(tmp_path / "plain.weights.h5")
+    with pytest.warns(UserWarning, match="'TowerOptimizer'. start fresh"):
+        towers.load_weights(tmp_path / "plain.weights.h5")
+
+
+def test_into_and_out_of_agn(tmp_path):
+    """The local optimizer's slots are those of the training."""
+    path = tmp_path / "model.weights.h5"
+    plain = _model("plain")
+    _fit(plain, 3)
+    plain.save_weights(path)
+    agn = _model("plain")
+    with replicas.mirrored(1).scope():
+        agn.compile(
+            tf_xshard.AGNOptimizer(O.Adam(0.05), communication_period=2), "mse"
+        )
+        agn.optimizer.build(agn.trainable_variables)
+    with pytest.warns(UserWarning, match="AGNOptimizer.* start fresh|Skipping"):
+        agn.load_weights(path)
+    assert _iterations(agn) == 3
+    for value, want in zip(
+        agn.optimizer.local_optimizer.variables[2:],
+        plain.optimizer.variables[2:],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(value.numpy(), want.numpy())
+    agn.save_weights(path)
+    back = _model("plain")
+    back.load_weights(path)
+    assert _iterations(back) == 3
+    again = _model("plain")
+    with replicas.mirrored(1).scope():
+        again.compile(
+            tf_xshard.AGNOptimizer(O.Adam(0.05), communication_period=2), "mse"
+        )
+        again.optimizer.build(again.trainable_variables)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_weights(path)
+    for value, want in zip(
+        again.optimizer.variables, agn.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(value.numpy(), want.numpy())
+
+
+def test_a_whole_model_of_plain_keras(tmp_path):
+    path = tmp_path / "model.keras"
+    model = _model("plain")
+    _fit(model, 3)
+    model.save(path)
+    moved = _model("cross")
+    moved.load_weights(path)
+    expected = _fit(model, 2)
+    for value, want in zip(_fit(moved, 2), expected, strict=True):
+        np.testing.assert_allclose(value, want, atol=1e-6)

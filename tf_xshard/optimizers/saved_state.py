@@ -1,0 +1,128 @@
+"""Where Keras' files hold the state of nested optimizers.
+
+Keras saves each optimizer under its path. The state of a wrapper comes after
+that of the optimizers that do not belong to this package, so that a file loads
+into plain Keras, and into other wrappers:
+
+path in the file                   whose state is there
+optimizer                          LossScaleOptimizer's    as plain Keras has it
+optimizer/inner_optimizer          Adam's
+.../inner_optimizer                CrossShardOptimizer's   the outermost one's
+.../inner_optimizer                TowerOptimizer's
+
+When it is loaded, each optimizer gets the state that has its variables' shapes
+and dtypes, wherever it is. So a file may have been saved with other wrappers,
+or with none.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tf_xshard.distribute import replica_variables
+from tf_xshard.optimizers import tree
+from tf_xshard.private import keras_saving
+
+
+def save(root: Any, store: Any) -> None:
+    """Saves an optimizer when Keras calls the outermost of a stack.
+
+    Args:
+      root: The outermost wrapper.
+      store: A dict-like object, from Keras.
+    """
+    chain = _chain(root)
+    first, *others = _in_order(chain)
+    for one, saved in zip(chain[1:], others, strict=True):
+        keras_saving.save_instead(one, functools.partial(_write, saved))
+    _write(first, store)
+
+
+def load(root: Any, store: Any) -> None:
+    """Loads a stack when Keras calls the outermost optimizer.
+
+    Args:
+      root: The outermost wrapper.
+      store: A dict-like object, from Keras.
+    """
+    chain = _chain(root)
+    levels = [level for level in keras_saving.levels(store) if level]
+    for one in chain[1:]:
+        keras_saving.skip_next_load(one)
+    if not root.built:
+        if levels:
+            warnings.warn(
+                f"{root.name} has not been built, so its state in the file is"
+                " not loaded. To load it, call optimizer.build("
+                "model.trainable_variables) first.",
+                stacklevel=3,
+            )
+        return
+    fresh = []
+    for one in _in_order(chain):
+        variables = _variables(one)
+        if not variables:
+            continue
+        level = next((x for x in levels if _fits(x, variables)), None)
+        if level is None:
+            fresh.append(one.name)
+            continue
+        levels = [x for x in levels if x is not level]
+        for variable, value in zip(variables, level, strict=True):
+            variable.assign(value)
+    if fresh or levels:
+        warnings.warn(
+            f"The file was saved with other optimizers than {root.name}."
+            + (f" {fresh} start fresh." if fresh else "")
+            + (
+                f" There is no place for {sum(map(len, levels))} variables in"
+                " the file."
+                if levels
+                else ""
+            ),
+            stacklevel=3,
+        )
+
+
+def _chain(root: Any) -> list[Any]:
+    """An optimizer and those inside it; of AGNOptimizer's, the local one."""
+    chain = [root]
+    while True:
+        last = chain[-1]
+        inner = getattr(last, "local_optimizer", None)
+        inner = inner or getattr(last, "inner_optimizer", None)
+        if inner is None:
+            return chain
+        chain.append(inner)
+
+
+def _in_order(chain: Sequence[Any]) -> list[Any]:
+    return sorted(chain, key=tree.is_wrapper)  # Stable.
+
+
+def _variables(optimizer: Any) -> list[Any]:
+    if tree.is_wrapper(optimizer):
+        return optimizer._own_variables
+    return keras_saving.saved_variables(optimizer)
+
+
+def _write(optimizer: Any, store: Any) -> None:
+    for index, variable in enumerate(_variables(optimizer)):
+        store[str(index)] = variable.numpy()
+
+
+def _fits(level: Sequence[np.ndarray], variables: Sequence[Any]) -> bool:
+    return len(level) == len(variables) and all(
+        array.shape == tuple(variable.shape)
+        and array.dtype.name == _dtype(variable)
+        for array, variable in zip(level, variables, strict=True)
+    )
+
+
+def _dtype(variable: Any) -> str:
+    return replica_variables.copies(variable)[0].dtype.name
