@@ -14,6 +14,7 @@ from tf_xshard.private import keras_optimizers
 from tf_xshard.private import keras_training_loops
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.private import tensorflow_v1 as compat_internals
+from tf_xshard.private import tpu_iterators
 from tf_xshard.private import tpu_simulation
 
 
@@ -23,6 +24,7 @@ from tf_xshard.private import tpu_simulation
     + keras_optimizers.KERAS_PRIVATE_NAMES
     + keras_training_loops.KERAS_PRIVATE_NAMES
     + compat_internals.TF_PRIVATE_NAMES
+    + tpu_iterators.TF_PRIVATE_NAMES
     + tpu_simulation.TF_PRIVATE_NAMES
     + tpu_simulation.KERAS_PRIVATE_NAMES,
     ids=lambda value: getattr(value, "__name__", value),

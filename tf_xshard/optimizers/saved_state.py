@@ -25,11 +25,59 @@ from typing import Any
 import numpy as np
 
 from tf_xshard.distribute import replica_variables
+from tf_xshard.optimizers import building
+from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import tree
+from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_saving
 
 
-def save(root: Any, store: Any) -> None:
+class Saved(building.Building):
+    """The part of a wrapper that Keras saves and loads."""
+
+    _save_warning: save_warning.LossySaveWarning
+
+    def _unsaved_state(self) -> str | None:
+        """Describes state that Keras and TensorFlow may not save, or None."""
+        return None
+
+    def _lost_now(self) -> str | None:
+        """The same, but only if replicas currently differ."""
+        lost = self._unsaved_state()
+        variables = [
+            *keras_optimizer_state.trainable_variables(self),
+            *self.variables,
+        ]
+        if lost and self.built and replica_variables.may_differ(variables):
+            return lost
+        return None
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves what belongs under this optimizer's path: see the module.
+
+        Warns once if only the values of replica 0 are saved.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        self._save_warning.warn()
+        if not keras_saving.saves_something_else(self, store):
+            _save(self, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the state of this optimizer and of those inside it.
+
+        The file may have been saved with other wrappers, or by plain Keras.
+        Warns of what starts fresh, and of what has no place here.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        if not keras_saving.skips_this_load(self):
+            _load(self, store)
+
+
+def _save(root: Any, store: Any) -> None:
     """Saves an optimizer when Keras calls the outermost of a stack.
 
     Args:
@@ -43,7 +91,7 @@ def save(root: Any, store: Any) -> None:
     _write(first, store)
 
 
-def load(root: Any, store: Any) -> None:
+def _load(root: Any, store: Any) -> None:
     """Loads a stack when Keras calls the outermost optimizer.
 
     Args:

@@ -16,20 +16,17 @@ import tensorflow as tf
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_context
-from tf_xshard.distribute import replica_variables
-from tf_xshard.optimizers import building
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import saved_state
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import keras_optimizer_state
-from tf_xshard.private import keras_saving
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_sum
 
 
-class OptimizerWrapper(building.Building):
+class OptimizerWrapper(saved_state.Saved):
     """Base class of the optimizers that pass reduced gradients to another.
 
     Subclasses override `_step` and `get_config`. Everything set on the inner
@@ -192,47 +189,6 @@ class OptimizerWrapper(building.Building):
             variables.append(variable)
         self.apply(grads, variables)
         return self.iterations
-
-    # Saving.
-
-    def _unsaved_state(self) -> str | None:
-        """Describes state that Keras and TensorFlow may not save, or None."""
-        return None
-
-    def _lost_now(self) -> str | None:
-        """The same, but only if replicas currently differ."""
-        lost = self._unsaved_state()
-        variables = [
-            *keras_optimizer_state.trainable_variables(self),
-            *self.variables,
-        ]
-        if lost and self.built and replica_variables.may_differ(variables):
-            return lost
-        return None
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves what belongs under this optimizer's path: see `saved_state`.
-
-        Warns once if only the values of replica 0 are saved.
-
-        Args:
-          store: A dict-like object, from Keras.
-        """
-        self._save_warning.warn()
-        if not keras_saving.saves_something_else(self, store):
-            saved_state.save(self, store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads the state of this optimizer and of those inside it.
-
-        The file may have been saved with other wrappers, or by plain Keras.
-        Warns of what starts fresh, and of what has no place here.
-
-        Args:
-          store: A dict-like object, from Keras.
-        """
-        if not keras_saving.skips_this_load(self):
-            saved_state.load(self, store)
 
     # Queried by GroupState.
 

@@ -13,5 +13,6 @@ belongs here. Imports only the modules beside the folders.
 - `keras_models`: attributes of a model while `fit` runs and while it is saved.
 - `keras_training_loops`: the loops of `fit` over several processes.
 - `tensorflow_v1`: TF1 graphs and optimizers.
+- `tpu_iterators`: distributed datasets, for `tf_xshard.testing` only.
 - `tpu_simulation`: TPUStrategy and jax, for `tf_xshard.testing` only.
 """

@@ -5,10 +5,7 @@ The optimizers do not import this module: it needs jax.
 
 from __future__ import annotations
 
-import atexit
 import collections
-import functools
-import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -24,7 +21,6 @@ from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import hlo as stablehlo
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _gen_xla_ops
-from tensorflow.python.distribute import input_lib as _input_lib
 from tensorflow.python.distribute import tpu_strategy as _tpu_strategy
 from tensorflow.python.eager import context as _eager_context
 from tensorflow.python.framework import auto_control_deps as _auto_control_deps
@@ -35,6 +31,7 @@ from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tf_xshard import dependencies
+from tf_xshard.private import tpu_iterators
 
 # TensorFlow's private names, each with the reason. Seen in 2.20 and 2.21.
 # conformance/private_names_test.py fails with the name of one that moved.
@@ -59,9 +56,6 @@ TF_PRIVATE_NAMES = (
     (_handle_data_util, "get_resource_handle_data"),
     # A variable that no strategy's scope turns into a distributed one.
     (_resource_variables, "ResourceVariable"),
-    # Iterators over distributed datasets: `_iterators` has one for each host,
-    # whose `_iterator` has one for each device in `_device_iterators`.
-    (_input_lib, "DistributedIterator"),
     # A TPU program returns a tensor of dynamic shape as the padded tensor.
     (_gen_xla_ops, "xla_remove_dynamic_dimension_size"),
 )
@@ -124,40 +118,6 @@ __all__ = (
 )
 
 
-def _untuned(dataset: Any) -> Any:
-    """A dataset without the thread that tunes its buffers.
-
-    It sleeps for up to a minute, and a process that leaves an iterator
-    unfinished waits for it at its end.
-    """
-    if not isinstance(dataset, tf.data.Dataset):
-        return dataset  # TensorFlow says what is wrong with it.
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
-
-
-@functools.cache
-def end_iterators_at_exit() -> None:
-    """Makes unfinished iterators end with the process.
-
-    Otherwise the threads that prefetch for their devices are waited for when
-    TensorFlow is torn down.
-    """
-    atexit.register(_end_iterators)
-
-
-def _end_iterators() -> None:
-    for one in gc.get_objects():
-        if not issubclass(type(one), _input_lib.DistributedIterator):
-            continue
-        for of_host in one._iterators:
-            # The threads of the devices first: the host's wait for them.
-            iterator = getattr(of_host, "_iterator", None)
-            getattr(iterator, "_device_iterators", []).clear()
-        one._iterators = []
-
-
 class SimulatedTPUExtended(_tpu_strategy.TPUExtended):
     """TPUStrategy's own implementation, except for what executes a program.
 
@@ -206,7 +166,7 @@ class SimulatedTPUExtended(_tpu_strategy.TPUExtended):
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions
     ) -> Any:
         return super()._experimental_distribute_dataset(
-            _untuned(dataset), options
+            tpu_iterators.untuned(dataset), options
         )
 
     def _distribute_datasets_from_function(
@@ -215,7 +175,7 @@ class SimulatedTPUExtended(_tpu_strategy.TPUExtended):
         options: tf.distribute.InputOptions,
     ) -> Any:
         return super()._distribute_datasets_from_function(
-            lambda context: _untuned(dataset_fn(context)), options
+            lambda context: tpu_iterators.untuned(dataset_fn(context)), options
         )
 
     def _tpu_function_creator(

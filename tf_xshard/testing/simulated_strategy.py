@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_xshard import checks
+from tf_xshard.private import tpu_iterators
 from tf_xshard.private import tpu_simulation
 from tf_xshard.testing import fabricated_tpu
 from tf_xshard.testing import replicated_program
@@ -167,7 +168,7 @@ def simulated_tpu_strategy(
             replica_permutation, num_replicas, device_assignment
         )
     _configure_logical_cpus(num_replicas)
-    tpu_simulation.end_iterators_at_exit()
+    tpu_iterators.end_iterators_at_exit()
     topology = fabricated_tpu.Topology(num_replicas, num_hosts)
     assignment = None
     if device_assignment:
