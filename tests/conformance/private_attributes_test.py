@@ -124,7 +124,23 @@ def touched(tree):
     for one in _classes(tree):
         if not _is_ours(one.name):
             found |= set(_defined(one)) & _foreign()
-    return sorted(found)
+    return sorted(found | set(_named_in_calls(tree)))
+
+
+def _named_in_calls(tree):
+    """Private names that stand as a string in `getattr` and its like."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr", "setattr", "delattr")
+            and len(node.args) > 1
+            and isinstance(node.args[1], ast.Constant)
+            and str(node.args[1].value).startswith("_")
+            and not str(node.args[1].value).startswith("__")
+            and node.args[1].value not in _PYTHONS
+        ):
+            yield node.args[1].value
 
 
 @pytest.mark.parametrize("name", layout_test.MODULES)
@@ -147,6 +163,7 @@ def test_private_attributes(name):
         ("strategy.extended._device_assignment", "_device_assignment"),
         ("graph._get_control_flow_context()", "_get_control_flow_context"),
         ("something._nobody_has_this", "_nobody_has_this"),
+        ('getattr(optimizer, "_iterations", 0)', "_iterations"),
         (
             "class One(keras.optimizers.Optimizer):\n"
             "    def _all_reduce_sum_gradients(self): pass",

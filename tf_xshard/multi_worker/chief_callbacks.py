@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
+from tf_xshard.private import keras_models
+
 _CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
     keras.callbacks.RemoteMonitor,
@@ -39,9 +41,9 @@ def of_worker(
         for one in callbacks:
             # A callback that was written for tf.keras may have this attribute;
             # Keras 3 has no such attribute.
-            if isinstance(one, _CHIEF_ONLY) or getattr(
-                one, "_chief_worker_only", False
-            ):
+            if isinstance(
+                one, _CHIEF_ONLY
+            ) or keras_models.is_for_the_chief_only(one):
                 continue
             if type(one) is keras.callbacks.BackupAndRestore:
                 one = keras.callbacks.BackupAndRestore(

@@ -65,6 +65,15 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
         model.train_function = skip
 
 
+def is_for_the_chief_only(callback: Any) -> bool:
+    """Whether a callback says that only the chief should call it.
+
+    By the attribute with which Keras 2 marked its callbacks; users' callbacks
+    still have it.
+    """
+    return getattr(callback, "_chief_worker_only", False)
+
+
 def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
     """The losses of the `train_step` that calls this, with their arguments.
 
