@@ -218,6 +218,8 @@ class Watchdog:
                 message = _overdue(lanes, batches, clock.seconds)
             except Exception as error:  # Without this thread, no timeout.
                 message = f"The watchdog of collectives failed: {error}"
+                if private_tensorflow.context() is not context:
+                    message = None  # It was reset while the counters were read.
             if message:
                 message += " Restart the program."
                 logging.error(message)
