@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from tests.support import paths
@@ -88,7 +89,10 @@ waiting_step(tf.constant(1.0))
 print([one.numpy() for one in
        strategy.experimental_local_results(weight.value)] == [-2.0, -2.0])
 """)
+    timer = threading.Timer(90, process.kill)
+    timer.start()
     assert process.stdout.readline() == "waiting\n", process.stderr.read()
+    timer.cancel()
     time.sleep(0.5)  # Until the watchdog has seen that something waits.
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(4)

@@ -27,12 +27,16 @@ X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
 
 
 def _model(name, num_replicas=1):
+    return _model_of(OPTIMIZERS[name], num_replicas)
+
+
+def _model_of(optimizer_fn, num_replicas=1):
     keras.utils.set_random_seed(3)
     with replicas.mirrored(num_replicas).scope():
         model = keras.Sequential(
             [keras.layers.Input((3,)), keras.layers.Dense(2)]
         )
-        model.compile(OPTIMIZERS[name](), "mse", auto_scale_loss=False)
+        model.compile(optimizer_fn(), "mse", auto_scale_loss=False)
         model.optimizer.build(model.trainable_variables)
     return model
 
@@ -75,11 +79,16 @@ def test_training_goes_on_as_if_nothing_had_moved(source, target, tmp_path):
     assert _iterations(moved) == 6
 
 
+def _two_towers():
+    return tf_xshard.TowerOptimizer(O.Adam(0.05), 2)
+
+
+def _agn():
+    return tf_xshard.AGNOptimizer(O.Adam(0.05), communication_period=2)
+
+
 def _open_round():
-    model = _model("plain")
-    with replicas.mirrored(1).scope():
-        model.compile(tf_xshard.TowerOptimizer(O.Adam(0.05), 2), "mse")
-        model.optimizer.build(model.trainable_variables)
+    model = _model_of(_two_towers)
     _fit(model, 3)
     return model
 
@@ -90,15 +99,7 @@ def test_an_open_round_moves_between_towers_and_is_named_elsewhere(tmp_path):
     model.save_weights(path)
     expected = _fit(model, 1)
 
-    with replicas.mirrored(1).scope():
-        nested = _model("plain")
-        nested.compile(
-            tf_xshard.CrossShardOptimizer(
-                tf_xshard.TowerOptimizer(O.Adam(0.05), 2)
-            ),
-            "mse",
-        )
-        nested.optimizer.build(nested.trainable_variables)
+    nested = _model_of(lambda: tf_xshard.CrossShardOptimizer(_two_towers()))
     nested.load_weights(path)
     for value, want in zip(_fit(nested, 1), expected, strict=True):
         np.testing.assert_allclose(value, want, atol=1e-6)
@@ -113,10 +114,7 @@ def test_an_open_round_moves_between_towers_and_is_named_elsewhere(tmp_path):
         momentum = one.optimizer.variables[2].numpy()
         assert np.abs(momentum).max() > 0
 
-    towers = _model("cross")
-    with replicas.mirrored(1).scope():
-        towers.compile(tf_xshard.TowerOptimizer(O.Adam(0.05), 2), "mse")
-        towers.optimizer.build(towers.trainable_variables)
+    towers = _model_of(_two_towers)
     other = _model("plain")
     other.save_weights(tmp_path / "plain.weights.h5")
     with pytest.warns(UserWarning, match="'TowerOptimizer'. start fresh"):
@@ -129,12 +127,7 @@ def test_into_and_out_of_agn(tmp_path):
     plain = _model("plain")
     _fit(plain, 3)
     plain.save_weights(path)
-    agn = _model("plain")
-    with replicas.mirrored(1).scope():
-        agn.compile(
-            tf_xshard.AGNOptimizer(O.Adam(0.05), communication_period=2), "mse"
-        )
-        agn.optimizer.build(agn.trainable_variables)
+    agn = _model_of(_agn)
     with pytest.warns(UserWarning, match="AGNOptimizer.* start fresh|Skipping"):
         agn.load_weights(path)
     assert _iterations(agn) == 3
@@ -148,12 +141,7 @@ def test_into_and_out_of_agn(tmp_path):
     back = _model("plain")
     back.load_weights(path)
     assert _iterations(back) == 3
-    again = _model("plain")
-    with replicas.mirrored(1).scope():
-        again.compile(
-            tf_xshard.AGNOptimizer(O.Adam(0.05), communication_period=2), "mse"
-        )
-        again.optimizer.build(again.trainable_variables)
+    again = _model_of(_agn)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again.load_weights(path)

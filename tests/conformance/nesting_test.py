@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import mutants
+from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
 
@@ -74,13 +75,13 @@ def _random_cases(seed, number, kind="mirrored"):
     rng = np.random.default_rng(seed)
     is_tpu = kind != "mirrored"
     num_replicas = int(rng.choice([4] if is_tpu else [2, 3, 4, 6]))
-    stack = stacks.random_stack(rng, num_replicas)
+    stack = random_stacks.random_stack(rng, num_replicas)
     dtype = "float32" if is_tpu else str(rng.choice(["float32", "float64"]))
     traced = _Traced(
         stack, num_replicas, dtype, kind, rng.choice([None, "replica"])
     )
     for index in range(number):
-        gradients = stacks.random_gradients(
+        gradients = random_stacks.random_gradients(
             rng,
             int(rng.integers(1, 7)),
             num_replicas,
@@ -180,7 +181,7 @@ def test_an_order_is_refused_before_a_step(order, scale_at):
 def test_an_order_is_right(order, scale_at, groups, accumulation, kind):
     rng = np.random.default_rng(7)
     stack = _stack(order, scale_at, groups, accumulation)
-    gradients = stacks.random_gradients(
+    gradients = random_stacks.random_gradients(
         rng, 16, 4, "float32", overflows=scale_at is not None
     )
     got = _Traced(stack, 4, "float32", kind).run(gradients)
@@ -191,7 +192,7 @@ def test_an_order_is_right(order, scale_at, groups, accumulation, kind):
     "name", ["factor_2", "factor_1_n", "no_reduction", "groups_ignored"]
 )
 def test_a_wrong_reduction_is_noticed(name):
-    gradients = stacks.random_gradients(
+    gradients = random_stacks.random_gradients(
         np.random.default_rng(1), 4, 4, "float32"
     )
     stack = _stack(("cross", "tower"), None, [[0, 1], [2, 3]], None)

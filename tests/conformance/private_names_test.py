@@ -11,6 +11,7 @@ from tests.support import replicas
 from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_saving
 from tf_xshard.private import keras_training_loops
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.private import tensorflow_v1 as compat_internals
@@ -66,6 +67,23 @@ def test_keras_begins_with_the_epoch_that_it_is_told():
     assert "self._initial_epoch or initial_epoch" in source
     assert "logs = self.train_function(iterator)" in source
     assert keras.Sequential()._losses_override == []
+
+
+def test_a_store_shows_its_file_and_path(tmp_path):
+    """Without them, state saved with other wrappers would start fresh."""
+    seen = []
+
+    class Optimizer(keras.optimizers.SGD):
+        def load_own_variables(self, store):
+            seen.append(store)
+            assert getattr(store, keras_saving._PATH) == "optimizer"
+
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile(Optimizer(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.save_weights(tmp_path / "model.weights.h5")
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert len(seen) == 1 and hasattr(seen[0], keras_saving._FILE)
 
 
 def test_graphs_of_control_flow():

@@ -18,6 +18,7 @@ from tests.programs import multi_worker_program as program
 from tests.support import agn_oracle
 from tests.support import group_training
 from tests.support import paths
+from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
 from tests.support import training
@@ -210,7 +211,7 @@ def test_processes_wait_for_each_other(results):
 
 def test_nested_optimizers(results):
     for seed in range(len(results[0]["nesting"])):
-        stack, gradients = stacks.random_case(seed, NUM_WORKERS)
+        stack, gradients = random_stacks.random_case(seed, NUM_WORKERS)
         stacks.check(
             np.stack([result["nesting"][seed] for result in results]),
             stack,

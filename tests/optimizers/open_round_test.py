@@ -15,14 +15,17 @@ SGD = keras.optimizers.SGD
 FIRST = np.float32([1, 10, 100, 1000])
 SECOND = np.float32([7, 70, 700, 7000])
 MAKERS = {
-    "tower": lambda reduction: tf_xshard.TowerOptimizer(
-        tf_xshard.CrossShardOptimizer(SGD(1.0), reduction), 2
+    "tower": lambda reduction, groups: tf_xshard.TowerOptimizer(
+        tf_xshard.CrossShardOptimizer(SGD(1.0), reduction, groups), 2
     ),
-    "tower_inside": lambda reduction: tf_xshard.CrossShardOptimizer(
-        tf_xshard.TowerOptimizer(SGD(1.0), 2), reduction
+    "tower_inside": lambda reduction, groups: tf_xshard.CrossShardOptimizer(
+        tf_xshard.TowerOptimizer(SGD(1.0), 2), reduction, groups
     ),
-    "agn": lambda reduction: tf_xshard.AGNOptimizer(
-        SGD(1.0), communication_period=2, reduction=reduction
+    "agn": lambda reduction, groups: tf_xshard.AGNOptimizer(
+        SGD(1.0),
+        communication_period=2,
+        reduction=reduction,
+        group_assignment=groups,
     ),
 }
 
@@ -30,12 +33,12 @@ MAKERS = {
 class _Training:
     """A weight and its optimizer on several replicas."""
 
-    def __init__(self, maker, reduction, num_replicas):
+    def __init__(self, maker, reduction, num_replicas, groups=None):
         self.num_replicas = num_replicas
         self.strategy = replicas.mirrored(num_replicas)
         with self.strategy.scope():
             self.weight = keras.Variable(0.0, name="weight")
-            self.optimizer = MAKERS[maker](reduction)
+            self.optimizer = MAKERS[maker](reduction, groups)
             self.optimizer.build([self.weight])
 
     def step(self, gradients):
@@ -93,4 +96,25 @@ def test_it_is_completed_on_another_number(
     combine = getattr(np, reduction)
     expected = -(combine(FIRST) + combine(SECOND[:num_replicas])) / 2
     for value in replicas.values(after.strategy, after.weight):
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_groups_of_two_are_completed_by_groups_of_one(
+    maker, reduction, tmp_path
+):
+    """Each group's own round, divided over another number of replicas."""
+    before = _Training(maker, reduction, 4, [[0, 3], [1, 2]])
+    before.step(FIRST)
+    after = _Training(maker, reduction, 2, [[0], [1]])
+    tf_xshard.GroupState(before.held).save(str(tmp_path))
+    tf_xshard.GroupState(after.held).restore(
+        str(tmp_path), regroup={0: 0, 1: 1}
+    )
+    after.step(SECOND)
+    combine = getattr(np, reduction)
+    for group, members in enumerate([[0, 3], [1, 2]]):
+        expected = -(combine(FIRST[members]) + SECOND[group]) / 2
+        value = replicas.values(after.strategy, after.weight)[group]
         np.testing.assert_allclose(value, expected, rtol=1e-6)

@@ -19,6 +19,7 @@ from tests.programs import multi_worker_fit_cases
 from tests.programs import multi_worker_group_state
 from tests.support import agn_oracle
 from tests.support import counting
+from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
 
@@ -300,7 +301,7 @@ def processes(strategy):
 def nesting(strategy):
     """Random nested optimizers, each with a few steps."""
     return [
-        _nested(strategy, *stacks.random_case(seed, NUM_WORKERS))
+        _nested(strategy, *random_stacks.random_case(seed, NUM_WORKERS))
         for seed in range(60 if FULL else 6)
     ]
 

@@ -12,7 +12,7 @@ _sum = group_sum.GroupReducer.sum
 def _groups_ignored(reducer, *args):
     everyone = group_sum.GroupReducer(None, reducer.communication)
     # Each replica makes one, but they use collectives as one.
-    everyone.user = reducer.user
+    everyone.owner = reducer.owner
     return _sum(everyone, *args)
 
 

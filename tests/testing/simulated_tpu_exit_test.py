@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 from tests.support import paths
@@ -36,7 +37,10 @@ def test_it_does_not_linger():
         text=True,
         cwd=paths.ROOT,
     ) as process:
+        timer = threading.Timer(90, process.kill)
+        timer.start()
         assert process.stdout.readline() == "ended\n"
+        timer.cancel()
         start = time.monotonic()
         assert process.wait(120) == 0
         assert time.monotonic() - start < 5

@@ -35,7 +35,7 @@ def choose(
     here: replica_context.Here,
     groups: group_assignment_lib.GroupAssignment,
     communication: communication_lib.Communication,
-    user: int = 0,
+    owner: int = 0,
 ) -> transport.Transport:
     """The path on which a group communicates where the calling code runs.
 
@@ -43,12 +43,12 @@ def choose(
       here: Where the code runs, with more than one replica.
       groups: Which replicas communicate with which.
       communication: How they communicate.
-      user: See `Transport`.
+      owner: See `Transport`.
 
     Returns:
       A `Transport`, bound to this replica.
     """
-    return _path(here, groups)(here, groups, communication, user)
+    return _path(here, groups)(here, groups, communication, owner)
 
 
 def _path(

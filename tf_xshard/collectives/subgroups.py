@@ -70,8 +70,8 @@ class Subgroups(transport.Transport):
         # hence one token.
         in_flight = self.communication.buckets_in_flight
         self._lanes = 1 if "GPU" in here.device else in_flight
-        # Processes may number their users differently.
-        self._user = self.user if here.num_processes == 1 else 0
+        # Processes may number their owners differently.
+        self._owner = self.owner if here.num_processes == 1 else 0
 
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [
@@ -147,7 +147,7 @@ class Subgroups(transport.Transport):
         instance_key: Callable[[str], Any],
     ) -> tf.Tensor:
         device = self.here.device
-        lane = f"{self._user}_{position % self._lanes}"
+        lane = f"{self._owner}_{position % self._lanes}"
         # Without a token per device, automatic control dependencies would
         # serialize the collectives of all devices, which would then wait for
         # each other.

@@ -32,8 +32,9 @@ class Transport(abc.ABC):
       here: Where the code runs, with more than one replica.
       groups: Which replicas communicate with which.
       communication: How they communicate.
-      user: A number that no other living user of collectives in this process
-        has. Default: 0, for what only runs while nothing else does.
+      owner: The number of what runs the collectives, from `owners`: no other
+        living one in this process has it. Default: 0, for what only runs while
+        nothing else does.
     """
 
     name: ClassVar[str]
@@ -46,12 +47,12 @@ class Transport(abc.ABC):
         here: replica_context.Here,
         groups: group_assignment_lib.GroupAssignment,
         communication: communication_lib.Communication,
-        user: int = 0,
+        owner: int = 0,
     ) -> None:
         self.here = here
         self.groups = groups
         self.communication = communication
-        self.user = user
+        self.owner = owner
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over this replica's group.

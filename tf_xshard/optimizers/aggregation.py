@@ -56,7 +56,7 @@ class Aggregating(wrapper.OptimizerWrapper):
         if tree.scales_loss_before_reduction(self.inner_optimizer):
             # Else replicas would skip the reduction, which others wait in.
             vote = loss_scaling.FiniteVote(
-                here, self.communication, self._reducer.user
+                here, self.communication, self._reducer.owner
             )
             vote.note(aggregated)
             aggregated = vote.apply(aggregated)

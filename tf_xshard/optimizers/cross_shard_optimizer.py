@@ -143,7 +143,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         inner = self.inner_optimizer
         gradients = gradients_lib.standardized(gradients, variables)
         vote = loss_scaling.FiniteVote(
-            here, self.communication, self._reducer.user
+            here, self.communication, self._reducer.owner
         )
         vote.note(gradients)
         gradients, variables, statistics = inner_update.split_statistics(

@@ -21,8 +21,8 @@ from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import group_relations
+from tf_xshard.collectives import owners
 from tf_xshard.collectives import transport as transport_lib
-from tf_xshard.collectives import users
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 from tf_xshard.reduction import buckets
@@ -54,7 +54,7 @@ class GroupReducer:
         self.communication = communication
         self.role = role
         self.is_redundant = False
-        self.user = users.number_for(self)
+        self.owner = owners.number_for(self)
         self._known_patterns: negotiation.KnownPatterns = {}
 
     def defer_to(self, other: GroupReducer) -> None:
@@ -181,7 +181,7 @@ class GroupReducer:
             members = tuple(groups)[groups.group_of(here.replica_id)]
             group = tuple(patterns[r] for r in members)
         transport = collectives.choose(
-            here, groups, self.communication, self.user
+            here, groups, self.communication, self.owner
         )
         # If an operation spans all groups, all replicas must pass the same
         # tensors, even those for which their own group has no gradient.

@@ -48,18 +48,18 @@ class FiniteVote:
     Args:
       here: Where the code runs.
       communication: For its timeout.
-      user: See `Transport`.
+      owner: See `Transport`.
     """
 
     def __init__(
         self,
         here: replica_context.Here,
         communication: communication_lib.Communication,
-        user: int = 0,
+        owner: int = 0,
     ) -> None:
         self._here = here
         self._communication = communication
-        self._user = user
+        self._owner = owner
         self._noted: list = []
 
     def note(self, gradients: Sequence) -> None:
@@ -84,7 +84,7 @@ class FiniteVote:
             self._here,
             group_assignment_lib.GroupAssignment.single(num_replicas),
             self._communication,
-            self._user,
+            self._owner,
         )
         [count] = transport.sum([tf.cast(tf.logical_not(finite), tf.float32)])
         return tf.equal(count, 0)

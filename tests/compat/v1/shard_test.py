@@ -677,6 +677,23 @@ def test_in_a_function_a_shared_variable_can_not_be_assigned():
             run()
 
 
+@pytest.mark.parametrize("gather", [tf.gather, tf.gather_nd])
+def test_in_a_function_a_shared_variable_can_be_read(gather):
+    with tf.__internal__.eager_context.eager_mode():
+        table = tf.Variable([1.0, 10.0, 100.0])
+
+        @tf.function
+        def run():
+            return v1.shard(
+                lambda x: x + gather(table, [[2]])[0],
+                [tf.ones([2])],
+                num_shards=2,
+            )
+
+        (got,) = run()
+        assert got.numpy().tolist() == [101, 101]
+
+
 def test_names_inside_the_computation_are_those_that_the_user_gave():
     """GANs, freezing and fine-tuning select variables by their names."""
     seen = []

@@ -28,6 +28,7 @@ _FUNCTION_CALLS = (
     "PartitionedCall",
     "StatefulPartitionedCall",
 )
+_RESOURCE_READS = ("ResourceGather", "ResourceGatherNd")
 _REF_WRITES = ("Assign", "Apply", "SparseApply", "Scatter", "CountUpTo")
 
 
@@ -146,7 +147,7 @@ def _assigns(operation: tf.Operation) -> bool:
     if kind.startswith("Assign") and kind.endswith("VariableOp"):
         return True
     if kind.startswith("Resource"):
-        return kind != "ResourceGather"
+        return kind not in _RESOURCE_READS
     return kind.startswith(_REF_WRITES)
 
 

@@ -1,4 +1,4 @@
-"""Numbers for those who run collectives in one process."""
+"""Numbers that tell apart who runs collectives in one process."""
 
 from __future__ import annotations
 
