@@ -1,11 +1,14 @@
 """A running training moves into a wrapper, between wrappers, and back."""
 
+import functools
 import itertools
+import tempfile
 import warnings
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
@@ -30,14 +33,15 @@ def _model(name, num_replicas=1):
     return _model_of(OPTIMIZERS[name], num_replicas)
 
 
-def _model_of(optimizer_fn, num_replicas=1):
+def _model_of(optimizer_fn, num_replicas=1, is_built=True):
     keras.utils.set_random_seed(3)
     with replicas.mirrored(num_replicas).scope():
         model = keras.Sequential(
             [keras.layers.Input((3,)), keras.layers.Dense(2)]
         )
         model.compile(optimizer_fn(), "mse", auto_scale_loss=False)
-        model.optimizer.build(model.trainable_variables)
+        if is_built:
+            model.optimizer.build(model.trainable_variables)
     return model
 
 
@@ -56,7 +60,11 @@ def _kind(name):
     return "scale" in name
 
 
-@pytest.mark.parametrize(
+def _checkpoint(model):
+    return tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+
+between_all = pytest.mark.parametrize(
     "source, target",
     [
         (source, target)
@@ -64,19 +72,50 @@ def _kind(name):
         if _kind(source) == _kind(target)
     ],
 )
-def test_training_goes_on_as_if_nothing_had_moved(source, target, tmp_path):
-    path = tmp_path / "model.weights.h5"
-    model = _model(source, 2)
+
+
+@functools.cache
+def _trained(name):
+    """Files of a model that was trained on two replicas, and what comes next.
+
+    Returns:
+      A file of weights, a checkpoint, and the weights after three more epochs.
+    """
+    directory = tempfile.mkdtemp()
+    model = _model(name, 2)
     _fit(model, 3)
-    model.save_weights(path)
-    expected = _fit(model, 3)
-    moved = _model(target, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        moved.load_weights(path)
+    weights = f"{directory}/model.weights.h5"
+    model.save_weights(weights)
+    checkpoint = _checkpoint(model).save(f"{directory}/state")
+    return weights, checkpoint, _fit(model, 3)
+
+
+def _check_it_goes_on(moved, expected):
+    assert _iterations(moved) == 3
     for value, want in zip(_fit(moved, 3), expected, strict=True):
         np.testing.assert_allclose(value, want, atol=1e-6)
-    assert _iterations(moved) == 6
+
+
+@between_all
+def test_training_goes_on_as_if_nothing_had_moved(source, target):
+    weights, _, expected = _trained(source)
+    moved = _model(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved.load_weights(weights)
+    _check_it_goes_on(moved, expected)
+
+
+@between_all
+def test_a_checkpoint_of_tensorflow(source, target):
+    """Before and after the optimizer is built."""
+    _, checkpoint, expected = _trained(source)
+    for is_built in (True, False):
+        moved = _model_of(OPTIMIZERS[target], 1, is_built)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _checkpoint(moved).restore(checkpoint).expect_partial()
+            _check_it_goes_on(moved, expected)
 
 
 def _two_towers():
@@ -161,3 +200,70 @@ def test_a_whole_model_of_plain_keras(tmp_path):
     expected = _fit(model, 2)
     for value, want in zip(_fit(moved, 2), expected, strict=True):
         np.testing.assert_allclose(value, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_an_open_round_in_a_checkpoint(is_built, tmp_path):
+    model = _open_round()
+    path = _checkpoint(model).save(tmp_path / "state")
+    expected = _fit(model, 1)
+    nested = _model_of(
+        lambda: tf_xshard.CrossShardOptimizer(_two_towers()), 1, is_built
+    )
+    _checkpoint(nested).restore(path).expect_partial()
+    for value, want in zip(_fit(nested, 1), expected, strict=True):
+        np.testing.assert_allclose(value, want, atol=1e-6)
+
+    path = _checkpoint(_model("plain")).save(tmp_path / "plain")
+    towers = _model_of(_two_towers, 1, is_built)
+    with pytest.warns(UserWarning, match="'TowerOptimizer'. start fresh"):
+        _checkpoint(towers).restore(path).expect_partial()
+        _fit(towers, 1)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_checkpoint_into_and_out_of_agn(is_built, tmp_path):
+    plain = _model("plain")
+    _fit(plain, 3)
+    path = _checkpoint(plain).save(tmp_path / "plain")
+    agn = _model_of(_agn, 1, is_built)
+    with pytest.warns(UserWarning, match="'AGNOptimizer'. start fresh"):
+        _checkpoint(agn).restore(path).expect_partial()
+        agn.optimizer.build(agn.trainable_variables)
+    assert _iterations(agn) == 3
+    for value, want in zip(
+        agn.optimizer.local_optimizer.variables[2:],
+        plain.optimizer.variables[2:],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(value.numpy(), want.numpy())
+    _fit(agn, 1)
+    path = _checkpoint(agn).save(tmp_path / "agn")
+    again = _model_of(_agn, 1, is_built)
+    _checkpoint(again).restore(path).expect_partial()
+    again.optimizer.build(again.trainable_variables)
+    for value, want in zip(
+        again.optimizer.variables, agn.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(value.numpy(), want.numpy())
+    back = _model("plain")
+    _checkpoint(back).restore(path).expect_partial()
+    assert _iterations(back) == 4
+
+
+def test_a_checkpoint_of_several_optimizers(tmp_path):
+    """tf.train.Checkpoint does not follow a MultiOptimizer; wrappers do."""
+
+    def maker():
+        return tf_xshard.CrossShardOptimizer(
+            O.MultiOptimizer(lambda _: O.Adam(0.05))
+        )
+
+    model = _model_of(maker)
+    _fit(model, 3)
+    path = _checkpoint(model).save(tmp_path / "state")
+    expected = _fit(model, 1)
+    again = _model_of(maker)
+    _checkpoint(again).restore(path).assert_consumed()
+    for value, want in zip(_fit(again, 1), expected, strict=True):
+        np.testing.assert_array_equal(value, want)

@@ -1,6 +1,7 @@
 """Fails with the name when a new TensorFlow or Keras moves a private one."""
 
 import inspect
+import sys
 import threading
 
 import keras
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import replicas
+from tf_xshard.private import checkpointed
 from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_optimizers
@@ -25,6 +27,7 @@ from tf_xshard.private import tpu_simulation
     + keras_optimizers.KERAS_PRIVATE_NAMES
     + keras_training_loops.KERAS_PRIVATE_NAMES
     + compat_internals.TF_PRIVATE_NAMES
+    + checkpointed.TF_PRIVATE_NAMES
     + tpu_iterators.TF_PRIVATE_NAMES
     + tpu_simulation.TF_PRIVATE_NAMES
     + tpu_simulation.KERAS_PRIVATE_NAMES,
@@ -84,6 +87,23 @@ def test_a_store_shows_its_file_and_path(tmp_path):
     model.save_weights(tmp_path / "model.weights.h5")
     model.load_weights(tmp_path / "model.weights.h5")
     assert len(seen) == 1 and hasattr(seen[0], keras_saving._FILE)
+
+
+def test_a_node_shows_its_position(tmp_path):
+    """Without it, checkpoints of version 0.1.0 would be misread."""
+    seen = []
+
+    class Node(tf.Module):
+        def _checkpoint_adapter(self, path):
+            seen.append(sys._getframe(1).f_locals[checkpointed._POSITION])
+
+    node = Node()
+    node.variable = tf.Variable(1.0)
+    path = tf.train.Checkpoint(node=node).save(tmp_path / "state")
+    tf.train.Checkpoint(node=node).restore(path).assert_consumed()
+    [position] = seen
+    [child] = position.object_proto.children
+    assert child.local_name == "variable"
 
 
 def test_graphs_of_control_flow():

@@ -116,10 +116,14 @@ class Building(loss_conventions.LossConventions):
                 keras_optimizer_state.track(
                     self, leaf, f"optimizer_{index}_{position}"
                 )
+        self._warn_of_fresh_parts()
         if self._pending_weights is not None:
             pending = self._pending_weights
             self._set_untracked("_pending_weights", None)
             self.set_weights(pending)
+
+    def _warn_of_fresh_parts(self) -> None:
+        raise NotImplementedError
 
     def _claim_inner_wrappers(self) -> None:
         raise NotImplementedError

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import tensorflow as tf
 from absl import logging
 
+from tf_xshard.private import checkpointed
 from tf_xshard.private import keras_optimizer_state
 
 
-class LossySaveWarning(tf.train.experimental.PythonState):
+class LossySaveWarning(checkpointed.OwnPart):
     """A part of an optimizer's checkpoint that is called when it is written.
 
     Args:
       name: The optimizer's name.
       unsaved_state: Returns what a save would lose now, or None.
+      children: Returns what the optimizer has of its own, by name.
     """
 
     def __init__(
-        self, name: str, unsaved_state: Callable[[], str | None]
+        self,
+        name: str,
+        unsaved_state: Callable[[], str | None],
+        children: Callable[[], dict],
     ) -> None:
+        super().__init__(children)
         self._optimizer_name = name
         self._unsaved_state = unsaved_state
         self._has_warned = False

@@ -28,14 +28,18 @@ from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import building
 from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import tree
+from tf_xshard.private import checkpointed
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_saving
 
 
-class Saved(building.Building):
+class Saved(checkpointed.CheckpointedAsInner, building.Building):
     """The part of a wrapper that Keras saves and loads."""
 
-    _save_warning: save_warning.LossySaveWarning
+    _own_part: save_warning.LossySaveWarning
+
+    def _checkpointed_as(self) -> Any:
+        return _inside(self)
 
     def _unsaved_state(self) -> str | None:
         """Describes state that Keras and TensorFlow may not save, or None."""
@@ -60,7 +64,7 @@ class Saved(building.Building):
         Args:
           store: A dict-like object, from Keras.
         """
-        self._save_warning.warn()
+        self._own_part.warn()
         if not keras_saving.saves_something_else(self, store):
             _save(self, store)
 
@@ -140,13 +144,13 @@ def _load(root: Any, store: Any) -> None:
 def _chain(root: Any) -> list[Any]:
     """An optimizer and those inside it; of AGNOptimizer's, the local one."""
     chain = [root]
-    while True:
-        last = chain[-1]
-        inner = getattr(last, "local_optimizer", None)
-        inner = inner or getattr(last, "inner_optimizer", None)
-        if inner is None:
-            return chain
-        chain.append(inner)
+    while hasattr(chain[-1], "inner_optimizer"):
+        chain.append(_inside(chain[-1]))
+    return chain
+
+
+def _inside(optimizer: Any) -> Any:
+    return getattr(optimizer, "local_optimizer", optimizer.inner_optimizer)
 
 
 def _in_order(chain: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,6 @@ from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import saved_state
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper_arguments
-from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_sum
 
@@ -70,6 +69,12 @@ class OptimizerWrapper(saved_state.Saved):
             kwargs,
         )
         replica_context.kind_of(tf.distribute.get_strategy())
+        self._set_untracked(
+            "_own_part",
+            save_warning.LossySaveWarning(
+                name, self._lost_now, self._own_children
+            ),
+        )
         # A callable avoids a learning rate variable, which would be saved but
         # never used.
         super().__init__(learning_rate=_no_learning_rate, name=name)
@@ -79,10 +84,6 @@ class OptimizerWrapper(saved_state.Saved):
         self._loss_normalization = loss_normalization
         self._set_untracked("_reducer", reducer)
         self._set_untracked("_pending_weights", None)
-        warning = save_warning.LossySaveWarning(name, self._lost_now)
-        self._set_untracked("_save_warning", warning)
-        # Checkpoints store it under this name.
-        keras_optimizer_state.track(self, warning, "notice_of_saving")
         self._is_outermost = True
         self._resolved_loss_normalization()
         # Change the inner optimizers last, when nothing can be refused any
@@ -212,7 +213,7 @@ class OptimizerWrapper(saved_state.Saved):
 
     def get_config(self) -> dict:
         """The arguments, for serialization."""
-        self._save_warning.warn_in_legacy_save()
+        self._own_part.warn_in_legacy_save()
         return {
             "inner_optimizer": keras.saving.serialize_keras_object(
                 self.inner_optimizer

@@ -1,0 +1,170 @@
+"""How tf.train.Checkpoint sees an optimizer that is wrapped.
+
+A wrapper's node in a checkpoint has the children that the wrapped optimizer's
+node would have, and one more with what the wrapper has of its own. So plain
+Keras' checkpoints load into wrappers, and the other way round:
+
+plain Keras                 CrossShardOptimizer
+optimizer                   optimizer
+  _iterations                 _iterations             Adam's
+  _learning_rate              _learning_rate          Adam's
+  _variables                  _variables              Adam's
+  ...                         ...
+                              CrossShardOptimizer     its own
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_Trackable = tf.__internal__.tracking.Trackable
+
+# What tf.train.Checkpoint calls on each object. No public API lets an object
+# have the children of another one. Present in TensorFlow 2.20 and 2.21.
+TF_PRIVATE_NAMES = (
+    # The children by name, when a checkpoint is written and when it is read.
+    (_Trackable, "_trackable_children"),
+    # The child that a node's child is read into.
+    (_Trackable, "_lookup_dependency"),
+    # What was read for children that do not exist yet, and its use when they
+    # are created.
+    (_Trackable, "_deferred_dependencies"),
+    (_Trackable, "_handle_deferred_dependencies"),
+    # Called first when a node is read, by a function whose argument has the
+    # node.
+    (_Trackable, "_checkpoint_adapter"),
+)
+_POSITION = "checkpoint_position"
+# Up to version 0.1.0 a wrapper's node had the wrapper's own children, among
+# them this one.
+_FIRST_FORMAT = "notice_of_saving"
+# The base class' own, which a wrapper does not use.
+_UNUSED = (
+    "_iterations",
+    "_variables",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+)
+
+
+class OwnPart(tf.train.experimental.PythonState):
+    """What a wrapper has of its own in a checkpoint.
+
+    Args:
+      children: Returns its parts by name.
+    """
+
+    def __init__(self, children: Callable[[], dict]) -> None:
+        self._maybe_initialize_trackable()
+        self._children = children
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict:
+        return self._children()
+
+
+class CheckpointedAsInner(keras.optimizers.Optimizer):
+    """An optimizer whose node in a checkpoint is that of an optimizer inside.
+
+    Subclasses say which with `_checkpointed_as`, and set `_own_part`.
+    """
+
+    _own_part: OwnPart
+    _reads_first_format = False
+    _starts_fresh: tuple[str, ...] = ()
+
+    def _checkpointed_as(self) -> Any:
+        """The optimizer inside: a wrapper, too, or any other."""
+        raise NotImplementedError
+
+    def _own_children(self) -> dict:
+        """What the wrapper tracks, without what its node shows instead."""
+        inner = self._checkpointed_as()
+        return {
+            name: child
+            for name, child in super()._trackable_children().items()
+            if name not in _UNUSED and child is not inner
+        }
+
+    def _parts(self) -> dict[str, CheckpointedAsInner]:
+        """The wrappers that one node stands for, by their parts' names."""
+        inner = self._checkpointed_as()
+        parts = dict(inner._parts()) if _is_wrapper(inner) else {}
+        name = type(self).__name__
+        while name in parts:
+            name += "_"
+        return {**parts, name: self}
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict:
+        if save_type != "checkpoint":
+            return super()._trackable_children(save_type, **kwargs)
+        inner = self._checkpointed_as()
+        while _is_wrapper(inner):
+            inner = inner._checkpointed_as()
+        parts = self._parts().items()
+        return {
+            **inner._trackable_children(save_type, **kwargs),
+            **{name: wrapper._own_part for name, wrapper in parts},
+        }
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        position = sys._getframe(1).f_locals[_POSITION]
+        names = {child.local_name for child in position.object_proto.children}
+        self.__dict__["_reads_first_format"] = _FIRST_FORMAT in names
+        self.__dict__["_starts_fresh"] = (
+            ()
+            if self._reads_first_format
+            else tuple(name for name in self._parts() if name not in names)
+        )
+        self._warn_of_fresh_parts()
+        return super()._checkpoint_adapter(path)
+
+    def _warn_of_fresh_parts(self) -> None:
+        """Names once the wrappers whose state was not in a checkpoint."""
+        if not self.built:
+            return  # Called again by `build`.
+        parts = self._parts()
+        fresh = [
+            parts[name].name
+            for name in self._starts_fresh
+            if parts[name]._own_variables
+        ]
+        self.__dict__["_starts_fresh"] = ()
+        if fresh:
+            warnings.warn(
+                "The checkpoint was saved with other optimizers than"
+                f" {self.name}. {fresh} start fresh.",
+                stacklevel=2,
+            )
+
+    def _lookup_dependency(
+        self, name: str, cached_dependencies: dict | None = None
+    ) -> Any:
+        if cached_dependencies and self._reads_first_format:
+            if name == _FIRST_FORMAT:
+                return self._own_part
+            return super()._trackable_children().get(name)
+        return super()._lookup_dependency(name, cached_dependencies)
+
+    @property
+    def _deferred_dependencies(self) -> dict:
+        # Children of the node that do not exist yet: whose they will be.
+        if self._reads_first_format:
+            return self._own_part._deferred_dependencies
+        return self._checkpointed_as()._deferred_dependencies
+
+    def _handle_deferred_dependencies(self, name: str, trackable: Any) -> None:
+        self._own_part._handle_deferred_dependencies(name, trackable)
+
+
+def _is_wrapper(optimizer: Any) -> bool:
+    return isinstance(optimizer, CheckpointedAsInner)
