@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pickle
 import tempfile
 import warnings
 
@@ -267,3 +268,16 @@ def test_a_checkpoint_of_several_optimizers(tmp_path):
     _checkpoint(again).restore(path).assert_consumed()
     for value, want in zip(_fit(again, 1), expected, strict=True):
         np.testing.assert_array_equal(value, want)
+
+
+def test_pickling():
+    for make in (*OPTIMIZERS.values(), _two_towers, _agn):
+        optimizer = make()
+        again = pickle.loads(pickle.dumps(optimizer))
+        assert again.get_config() == optimizer.get_config()
+    model = _open_round()
+    again = pickle.loads(pickle.dumps(model))
+    for value, want in zip(
+        again.optimizer.variables, model.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(value.numpy(), want.numpy())

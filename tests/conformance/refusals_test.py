@@ -184,6 +184,23 @@ def test_an_outer_loss_scale_optimizer_around_a_multi_optimizer():
     assert replicas.values(strategy, weight) == [1.0, 1.0]
 
 
+@needs_multi_optimizer
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_loss_scale_optimizer_in_a_wrapper_in_a_multi_optimizer(is_wrapped):
+    """MultiOptimizer does not scale the loss; Keras' own check is blind."""
+
+    def inside(_):
+        return CrossShardOptimizer(
+            keras.optimizers.LossScaleOptimizer(SGD(1.0))
+        )
+
+    outer = keras.optimizers.MultiOptimizer(inside)
+    if is_wrapped:
+        outer = CrossShardOptimizer(outer)
+    with pytest.raises(ValueError, match="would not scale the loss"):
+        outer.build([keras.Variable(1.0)])
+
+
 def test_two_loss_scale_optimizers_on_one_device():
     keras.mixed_precision.set_global_policy("mixed_float16")
     with pytest.raises(ValueError, match="both scale the loss"):

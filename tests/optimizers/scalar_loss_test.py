@@ -89,6 +89,14 @@ def test_it_is_saved_with_the_model(tmp_path):
     assert float(loaded.loss(np.zeros(4), np.full(4, 3.0))) == 9
 
 
+def test_a_lambda():
+    loss = tf_xshard.ScalarLoss(lambda y, p: keras.ops.mean((y - p) ** 2))
+    assert loss.name.startswith("scalar_loss")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fit(loss, WRAPPERS["cross"], 4)
+
+
 def test_bad_arguments():
     with pytest.raises(TypeError, match="takes a function of"):
         tf_xshard.ScalarLoss("mse")

@@ -60,10 +60,23 @@ class LossConventions(delegation.Delegation):
         return self.inner_optimizer.scale_loss(loss)
 
     def _refuse_loss_scale_optimizer_above(self) -> None:
+        is_built_by = keras_optimizer_state.is_built_by
+        if tree.has_loss_scale_optimizer(self) and is_built_by(
+            keras.optimizers.MultiOptimizer, lambda one: True
+        ):
+            raise ValueError(
+                f"{self.name} has a LossScaleOptimizer inside and is itself"
+                " inside a MultiOptimizer, which would not scale the loss, so"
+                " the updates would be much too small. Put the"
+                " LossScaleOptimizer around the MultiOptimizer: tf_xshard."
+                "CrossShardOptimizer(keras.optimizers.LossScaleOptimizer("
+                "keras.optimizers.MultiOptimizer(...)))."
+            )
         if self._is_allowed_in_a_loss_scale_optimizer():
             return
-        if keras_optimizer_state.loss_scale_optimizer_above(
-            lambda one: any(inner is self for inner in tree.descendants(one))
+        if is_built_by(
+            keras.optimizers.LossScaleOptimizer,
+            lambda one: any(inner is self for inner in tree.descendants(one)),
         ):
             raise ValueError(self._loss_scale_error())
 

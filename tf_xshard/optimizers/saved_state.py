@@ -106,15 +106,6 @@ def _load(root: Any, store: Any) -> None:
     levels = [level for level in keras_saving.levels(store) if level]
     for one in chain[1:]:
         keras_saving.skip_next_load(one)
-    if not root.built:
-        if levels:
-            warnings.warn(
-                f"{root.name} has not been built, so its state in the file is"
-                " not loaded. To load it, call optimizer.build("
-                "model.trainable_variables) first.",
-                stacklevel=3,
-            )
-        return
     fresh = []
     for one in _in_order(chain):
         variables = _variables(one)
@@ -127,7 +118,14 @@ def _load(root: Any, store: Any) -> None:
         levels = [x for x in levels if x is not level]
         for variable, value in zip(variables, level, strict=True):
             variable.assign(value)
-    if fresh or levels:
+    if (fresh or levels) and not root.built:
+        warnings.warn(
+            f"{root.name} has not been built, so its state in the file is not"
+            " loaded. To load it, call optimizer.build("
+            "model.trainable_variables) first.",
+            stacklevel=3,
+        )
+    elif fresh or levels:
         warnings.warn(
             f"The file was saved with other optimizers than {root.name}."
             + (f" {fresh} start fresh." if fresh else "")

@@ -23,7 +23,8 @@ class ScalarLoss(keras.losses.Loss):
 
     Args:
       function: A function of (y_true, y_pred) that returns a scalar tensor.
-      name: The loss' name. Default: the function's.
+      name: The loss' name. Default: the function's; a lambda's is
+        "scalar_loss".
 
     Raises:
       TypeError: If `function` is not callable.
@@ -57,9 +58,11 @@ class ScalarLoss(keras.losses.Loss):
                 "ScalarLoss takes a function of (y_true, y_pred), got"
                 f" {function!r}."
             )
-        super().__init__(
-            name=name or getattr(function, "__name__", None), **kwargs
-        )
+        own_name = getattr(function, "__name__", "")
+        # Not "<lambda>", which is no name of a scope.
+        if name is None and own_name.isidentifier():
+            name = own_name
+        super().__init__(name=name, **kwargs)
         self._function = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -138,26 +138,23 @@ def learning_rate_at(
     return float(optimizer.learning_rate)
 
 
-def loss_scale_optimizer_above(
-    is_inside: Any,
-) -> bool:
-    """Whether a LossScaleOptimizer is among the callers of this function.
+def is_built_by(kind: type, is_inside: Callable[[Any], bool]) -> bool:
+    """Whether an optimizer of some class is among the callers of this function.
 
     An inner optimizer cannot find out what wraps it, except when `build` is
-    called: LossScaleOptimizer.build calls the inner optimizer's, even with a
-    MultiOptimizer in between. A LossScaleOptimizer directly around an optimizer
-    sets its `loss_scale_factor`, which needs no such search.
+    called: a LossScaleOptimizer's or a MultiOptimizer's calls the inner ones'.
+    A LossScaleOptimizer directly around an optimizer sets its
+    `loss_scale_factor`, which needs no such search.
 
     Args:
+      kind: The class.
       is_inside: A function that returns whether the optimizer is inside a given
-        LossScaleOptimizer.
+        one of that class.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(
-            caller, keras.optimizers.LossScaleOptimizer
-        ) and is_inside(caller):
+        if isinstance(caller, kind) and is_inside(caller):
             return True
         frame = frame.f_back
     return False

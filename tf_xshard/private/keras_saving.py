@@ -34,7 +34,8 @@ def levels(store: Any) -> list[list[np.ndarray]]:
         return found
     inner = path
     while True:
-        children = [f"{inner}/{name}" for name in _CHILDREN]
+        # A pickled optimizer is the whole file, its path is empty.
+        children = [f"{inner}/{name}".lstrip("/") for name in _CHILDREN]
         inner = next((one for one in children if one in file), None)
         if inner is None:
             break

@@ -1,0 +1,283 @@
+"""Runs the tests that Keras' wheel ships, with every optimizer wrapped or none.
+
+`python -m tests.programs.keras_suites plain|cross|tower|agn none|mirrored FILE`
+writes each test's outcome to a JSON file.
+
+What a test calls (`SGD(...)`, `optimizers.get(...)`, `compile("rmsprop")`)
+makes the optimizer as ever, which is then wrapped. Under MirroredStrategy each
+test runs in the strategy's scope; what it applies itself, on both replicas.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import pathlib
+import sys
+import types
+
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import keras.src.testing
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tf_xshard.optimizers import wrapper
+
+SUITES = ("optimizers", "trainers", "callbacks", "saving", "legacy/saving")
+DISTRIBUTION = (
+    "backend/tensorflow/distribute_test.py",
+    "backend/tensorflow/optimizer_distribute_test.py",
+)
+# No optimizer is in them, and they need packages of many kinds.
+LEFT_OUT = "trainers/data_adapters"
+WRAPPERS = {
+    "plain": lambda optimizer: optimizer,
+    "cross": tf_xshard.CrossShardOptimizer,
+    "tower": lambda optimizer: tf_xshard.TowerOptimizer(optimizer, 1),
+    "agn": lambda optimizer: tf_xshard.AGNOptimizer(
+        keras.optimizers.SGD(1.0),
+        local_optimizer=optimizer,
+        communication_period=1,
+        accumulate="updates",
+    ),
+}
+
+
+def _is_optimizer_class(value):
+    return (
+        inspect.isclass(value)
+        and issubclass(value, keras.optimizers.Optimizer)
+        and value is not keras.optimizers.Optimizer
+    )
+
+
+def _unwrapped(optimizer):
+    while getattr(optimizer, "is_tf_xshard_wrapper", False):
+        optimizer = _inside(optimizer)
+    return optimizer
+
+
+def _inside(wrapper_):
+    attributes = wrapper_.__dict__
+    return attributes.get("local_optimizer", attributes["inner_optimizer"])
+
+
+class Wrapping:
+    """A pytest plugin that wraps what tests create.
+
+    Args:
+      wrap: A function from an optimizer to the one to use instead.
+    """
+
+    def __init__(self, wrap):
+        self._wrap_one = wrap
+        self._stand_ins = {}
+        self.outcomes = {}
+
+    def wrap(self, optimizer):
+        """The wrapped optimizer; a wrapper, and None, as it is."""
+        is_wrapped = getattr(optimizer, "is_tf_xshard_wrapper", False)
+        if optimizer is None or is_wrapped:
+            return optimizer
+        return self._wrap_one(optimizer)
+
+    def stand_in(self, real):
+        """A class that makes wrapped instances of `real`, else is like it."""
+        if real not in self._stand_ins:
+            wrap = self.wrap
+
+            class Meta(type):
+                def __call__(cls, *args, **kwargs):
+                    return wrap(real(*args, **kwargs))
+
+                def __instancecheck__(cls, instance):
+                    return isinstance(_unwrapped(instance), real)
+
+                def __getattr__(cls, name):
+                    return getattr(real, name)
+
+            # `class Mine(SGD)` has the real class as its base.
+            self._stand_ins[real] = Meta(real.__name__, (), {})
+        return self._stand_ins[real]
+
+    def module(self, real):
+        """`keras.optimizers` with classes that make wrapped instances."""
+        copy = types.ModuleType(real.__name__)
+        for name, value in vars(real).items():
+            if _is_optimizer_class(value):
+                value = self.stand_in(value)
+            elif name in ("get", "deserialize"):
+                value = self._wraps_result(value)
+            setattr(copy, name, value)
+        return copy
+
+    def _wraps_result(self, function):
+        return lambda *args, **kwargs: self.wrap(function(*args, **kwargs))
+
+    @pytest.hookimpl
+    def pytest_collection_modifyitems(self, items):
+        for module in {item.module for item in items}:
+            for name, value in list(vars(module).items()):
+                if _is_optimizer_class(value):
+                    setattr(module, name, self.stand_in(value))
+                elif inspect.ismodule(value) and value.__name__.endswith(
+                    "optimizers"
+                ):
+                    setattr(module, name, self.module(value))
+        for item in items:
+            # A parameterized test holds its parameters in a dict.
+            function = getattr(item.obj, "__func__", item.obj)
+            for cell in function.__closure__ or ():
+                parameters = cell.cell_contents
+                if isinstance(parameters, dict):
+                    for name, value in parameters.items():
+                        if _is_optimizer_class(value):
+                            parameters[name] = self.stand_in(value)
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            text = report.outcome
+            if report.failed:
+                text += ": " + str(report.longrepr).strip()[-600:]
+            self.outcomes[report.nodeid.split("keras/src/")[-1]] = text
+
+
+def _compile_wraps(wrap):
+    """Makes `model.compile` wrap its optimizer."""
+    trainer = keras.Model.__mro__
+    owner = next(one for one in trainer if one.__name__ == "Trainer")
+    original = owner.compile
+
+    def compile_(self, optimizer="rmsprop", *args, **kwargs):
+        if optimizer is not None:
+            optimizer = wrap(keras.optimizers.get(optimizer))
+        return original(self, optimizer, *args, **kwargs)
+
+    owner.compile = compile_
+
+
+def _apply_on_all_replicas(owner, strategy):
+    """Makes `apply` outside of `strategy.run` run on all replicas.
+
+    Each replica has the same gradients, of its loss divided by their number as
+    `fit` has it: the update is that of one device.
+    """
+    original = owner.apply
+
+    def apply(self, grads, trainable_variables=None):
+        def run():
+            share = 1 / strategy.num_replicas_in_sync
+            return original(
+                self,
+                [_scaled(gradient, share) for gradient in grads],
+                trainable_variables,
+            )
+
+        if tf.distribute.in_cross_replica_context():
+            return strategy.run(run)
+        return original(self, grads, trainable_variables)
+
+    owner.apply = apply
+
+
+def _scaled(gradient, factor):
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * factor
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _forward_what_is_not_public(owner):
+    """Makes tests find what they read of an optimizer on the inner one."""
+
+    def getattr_(self, name):
+        if name.startswith("__") or "inner_optimizer" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(_unwrapped(self), name)
+
+    owner.__getattr__ = getattr_
+    for name in ("update_step", "_apply_weight_decay"):
+        setattr(owner, name, _forwarded(name))
+
+
+def _forwarded(name):
+    return lambda self, *args: getattr(_inside(self), name)(*args)
+
+
+def _run_tests_in_scope(strategy):
+    """Makes the tests of Keras' own class run in a strategy's scope."""
+    case = keras.src.testing.TestCase
+    set_up, tear_down = case.setUp, case.tearDown
+
+    def in_scope(self):
+        set_up(self)
+        self.scope = strategy.scope()
+        self.scope.__enter__()
+
+    def out_of_scope(self):
+        # Keras' own set-up forgets all scopes when it clears its session.
+        with contextlib.suppress(IndexError):
+            self.scope.__exit__(None, None, None)
+        tear_down(self)
+
+    case.setUp, case.tearDown = in_scope, out_of_scope
+
+
+def main(kind, strategy_name, path):
+    """Runs the suites; writes {test: outcome}."""
+    strategy = None
+    paths = list(SUITES)
+    if strategy_name == "mirrored":
+        [cpu] = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+        )
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    else:
+        paths += DISTRIBUTION
+    plugin = Wrapping(WRAPPERS[kind])
+    owner = keras.optimizers.Optimizer
+    if kind != "plain":
+        owner = wrapper.OptimizerWrapper
+        _compile_wraps(plugin.wrap)
+        _forward_what_is_not_public(owner)
+    if strategy is not None:
+        _run_tests_in_scope(strategy)
+        _apply_on_all_replicas(owner, strategy)
+    source = pathlib.Path(importlib.util.find_spec("keras").origin).parent
+    source = source / "src"
+    code = pytest.main(
+        [
+            *[str(source / one) for one in paths],
+            f"--ignore={source / LEFT_OUT}",
+            f"--rootdir={source}",
+            "-o",
+            "python_files=*_test.py",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-q",
+            "--continue-on-collection-errors",
+            "--tb=native",
+            "-W",
+            "ignore",
+        ],
+        plugins=[plugin],
+    )
+    with open(path, "w") as file:
+        json.dump(plugin.outcomes, file, indent=1, sort_keys=True)
+    print(len(plugin.outcomes), "outcomes, pytest's exit code", int(code))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
