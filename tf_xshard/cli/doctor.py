@@ -19,6 +19,11 @@ from tf_xshard.multi_worker import local_cluster
 
 NUM_REPLICAS = 4
 TIMEOUT_SECONDS = 60
+_ADVICE = (
+    "--    Not checked, your losses: `fit` divides the losses of rows by the"
+    " number of replicas, but not a loss that returns one number. Wrap such a"
+    " function in tf_xshard.ScalarLoss, and divide in a train_step of your own."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -209,4 +214,5 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     right &= _check_processes()
     if not found["TPU"]:
         print("--    TPUStrategy: not checked, this machine has no TPU")
+    print(_ADVICE)
     return 0 if right else 1

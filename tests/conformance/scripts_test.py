@@ -1,0 +1,63 @@
+"""Scripts as users write them: four replicas train as one device."""
+
+import numpy as np
+import pytest
+
+import tf_xshard
+from tests.support import replicas
+from tests.support import scripts
+from tests.support import transformer_scripts
+
+ALL = (
+    scripts.AdversarialNetwork,
+    scripts.CustomLoop,
+    scripts.Distillation,
+    scripts.FineTuning,
+    scripts.GraphConvolution,
+    scripts.ResidualNetwork,
+    scripts.Siamese,
+    scripts.VariationalAutoencoder,
+    scripts.WideAndDeep,
+    transformer_scripts.Bert,
+    transformer_scripts.LanguageModel,
+    transformer_scripts.RecurrentClassifier,
+    transformer_scripts.VisionTransformer,
+)
+NUM_REPLICAS = 4
+EXACT = 1e-4
+
+
+def _values(model, strategy):
+    """Of each trainable variable: the values of all replicas."""
+    return [replicas.values(strategy, v) for v in model.trainable_variables]
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda one: one.__name__)
+def test_four_replicas_train_as_one_device(script):
+    wrap = tf_xshard.CrossShardOptimizer
+    reference = script().train(
+        wrap if script.reference_is_wrapped else lambda optimizer: optimizer
+    )
+    strategy = replicas.mirrored(NUM_REPLICAS)
+    with strategy.scope():
+        trained = script().train(wrap)
+        start = script()
+        start.fit = lambda model: None
+        untrained = start.train(wrap)
+    changed = 0.0
+    for first, mine, theirs in zip(
+        _values(untrained, strategy),
+        _values(trained, strategy),
+        reference.trainable_variables,
+        strict=True,
+    ):
+        assert len(mine) == NUM_REPLICAS
+        change = np.abs(theirs.numpy() - first[0]).max()
+        changed = max(changed, change)
+        for value in mine:
+            # Of what training did, not of the weights: a gradient that counts
+            # twice, or not at all, is far outside.
+            np.testing.assert_allclose(
+                value, theirs.numpy(), atol=EXACT * max(change, 1e-2), rtol=1e-5
+            )
+    assert changed > 1e-2

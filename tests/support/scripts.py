@@ -1,0 +1,371 @@
+"""Training scripts in the manner of TensorFlow's guides and keras.io.
+
+Each is a class: `model` makes what is trained, in the scope of a strategy, and
+`fit` trains it on global batches. `optimizer` is the inner optimizer; what
+wraps it is the caller's choice.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+
+L = keras.layers
+ops = keras.ops
+BATCH_SIZE = 16
+NUM_STEPS = 4
+NUM_ROWS = BATCH_SIZE * NUM_STEPS
+
+
+def rng():
+    return np.random.default_rng(11)
+
+
+def floats(*shape):
+    return rng().normal(size=(NUM_ROWS, *shape)).astype("float32")
+
+
+def ints(top, *shape):
+    return rng().integers(0, top, size=(NUM_ROWS, *shape))
+
+
+def num_replicas():
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+class Script:
+    """What all have in common: `compile` and `fit`."""
+
+    loss = keras.losses.MeanSquaredError()
+    # The reference on one device is plain Keras, unless rows of an Embedding
+    # occur several times in a batch: there Keras' own Adam differs, see README.
+    reference_is_wrapped = False
+
+    def optimizer(self):
+        return keras.optimizers.SGD(0.05, momentum=0.9)
+
+    def train(self, wrap):
+        """Trains in the current scope; returns the model."""
+        keras.utils.set_random_seed(5)
+        model = self.model()
+        model.compile(optimizer=wrap(self.optimizer()), loss=self.loss)
+        model.optimizer.build(model.trainable_variables)
+        self.fit(model)
+        return model
+
+    def fit(self, model):
+        x, y = self.data()
+        model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+
+
+CLASSES = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class OwnStep(keras.Model):
+    """A model with a train_step; losses are divided by N, as README says."""
+
+    def train_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        for losses, variables, optimizer in self.parts():
+            with tf.GradientTape() as tape:
+                loss = losses(x) / num_replicas()
+            gradients = tape.gradient(loss, [v.value for v in variables()])
+            optimizer().apply_gradients(
+                zip(gradients, variables(), strict=True)
+            )
+        return {"loss": loss}
+
+
+class VariationalModel(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.Sequential(
+            [L.Input((12,)), L.Dense(8, activation="relu"), L.Dense(4)]
+        )
+        self.decoder = keras.Sequential(
+            [L.Input((2,)), L.Dense(8, activation="relu"), L.Dense(12)]
+        )
+        self.built = True
+
+    def parts(self):
+        yield self.loss_of, lambda: self.trainable_variables, self._own
+
+    def _own(self):
+        return self.optimizer
+
+    def loss_of(self, x):
+        # The noise comes with the row: the same row gets the same.
+        x, noise = x[:, :12], x[:, 12:]
+        mean, log_variance = ops.split(self.encoder(x), 2, axis=1)
+        z = mean + ops.exp(0.5 * log_variance) * noise
+        squared = ops.sum(ops.square(self.decoder(z) - x), axis=1)
+        kl = -0.5 * ops.sum(
+            1 + log_variance - ops.square(mean) - ops.exp(log_variance), axis=1
+        )
+        return ops.mean(squared + kl)
+
+
+class VariationalAutoencoder(Script):
+    loss = None
+
+    def optimizer(self):
+        return keras.optimizers.SGD(0.002, momentum=0.9)
+
+    def model(self):
+        return VariationalModel()
+
+    def data(self):
+        return floats(14), None
+
+
+class AdversarialModel(OwnStep):
+    """Two models with an optimizer each; `compile` gets the generator's."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential(
+            [L.Input((3,)), L.Dense(8, activation="relu"), L.Dense(6)]
+        )
+        self.critic = keras.Sequential(
+            [L.Input((6,)), L.Dense(8, activation="tanh"), L.Dense(1)]
+        )
+        self.built = True
+
+    def compile(self, optimizer):
+        super().compile(optimizer=optimizer)
+        again = type(optimizer)
+        self.critic_optimizer = again.from_config(optimizer.get_config())
+        self.critic_optimizer.build(self.critic.trainable_variables)
+
+    def parts(self):
+        yield (
+            self.critic_loss,
+            lambda: self.critic.trainable_variables,
+            lambda: self.critic_optimizer,
+        )
+        yield (
+            self.generator_loss,
+            lambda: self.generator.trainable_variables,
+            lambda: self.optimizer,
+        )
+
+    def critic_loss(self, x):
+        real, noise = x[:, :6], x[:, 6:]
+        fake = ops.stop_gradient(self.generator(noise))
+        return ops.mean(
+            ops.softplus(-self.critic(real)) + ops.softplus(self.critic(fake))
+        )
+
+    def generator_loss(self, x):
+        return ops.mean(ops.softplus(-self.critic(self.generator(x[:, 6:]))))
+
+
+class AdversarialNetwork(Script):
+    loss = None
+
+    def train(self, wrap):
+        keras.utils.set_random_seed(5)
+        model = self.model()
+        model.compile(wrap(self.optimizer()))
+        model.optimizer.build(model.generator.trainable_variables)
+        self.fit(model)
+        return model
+
+    def model(self):
+        return AdversarialModel()
+
+    def data(self):
+        return floats(9), None
+
+
+class Student(keras.Model):
+    """Learns from labels and from a teacher, in `compute_loss`."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = dense(6, 12, 4)
+        self.teacher.trainable = False
+        self.student = dense(6, 5, 4)
+        self.built = True
+
+    def call(self, x):
+        return self.student(x)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        soft = ops.softmax(self.teacher(x, training=False) / 3)
+        distilled = keras.losses.KLDivergence()(soft, ops.softmax(y_pred / 3))
+        return 0.3 * CLASSES(y, y_pred) + 0.7 * 9 * distilled
+
+
+def dense(*widths):
+    inner = [L.Dense(width, activation="relu") for width in widths[1:-1]]
+    return keras.Sequential(
+        [L.Input((widths[0],)), *inner, L.Dense(widths[-1])]
+    )
+
+
+class Distillation(Script):
+    def model(self):
+        return Student()
+
+    def data(self):
+        return floats(6), ints(4)
+
+
+class GraphLayer(L.Layer):
+    """Means of the neighbors' features, gathered and summed by segment."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.dense = L.Dense(width, activation="relu")
+        sources, targets = np.random.default_rng(3).integers(0, 30, (2, 90))
+        self.edges = (sources, targets)
+
+    def call(self, nodes):
+        sources, targets = self.edges
+        messages = ops.take(self.dense(nodes), sources, axis=0)
+        summed = ops.segment_sum(messages, targets, num_segments=30)
+        return ops.concatenate([nodes, summed / 3], axis=1)
+
+
+class GraphModel(keras.Model):
+    """Classifies the nodes of one graph, which every replica holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = self.add_weight(
+            shape=(30, 6), initializer="random_normal", name="features"
+        )
+        self.convolutions = [GraphLayer(5), GraphLayer(4)]
+        self.head = L.Dense(3)
+
+    def call(self, indices):
+        nodes = self.features
+        for convolution in self.convolutions:
+            nodes = convolution(nodes)
+        return self.head(ops.take(nodes, ops.cast(indices, "int64"), axis=0))
+
+
+class GraphConvolution(Script):
+    loss = CLASSES
+
+    def model(self):
+        model = GraphModel()
+        model(np.zeros([2], "int64"))
+        return model
+
+    def data(self):
+        return ints(30), ints(3)
+
+
+class Siamese(Script):
+    """A contrastive loss that returns one number."""
+
+    loss = tf_xshard.ScalarLoss(
+        lambda y, d: ops.mean(
+            (1 - y) * ops.square(d) + y * ops.square(ops.maximum(1 - d, 0))
+        )
+    )
+
+    def model(self):
+        pair = L.Input((2, 7))
+        tower = dense(7, 8, 4)
+        left = tower(L.Reshape((7,))(L.Cropping1D((0, 1))(pair)))
+        right = tower(L.Reshape((7,))(L.Cropping1D((1, 0))(pair)))
+        distance = L.Dot(1)([left, right])
+        return keras.Model(pair, L.Dense(1, activation="sigmoid")(distance))
+
+    def data(self):
+        return floats(2, 7), ints(2, 1).astype("float32")
+
+
+class ResidualNetwork(Script):
+    """Batch normalization over the global batch, and a regularizer."""
+
+    loss = CLASSES
+
+    def model(self):
+        image = L.Input((8, 8, 3))
+        x = L.Conv2D(6, 3, padding="same", kernel_regularizer="l2")(image)
+        y = L.BatchNormalization(synchronized=True)(x)
+        y = L.Conv2D(6, 3, padding="same")(L.ReLU()(y))
+        x = L.Add()([x, y])
+        return keras.Model(image, L.Dense(4)(L.GlobalAveragePooling2D()(x)))
+
+    def data(self):
+        return floats(8, 8, 3), ints(4)
+
+
+class FineTuning(Script):
+    """A frozen base, then all of it, with what `fit` had accumulated."""
+
+    def model(self):
+        self.base = dense(6, 9, 5)
+        self.base.trainable = False
+        return keras.Sequential([L.Input((6,)), self.base, L.Dense(1)])
+
+    def train(self, wrap):
+        model = super().train(wrap)
+        self.base.trainable = True
+        optimizer = wrap(keras.optimizers.SGD(0.01, momentum=0.9))
+        model.compile(optimizer=optimizer, loss=self.loss)
+        model.optimizer.build(model.trainable_variables)
+        self.fit(model)
+        return model
+
+    def data(self):
+        return floats(6), floats(1)
+
+
+class WideAndDeep(Script):
+    """An optimizer for each part, chosen by the variables' names."""
+
+    def optimizer(self):
+        sgd = keras.optimizers.SGD
+        return keras.optimizers.MultiOptimizer(
+            lambda variable: (
+                sgd(0.05)
+                if variable.path.startswith("wide")
+                else sgd(0.02, momentum=0.9)
+            )
+        )
+
+    def model(self):
+        x = L.Input((10,))
+        deep = L.Dense(8, activation="relu", name="deep_0")(x)
+        deep = L.Dense(1, name="deep_1")(deep)
+        return keras.Model(x, L.Add()([L.Dense(1, name="wide")(x), deep]))
+
+    def data(self):
+        return floats(10), floats(1)
+
+
+class CustomLoop(Script):
+    """TensorFlow's guide on custom loops: an average loss for each row."""
+
+    def model(self):
+        return dense(6, 8, 1)
+
+    def fit(self, model):
+        strategy = tf.distribute.get_strategy()
+        x, y = floats(6), floats(1)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH_SIZE)
+
+        def on_replica(x, y):
+            with tf.GradientTape() as tape:
+                rows = tf.reduce_mean(tf.square(model(x) - y), axis=1)
+                loss = tf.nn.compute_average_loss(
+                    rows, global_batch_size=BATCH_SIZE
+                )
+            variables = [v.value for v in model.trainable_variables]
+            gradients = tape.gradient(loss, variables)
+            model.optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        @tf.function
+        def step(x, y):
+            return strategy.run(on_replica, (x, y))
+
+        for batch in strategy.experimental_distribute_dataset(data):
+            step(*batch)
