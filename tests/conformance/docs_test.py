@@ -24,7 +24,7 @@ MODULES = [
 ] + [tf_xshard]
 v1 = tf_xshard.compat.v1
 # Named tuples and constants, which raise nothing.
-_SIMPLE = (tuple, v1.ModeKeys)
+_SIMPLE = (v1.InputPipelineConfig, tuple, v1.ModeKeys)
 GLOBALS = {"keras": keras, "np": np, "tf": tf, "tf_xshard": tf_xshard}
 
 
@@ -212,7 +212,7 @@ def test_the_page_on_tf1():
     """Its blocks are one program."""
     page = paths.ROOT / "tf_xshard" / "compat" / "v1" / "README.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     scope = dict(GLOBALS)
     for block in blocks:
         exec(compile(block, str(page), "exec"), scope)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import summary_ops_v2 as _summary_ops
 from tensorflow.python.ops import variable_scope as _variable_scope
 from tensorflow.python.tpu import tpu_function as _tpu_function
 
@@ -36,6 +37,8 @@ TF_PRIVATE_NAMES = (
     # The counts behind tf.layers' "dense_1" (its `variable_scopes_count`), of
     # which each thread has its own.
     (_variable_scope, "get_variable_scope_store"),
+    # `tf.compat.v1.summary.initialize` opens the default writer only.
+    (_summary_ops, "_SUMMARY_WRITER_INIT_COLLECTION_NAME"),
     # The stack of tf.variable_creator_scope, of which each thread has its own.
     (tf.Graph, "_variable_creator_stack"),
     # Whether code is in a branch or loop of control flow v1.
@@ -279,3 +282,9 @@ def saved_name(variable: tf.Variable) -> str:
     """
     whole = variable._get_save_slice_info()
     return whole.full_name if whole else variable.op.name
+
+
+def summary_writer_initializers(graph: tf.Graph) -> list[tf.Operation]:
+    """The operations that open the writers of `tf.summary` in a graph."""
+    name = _summary_ops._SUMMARY_WRITER_INIT_COLLECTION_NAME
+    return graph.get_collection(name)

@@ -14,6 +14,11 @@ from tf_xshard.compat.v1.shard import shard
 from tf_xshard.compat.v1.shard import shard_initializer
 from tf_xshard.compat.v1.shard_team import SHARD_VARIABLES
 from tf_xshard.compat.v1.tower_optimizer import TowerOptimizer
+from tf_xshard.compat.v1.tpu_config import InputPipelineConfig
+from tf_xshard.compat.v1.tpu_config import RunConfig
+from tf_xshard.compat.v1.tpu_config import TPUConfig
+from tf_xshard.compat.v1.tpu_estimator import TPUEstimator
+from tf_xshard.compat.v1.tpu_estimator_spec import TPUEstimatorSpec
 
 __all__ = (
     "AGNCustomGetter",
@@ -21,10 +26,15 @@ __all__ = (
     "ClassificationOutput",
     "CrossShardOptimizer",
     "EstimatorSpec",
+    "InputPipelineConfig",
     "ModeKeys",
     "PredictOutput",
     "RegressionOutput",
+    "RunConfig",
     "SHARD_VARIABLES",
+    "TPUConfig",
+    "TPUEstimator",
+    "TPUEstimatorSpec",
     "TowerOptimizer",
     "load_into_keras",
     "replicate_model_fn",

@@ -1,0 +1,91 @@
+"""`tensorflow.compat.v1` with what TF1's TPU scripts find nowhere any more.
+
+`import tf_xshard.compat.v1.tensorflow as tf` instead of `import tensorflow as
+tf` (or `tensorflow.compat.v1`) is the one change that such a script needs. It
+has all that `tensorflow.compat.v1` has, with these names instead of
+TensorFlow's:
+
+tf.estimator       ModeKeys, EstimatorSpec, export, tpu
+tf.estimator.tpu   TPUEstimator, TPUEstimatorSpec, RunConfig, TPUConfig,
+                   InputPipelineConfig
+tf.tpu             CrossShardOptimizer, shard; the rest is TensorFlow's
+tf.contrib         tpu (both of the above), opt, estimator
+tf.layers          those of tf_keras; see the error if it is not installed
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import tensorflow as _tensorflow
+
+from tf_xshard.compat import v1 as _v1
+
+
+class _Names(types.SimpleNamespace):
+    """Some names of this package, in front of those of a module."""
+
+    def __init__(self, names: dict[str, Any], module: Any = None) -> None:
+        super().__init__(**names)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if self._module is None or name == "_module":
+            raise AttributeError(
+                f"tf_xshard.compat.v1.tensorflow has no {name!r} here."
+            )
+        return getattr(self._module, name)
+
+
+def _of_v1(*names: str) -> dict[str, Any]:
+    return {name: getattr(_v1, name) for name in names}
+
+
+_ESTIMATOR_TPU = _of_v1(
+    "InputPipelineConfig",
+    "RunConfig",
+    "TPUConfig",
+    "TPUEstimator",
+    "TPUEstimatorSpec",
+)
+_TPU = _of_v1("CrossShardOptimizer", "shard")
+
+tpu = _Names(_TPU, _tensorflow.compat.v1.tpu)
+estimator = _Names(
+    {
+        **_of_v1("EstimatorSpec", "ModeKeys"),
+        "export": _Names(
+            _of_v1("ClassificationOutput", "PredictOutput", "RegressionOutput")
+        ),
+        "tpu": _Names(_ESTIMATOR_TPU),
+    }
+)
+contrib = _Names(
+    {
+        "estimator": _Names(_of_v1("TowerOptimizer", "replicate_model_fn")),
+        "opt": _Names(_of_v1("AGNCustomGetter", "AGNOptimizer")),
+        "tpu": _Names({**_TPU, **_ESTIMATOR_TPU}, _tensorflow.compat.v1.tpu),
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "layers":
+        return _layers()
+    return getattr(_tensorflow.compat.v1, name)
+
+
+def _layers() -> Any:
+    """`tf.layers`, which Keras 3 does not have."""
+    layers = _tensorflow.compat.v1.layers
+    try:
+        layers.Dense  # noqa: B018
+    except (AttributeError, ImportError) as error:
+        version = ".".join(_tensorflow.__version__.split(".")[:2])
+        raise ImportError(
+            "tf.layers is part of Keras 2. Install it with `pip install"
+            f" tf_keras=={version}.*`, and set the environment variable"
+            " TF_USE_LEGACY_KERAS=1 before Python starts."
+        ) from error
+    return layers

@@ -1,0 +1,132 @@
+"""How a TPUEstimator runs: `RunConfig` and `TPUConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from tf_xshard import checks
+
+
+class InputPipelineConfig(enum.IntEnum):
+    """How often `input_fn` is called, and for how many rows.
+
+    Here all shards are on one host: PER_HOST_V1 and PER_HOST_V2 call it once,
+    for the global batch; the others are refused.
+
+    Source: tf.compat.v1.estimator.tpu.InputPipelineConfig.
+    """
+
+    PER_SHARD_V1 = 1
+    PER_HOST_V1 = 2
+    PER_HOST_V2 = 3
+    BROADCAST = 4
+    SLICED = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TPUConfig:
+    """How many shards train.
+
+    Args:
+      iterations_per_loop: Accepted, but every step returns to Python. Default:
+        2.
+      num_shards: The number of shards in training. Default: 1.
+      per_host_input_for_training: See `InputPipelineConfig`. Default: True,
+        once per host.
+
+    Raises:
+      TypeError, ValueError: If num_shards is not a positive int, or
+        per_host_input_for_training asks for other input than once per host.
+
+    Example:
+
+    >>> tf_xshard.compat.v1.TPUConfig(num_shards=8).num_shards
+    8
+
+    Source: tf.compat.v1.estimator.tpu.TPUConfig.
+    """
+
+    iterations_per_loop: int = 2
+    num_shards: int | None = None
+    per_host_input_for_training: bool | InputPipelineConfig = True
+
+    def __post_init__(self) -> None:
+        if self.num_shards is not None:
+            checks.positive_integer("num_shards", self.num_shards)
+        # PER_SHARD_V1 is equal to True.
+        per_host = self.per_host_input_for_training
+        if per_host is not True and per_host not in (
+            InputPipelineConfig.PER_HOST_V1,
+            InputPipelineConfig.PER_HOST_V2,
+        ):
+            raise ValueError(
+                "per_host_input_for_training must be True, PER_HOST_V1 or"
+                " PER_HOST_V2: input_fn is called once, for all shards. Got"
+                f" {self.per_host_input_for_training!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Where a `TPUEstimator` saves, and how often.
+
+    Args:
+      tpu_config: A `TPUConfig`. Default: one shard.
+      model_dir: The directory of checkpoints and summaries. Default: None.
+      tf_random_seed: The graph's seed. Default: None.
+      save_summary_steps: Steps between summaries; 0 writes none. Default: 100.
+      save_checkpoints_steps: Steps between checkpoints; there is one at the end
+        in any case. Default: None, none in between.
+      keep_checkpoint_max: How many checkpoints are kept; 0 keeps all. Default:
+        5.
+      log_step_count_steps: Steps between lines of the log with the loss; 0 logs
+        nothing. Default: 100.
+      session_config: A `tf.compat.v1.ConfigProto`. Default: None.
+      master: Refused: there is no TPU to connect to. Default: None.
+      cluster: Refused likewise. Default: None.
+
+    Raises:
+      ValueError: If master or cluster is given, or a number is negative.
+
+    Example:
+
+    >>> config = tf_xshard.compat.v1.RunConfig(
+    ...     tpu_config=tf_xshard.compat.v1.TPUConfig(num_shards=8))
+    >>> config.keep_checkpoint_max
+    5
+
+    Source: tf.compat.v1.estimator.tpu.RunConfig.
+    """
+
+    tpu_config: TPUConfig = dataclasses.field(default_factory=TPUConfig)
+    model_dir: str | None = None
+    tf_random_seed: int | None = None
+    save_summary_steps: int = 100
+    save_checkpoints_steps: int | None = None
+    keep_checkpoint_max: int = 5
+    log_step_count_steps: int = 100
+    session_config: Any = None
+    master: str | None = None
+    cluster: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("master", "cluster"):
+            value = getattr(self, name)
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} names a TPU, but this TPUEstimator runs"
+                    " its shards on this machine. Leave it out. To train on a"
+                    " TPU, use tf_xshard.CrossShardOptimizer with Keras under"
+                    " TPUStrategy."
+                )
+        for name in (
+            "save_summary_steps",
+            "save_checkpoints_steps",
+            "keep_checkpoint_max",
+            "log_step_count_steps",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value!r}.")
