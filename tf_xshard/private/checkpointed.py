@@ -23,6 +23,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_xshard import dependencies
+
 _Trackable = tf.__internal__.tracking.Trackable
 
 # What tf.train.Checkpoint calls on each object. No public API lets an object
@@ -40,6 +42,7 @@ TF_PRIVATE_NAMES = (
     # node.
     (_Trackable, "_checkpoint_adapter"),
 )
+dependencies.check_names(TF_PRIVATE_NAMES)
 _POSITION = "checkpoint_position"
 # Up to version 0.1.0 a wrapper's node had the wrapper's own children, among
 # them this one.

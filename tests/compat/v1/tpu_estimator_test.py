@@ -469,7 +469,7 @@ def test_layers_without_keras_2():
 
     with pytest.raises(ImportError, match="pip install tf_keras==2"):
         _ = as_tf1.layers
-    with pytest.raises(AttributeError, match="no 'Estimator'"):
+    with pytest.raises(AttributeError, match="tf.estimator has no 'Estimator'"):
         _ = as_tf1.estimator.Estimator
     assert as_tf1.float32 is tf.float32
     assert as_tf1.tpu.replicate is tf1.tpu.replicate

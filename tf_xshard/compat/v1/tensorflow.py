@@ -26,14 +26,19 @@ from tf_xshard.compat import v1 as _v1
 class _Names(types.SimpleNamespace):
     """Some names of this package, in front of those of a module."""
 
-    def __init__(self, names: dict[str, Any], module: Any = None) -> None:
+    def __init__(
+        self, path: str, names: dict[str, Any], module: Any = None
+    ) -> None:
         super().__init__(**names)
+        self._prefix = path
+        self._listed = list(names)
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        if self._module is None or name == "_module":
+        if name.startswith("__") or self._module is None:
             raise AttributeError(
-                f"tf_xshard.compat.v1.tensorflow has no {name!r} here."
+                f"{self._prefix} has no {name!r} in"
+                f" tf_xshard.compat.v1.tensorflow, only {self._listed}."
             )
         return getattr(self._module, name)
 
@@ -51,22 +56,34 @@ _ESTIMATOR_TPU = _of_v1(
 )
 _TPU = _of_v1("CrossShardOptimizer", "shard")
 
-tpu = _Names(_TPU, _tensorflow.compat.v1.tpu)
+tpu = _Names("tf.tpu", _TPU, _tensorflow.compat.v1.tpu)
 estimator = _Names(
+    "tf.estimator",
     {
         **_of_v1("EstimatorSpec", "ModeKeys"),
         "export": _Names(
-            _of_v1("ClassificationOutput", "PredictOutput", "RegressionOutput")
+            "tf.estimator.export",
+            _of_v1("ClassificationOutput", "PredictOutput", "RegressionOutput"),
         ),
-        "tpu": _Names(_ESTIMATOR_TPU),
-    }
+        "tpu": _Names("tf.estimator.tpu", _ESTIMATOR_TPU),
+    },
 )
 contrib = _Names(
+    "tf.contrib",
     {
-        "estimator": _Names(_of_v1("TowerOptimizer", "replicate_model_fn")),
-        "opt": _Names(_of_v1("AGNCustomGetter", "AGNOptimizer")),
-        "tpu": _Names({**_TPU, **_ESTIMATOR_TPU}, _tensorflow.compat.v1.tpu),
-    }
+        "estimator": _Names(
+            "tf.contrib.estimator",
+            _of_v1("TowerOptimizer", "replicate_model_fn"),
+        ),
+        "opt": _Names(
+            "tf.contrib.opt", _of_v1("AGNCustomGetter", "AGNOptimizer")
+        ),
+        "tpu": _Names(
+            "tf.contrib.tpu",
+            {**_TPU, **_ESTIMATOR_TPU},
+            _tensorflow.compat.v1.tpu,
+        ),
+    },
 )
 
 
