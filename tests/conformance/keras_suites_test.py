@@ -1,5 +1,6 @@
 """Keras' own tests, as its wheel ships them, with every optimizer wrapped."""
 
+import contextlib
 import fnmatch
 import functools
 import json
@@ -61,26 +62,27 @@ _MINUTES = 30
 @functools.cache
 def _outcomes(strategy):
     """Of plain Keras and of wrapped optimizers: {test: outcome}."""
-    with tempfile.TemporaryDirectory() as directory:
-        files = [f"{directory}/{kind}.json" for kind in ("plain", "cross")]
-        runs = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.programs.keras_suites"]
-                + [kind, strategy, file],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        files, runs = [], []
+        for kind in ("plain", "cross"):
+            files.append(pathlib.Path(directory) / f"{kind}.json")
+            log = stack.enter_context(open(f"{files[-1]}.log", "w+"))
+            command = [sys.executable, "-m", "tests.programs.keras_suites"]
+            run = subprocess.Popen(
+                [*command, kind, strategy, str(files[-1])],
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 cwd=paths.ROOT,
             )
-            for kind, file in zip(("plain", "cross"), files, strict=True)
-        ]
-        try:
-            for run in runs:
-                run.wait(60 * _MINUTES)
-        finally:
-            for run in runs:
-                run.kill()
-                run.wait()
-        return [json.loads(pathlib.Path(file).read_text()) for file in files]
+            runs.append(run)
+            stack.callback(run.wait)
+            stack.callback(run.kill)
+        for run, file in zip(runs, files, strict=True):
+            run.wait(60 * _MINUTES)
+            log = pathlib.Path(f"{file}.log").read_text()
+            assert run.returncode == 0, log[-3000:]
+        return [json.loads(file.read_text()) for file in files]
 
 
 def _passed(outcomes):

@@ -1,5 +1,6 @@
 """A running training moves into a wrapper, between wrappers, and back."""
 
+import atexit
 import functools
 import itertools
 import pickle
@@ -82,25 +83,36 @@ def _trained(name):
     Returns:
       A file of weights, a checkpoint, and the weights after three more epochs.
     """
-    directory = tempfile.mkdtemp()
+    directory = tempfile.TemporaryDirectory()
+    atexit.register(directory.cleanup)
     model = _model(name, 2)
     _fit(model, 3)
-    weights = f"{directory}/model.weights.h5"
+    weights = f"{directory.name}/model.weights.h5"
     model.save_weights(weights)
-    checkpoint = _checkpoint(model).save(f"{directory}/state")
+    checkpoint = _checkpoint(model).save(f"{directory.name}/state")
     return weights, checkpoint, _fit(model, 3)
 
 
 def _check_it_goes_on(moved, expected):
     assert _iterations(moved) == 3
-    for value, want in zip(_fit(moved, 3), expected, strict=True):
-        np.testing.assert_allclose(value, want, atol=1e-6)
+    strategy = moved.distribute_strategy
+    for variable in moved.optimizer.variables:
+        # On all replicas, and not as they are created.
+        first, *others = replicas.values(strategy, variable)
+        assert len(others) + 1 == strategy.num_replicas_in_sync
+        for other in others:
+            np.testing.assert_array_equal(other, first)
+    _fit(moved, 3)
+    for variable, want in zip(moved.weights, expected, strict=True):
+        for value in replicas.values(strategy, variable):
+            np.testing.assert_allclose(value, want, atol=1e-6)
+    assert _iterations(moved) == 6
 
 
 @between_all
 def test_training_goes_on_as_if_nothing_had_moved(source, target):
     weights, _, expected = _trained(source)
-    moved = _model(target)
+    moved = _model(target, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         moved.load_weights(weights)
@@ -111,8 +123,8 @@ def test_training_goes_on_as_if_nothing_had_moved(source, target):
 def test_a_checkpoint_of_tensorflow(source, target):
     """Before and after the optimizer is built."""
     _, checkpoint, expected = _trained(source)
-    for is_built in (True, False):
-        moved = _model_of(OPTIMIZERS[target], 1, is_built)
+    for num_replicas, is_built in ((1, True), (2, False)):
+        moved = _model_of(OPTIMIZERS[target], num_replicas, is_built)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             _checkpoint(moved).restore(checkpoint).expect_partial()
@@ -214,6 +226,12 @@ def test_an_open_round_in_a_checkpoint(is_built, tmp_path):
     _checkpoint(nested).restore(path).expect_partial()
     for value, want in zip(_fit(nested, 1), expected, strict=True):
         np.testing.assert_allclose(value, want, atol=1e-6)
+
+    cross = _model_of(OPTIMIZERS["cross"], 1, is_built)
+    with pytest.warns(UserWarning, match="no place .*'TowerOptimizer'"):
+        _checkpoint(cross).restore(path).expect_partial()
+    cross.optimizer.build(cross.trainable_variables)
+    assert _iterations(cross) == 1
 
     path = _checkpoint(_model("plain")).save(tmp_path / "plain")
     towers = _model_of(_two_towers, 1, is_built)

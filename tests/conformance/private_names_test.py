@@ -90,7 +90,7 @@ def test_a_store_shows_its_file_and_path(tmp_path):
 
 
 def test_a_node_shows_its_position(tmp_path):
-    """Without it, checkpoints of version 0.1.0 would be misread."""
+    """Without it, no checkpoint could be restored into a wrapper."""
     seen = []
 
     class Node(tf.Module):

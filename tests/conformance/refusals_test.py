@@ -187,7 +187,7 @@ def test_an_outer_loss_scale_optimizer_around_a_multi_optimizer():
 @needs_multi_optimizer
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_a_loss_scale_optimizer_in_a_wrapper_in_a_multi_optimizer(is_wrapped):
-    """MultiOptimizer does not scale the loss; Keras' own check is blind."""
+    """MultiOptimizer does not scale the loss, and sees no such wrapper."""
 
     def inside(_):
         return CrossShardOptimizer(

@@ -40,12 +40,14 @@ def test_a_keras_file(name):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("is_built", [True, False])
 @on_every_optimizer
-def test_a_checkpoint(name):
-    model = written.compiled(name)
+def test_a_checkpoint(name, is_built):
+    model = written.compiled(name, is_built=is_built)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     path = str(FILES / f"{name}_checkpoint" / "state")
     status = checkpoint.read(path)
+    model.optimizer.build(model.trainable_variables)
     # Every object of the checkpoint has its place, and the other way round.
     status.assert_consumed()
     _check(written.values(model), HELD[name]["one_device"])

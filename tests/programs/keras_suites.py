@@ -260,6 +260,8 @@ def main(kind, strategy_name, path):
             *[str(source / one) for one in paths],
             f"--ignore={source / LEFT_OUT}",
             f"--rootdir={source}",
+            # Not this project's configuration, which may be found above it.
+            f"-c{os.devnull}",
             "-o",
             "python_files=*_test.py",
             "-p",
@@ -277,6 +279,9 @@ def main(kind, strategy_name, path):
     with open(path, "w") as file:
         json.dump(plugin.outcomes, file, indent=1, sort_keys=True)
     print(len(plugin.outcomes), "outcomes, pytest's exit code", int(code))
+    # Failed tests are outcomes; nothing else is.
+    ran = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    sys.exit(0 if code in ran else 1)
 
 
 if __name__ == "__main__":

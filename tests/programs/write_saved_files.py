@@ -42,8 +42,8 @@ OPTIMIZERS = {
 }
 
 
-def compiled(name, strategy=None):
-    """A model with fixed weights and an optimizer that is built."""
+def compiled(name, strategy=None, is_built=True):
+    """A model with fixed weights and an optimizer."""
     scope = (strategy or tf.distribute.get_strategy()).scope()
     with scope:
         model = keras.Sequential(
@@ -51,7 +51,8 @@ def compiled(name, strategy=None):
             name="model",
         )
         model.compile(OPTIMIZERS[name](strategy and GROUPS), "mse")
-        model.optimizer.build(model.trainable_variables)
+        if is_built:
+            model.optimizer.build(model.trainable_variables)
     model.set_weights([np.ones([3, 1]), np.zeros([1])])
     return model
 

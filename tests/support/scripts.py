@@ -298,7 +298,7 @@ class ResidualNetwork(Script):
 
 
 class FineTuning(Script):
-    """A frozen base, then all of it, with what `fit` had accumulated."""
+    """A frozen base, then all of it with another optimizer."""
 
     def model(self):
         self.base = dense(6, 9, 5)

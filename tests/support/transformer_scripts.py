@@ -74,11 +74,9 @@ class RecurrentClassifier(scripts.Script):
 
 
 class LanguageModel(scripts.Script):
-    """One block of a GPT: a loss for each token, rows of several lengths."""
+    """One block of a GPT, with a loss for each token."""
 
-    loss = keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, ignore_class=None
-    )
+    loss = scripts.CLASSES
 
     def model(self):
         tokens = L.Input((8,), dtype="int32")
@@ -122,7 +120,7 @@ class Bert(scripts.Script):
         data = {
             "token_ids": tokens,
             "segment_ids": scripts.ints(2, 8),
-            # Of bools Keras' fit fails under MirroredStrategy, see README.
+            # Keras' fit fails on bools under MirroredStrategy, see README.
             "padding_mask": np.int32(np.arange(8) <= scripts.ints(8)[:, None]),
         }
         masked = scripts.rng().random(size=(scripts.NUM_ROWS, 8)) < 0.3

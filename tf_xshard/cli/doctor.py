@@ -20,9 +20,10 @@ from tf_xshard.multi_worker import local_cluster
 NUM_REPLICAS = 4
 TIMEOUT_SECONDS = 60
 _ADVICE = (
-    "--    Not checked, your losses: `fit` divides the losses of rows by the"
-    " number of replicas, but not a loss that returns one number. Wrap such a"
-    " function in tf_xshard.ScalarLoss, and divide in a train_step of your own."
+    "--    Losses: not checked. `fit` divides the losses of rows by the number"
+    " of replicas, but not a loss that returns one number. Wrap such a function"
+    " in tf_xshard.ScalarLoss, and divide the loss yourself in a custom"
+    " train_step."
 )
 
 

@@ -1,4 +1,4 @@
-"""Numbers that tell apart who runs collectives in one process."""
+"""Distinct numbers for the objects that run collectives in one process."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class Transport(abc.ABC):
       here: Where the code runs, with more than one replica.
       groups: Which replicas communicate with which.
       communication: How they communicate.
-      owner: The number of what runs the collectives, from `owners`: no other
-        living one in this process has it. Default: 0, for what only runs while
-        nothing else does.
+      owner: The number, from `owners`, of the object that runs the
+        collectives: no other living one in this process has it. Default: 0, for
+        what only runs while nothing else does.
     """
 
     name: ClassVar[str]

@@ -75,7 +75,8 @@ class Building(loss_conventions.LossConventions):
 
         Raises:
           RuntimeError: If it was created in another strategy's scope.
-          ValueError: If a LossScaleOptimizer wraps it on several replicas.
+          ValueError: If a LossScaleOptimizer wraps it on several replicas, or
+            a MultiOptimizer wraps it while a LossScaleOptimizer is inside.
 
         Example:
 

@@ -60,8 +60,10 @@ class LossConventions(delegation.Delegation):
         return self.inner_optimizer.scale_loss(loss)
 
     def _refuse_loss_scale_optimizer_above(self) -> None:
-        is_built_by = keras_optimizer_state.is_built_by
-        if tree.has_loss_scale_optimizer(self) and is_built_by(
+        has_caller_of = keras_optimizer_state.has_caller_of
+        # A MultiOptimizer lists an optimizer only after it has built it, so any
+        # that is building is taken for the one around this wrapper.
+        if tree.has_loss_scale_optimizer(self) and has_caller_of(
             keras.optimizers.MultiOptimizer, lambda one: True
         ):
             raise ValueError(
@@ -74,7 +76,7 @@ class LossConventions(delegation.Delegation):
             )
         if self._is_allowed_in_a_loss_scale_optimizer():
             return
-        if is_built_by(
+        if has_caller_of(
             keras.optimizers.LossScaleOptimizer,
             lambda one: any(inner is self for inner in tree.descendants(one)),
         ):

@@ -118,14 +118,14 @@ def _load(root: Any, store: Any) -> None:
         levels = [x for x in levels if x is not level]
         for variable, value in zip(variables, level, strict=True):
             variable.assign(value)
-    if (fresh or levels) and not root.built:
+    if levels and not root.built:
         warnings.warn(
-            f"{root.name} has not been built, so its state in the file is not"
-            " loaded. To load it, call optimizer.build("
-            "model.trainable_variables) first.",
+            f"{root.name} has not been built, so state in the file is not"
+            f" loaded: {sum(map(len, levels))} variables. To load it, call"
+            " optimizer.build(model.trainable_variables) first.",
             stacklevel=3,
         )
-    elif fresh or levels:
+    elif (fresh or levels) and root.built:
         warnings.warn(
             f"The file was saved with other optimizers than {root.name}."
             + (f" {fresh} start fresh." if fresh else "")

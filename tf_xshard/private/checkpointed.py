@@ -10,7 +10,7 @@ optimizer                   optimizer
   _learning_rate              _learning_rate          Adam's
   _variables                  _variables              Adam's
   ...                         ...
-                              CrossShardOptimizer     its own
+                              tf_xshard_CrossShardOptimizer    its own
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ TF_PRIVATE_NAMES = (
     (_Trackable, "_checkpoint_adapter"),
 )
 dependencies.check_names(TF_PRIVATE_NAMES)
+# The argument of that function, in 2.20 and 2.21: the node that is read.
 _POSITION = "checkpoint_position"
+_PREFIX = "tf_xshard_"
 # Up to version 0.1.0 a wrapper's node had the wrapper's own children, among
 # them this one.
 _FIRST_FORMAT = "notice_of_saving"
@@ -100,7 +102,7 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
         """The wrappers that one node stands for, by their parts' names."""
         inner = self._checkpointed_as()
         parts = dict(inner._parts()) if _is_wrapper(inner) else {}
-        name = type(self).__name__
+        name = _PREFIX + type(self).__name__
         while name in parts:
             name += "_"
         return {**parts, name: self}
@@ -120,15 +122,34 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
         }
 
     def _checkpoint_adapter(self, path: str) -> Any:
-        position = sys._getframe(1).f_locals[_POSITION]
-        names = {child.local_name for child in position.object_proto.children}
-        self.__dict__["_reads_first_format"] = _FIRST_FORMAT in names
-        self.__dict__["_starts_fresh"] = (
-            ()
-            if self._reads_first_format
-            else tuple(name for name in self._parts() if name not in names)
-        )
+        position = sys._getframe(1).f_locals.get(_POSITION)
+        if position is None:
+            raise RuntimeError(
+                f"TensorFlow {tf.__version__} reads checkpoints in another way"
+                f" than tf_xshard knows, so {self.name} can't be restored from"
+                f" {path}. Use the versions that setup.cfg names as proven."
+            )
+        nodes = {
+            child.local_name: position.checkpoint.object_graph_proto.nodes[
+                child.node_id
+            ]
+            for child in position.object_proto.children
+        }
+        parts = self._parts()
+        is_first_format = _FIRST_FORMAT in nodes
+        self.__dict__["_reads_first_format"] = is_first_format
+        fresh = () if is_first_format else tuple(set(parts) - set(nodes))
+        self.__dict__["_starts_fresh"] = fresh
         self._warn_of_fresh_parts()
+        lost = sorted(
+            name.removeprefix(_PREFIX)
+            for name, node in nodes.items()
+            if name.startswith(_PREFIX) and name not in parts and node.children
+        )
+        if lost:
+            self._warn_of_other_optimizers(
+                f"There is no place for the state of {lost}."
+            )
         return super()._checkpoint_adapter(path)
 
     def _warn_of_fresh_parts(self) -> None:
@@ -143,11 +164,14 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
         ]
         self.__dict__["_starts_fresh"] = ()
         if fresh:
-            warnings.warn(
-                "The checkpoint was saved with other optimizers than"
-                f" {self.name}. {fresh} start fresh.",
-                stacklevel=2,
-            )
+            self._warn_of_other_optimizers(f"{sorted(fresh)} start fresh.")
+
+    def _warn_of_other_optimizers(self, what: str) -> None:
+        warnings.warn(
+            "The checkpoint was saved with other optimizers than"
+            f" {self.name}. {what}",
+            stacklevel=3,
+        )
 
     def _lookup_dependency(
         self, name: str, cached_dependencies: dict | None = None

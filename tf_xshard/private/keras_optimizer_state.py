@@ -138,8 +138,8 @@ def learning_rate_at(
     return float(optimizer.learning_rate)
 
 
-def is_built_by(kind: type, is_inside: Callable[[Any], bool]) -> bool:
-    """Whether an optimizer of some class is among the callers of this function.
+def has_caller_of(kind: type, contains: Callable[[Any], bool]) -> bool:
+    """Whether a method of some optimizer is among the callers of this function.
 
     An inner optimizer cannot find out what wraps it, except when `build` is
     called: a LossScaleOptimizer's or a MultiOptimizer's calls the inner ones'.
@@ -147,14 +147,17 @@ def is_built_by(kind: type, is_inside: Callable[[Any], bool]) -> bool:
     `loss_scale_factor`, which needs no such search.
 
     Args:
-      kind: The class.
-      is_inside: A function that returns whether the optimizer is inside a given
-        one of that class.
+      kind: The optimizer's class.
+      contains: A function of an optimizer of that class: whether it is the one
+        that is looked for.
+
+    Returns:
+      Whether there is one.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, kind) and is_inside(caller):
+        if isinstance(caller, kind) and contains(caller):
             return True
         frame = frame.f_back
     return False

@@ -65,7 +65,7 @@ def input_fn(params):
 
 
 def once(params):
-    """The same data once, the last batch smaller."""
+    """The same data once; the last batch is smaller if it has to be."""
     data = tf.data.Dataset.from_tensor_slices(({"x": X}, Y))
     return data.batch(params["batch_size"], drop_remainder=False)
 
@@ -121,8 +121,19 @@ def test_shards_train_as_one_device(num_shards, tmp_path):
     fresh.train(input_fn, steps=4)
     np.testing.assert_allclose(_weights(fresh, "dense/"), _adam(4), rtol=3e-5)
 
-    results = estimator.evaluate(once)
+    # The metrics are of rows; the loss, as documented, the mean over batches.
+    uneven = _estimator(tmp_path, num_shards, eval_batch_size=12)
     y = X @ weights[:3] + weights[3]
+    squares = (y - Y) ** 2
+    np.testing.assert_allclose(
+        uneven.evaluate(once)["loss"],
+        np.mean([np.mean(squares[i : i + 12]) for i in (0, 12, 24)]),
+        rtol=1e-5,
+    )
+    np.testing.assert_allclose(
+        uneven.evaluate(once)["mae"], np.mean(np.abs(y - Y)), rtol=1e-5
+    )
+    results = estimator.evaluate(once)
     np.testing.assert_allclose(
         results["loss"], np.mean((y - Y) ** 2), rtol=1e-5
     )
@@ -160,7 +171,11 @@ def test_calls_on_the_host(num_shards, tmp_path):
 
     def on_host(losses, step):
         assert losses.shape == [num_shards] and step.shape == [num_shards]
-        return tf1.py_func(lambda *args: seen.append(args), [losses, step], [])
+        noted = tf1.py_func(lambda *args: seen.append(args), [losses, step], [])
+        writer = tf.summary.create_file_writer(str(tmp_path / "host"))
+        with writer.as_default(step=step[0]):
+            tf.summary.write("losses", losses)
+        return [noted, tf1.summary.all_v2_summary_ops(), writer.flush()]
 
     def with_calls(features, labels, mode, params):
         spec = model_fn(features, labels, mode, params)
@@ -201,12 +216,103 @@ def test_calls_on_the_host(num_shards, tmp_path):
             for i in (0, 4)
         ]
         np.testing.assert_allclose(seen[0][0], parts, rtol=1e-5)
-    events = [one for one in os.listdir(tmp_path / "tuned") if "events" in one]
-    assert events
+    [events] = os.listdir(tmp_path / "host")
+    written = [
+        tf.make_ndarray(value.tensor)
+        for event in tf1.train.summary_iterator(str(tmp_path / "host" / events))
+        for value in event.summary.value
+    ]
+    np.testing.assert_array_equal(written, [losses for losses, _ in seen])
 
 
-def test_a_spec_for_one_device(tmp_path):
-    """An EstimatorSpec does as well, and `as_estimator_spec` makes one."""
+@pytest.mark.parametrize("kind", ["operation", "tensor", "list", "none"])
+def test_what_steps_and_host_calls_return(kind, tmp_path):
+    """A train_op may be a tensor, and a host_call returns what it likes."""
+    losses = []
+
+    class Hook(tf1.train.SessionRunHook):
+        def before_run(self, run_context):
+            return tf1.train.SessionRunArgs("loss_on_host:0")
+
+        def after_run(self, run_context, run_values):
+            losses.append(run_values.results)
+
+    def on_host(loss):
+        loss = tf.identity(loss, "loss_on_host")
+        results = {
+            "operation": loss.op,
+            "tensor": loss,
+            "list": [loss, [loss.op]],
+            "none": None,
+        }
+        return results[kind]
+
+    def fn(features, labels, mode, params):
+        spec = model_fn(features, labels, mode, params)
+        with tf.control_dependencies([spec.train_op]):
+            seven = tf.constant(7.0) * 1
+        spec = spec._replace(
+            train_op=seven, host_call=(on_host, [tf.reshape(spec.loss, [1])])
+        )
+        assert spec.as_estimator_spec().train_op.type == "NoOp"
+        return spec
+
+    estimator = _estimator(tmp_path, 1, fn)
+    estimator.train(input_fn, steps=4, hooks=[Hook()])
+    np.testing.assert_allclose(
+        _weights(estimator, "dense/"), _adam(4), rtol=3e-5
+    )
+    np.testing.assert_allclose(losses[0], [np.mean(Y[:8] ** 2)], rtol=1e-5)
+
+
+def test_hooks_and_limits(tmp_path):
+    """Hooks that stop, checkpoints in between, and how many are kept."""
+
+    class Stop(tf1.train.SessionRunHook):
+        def begin(self):
+            self.count = 0
+
+        def after_run(self, run_context, run_values):
+            self.count += 1
+            if self.count == 2:
+                run_context.request_stop()
+
+    config = v1.RunConfig(
+        v1.TPUConfig(num_shards=np.int64(2)),
+        model_dir=str(tmp_path),
+        save_checkpoints_steps=2,
+        keep_checkpoint_max=2,
+        save_summary_steps=0,
+        log_step_count_steps=0,
+    )
+    estimator = v1.TPUEstimator(
+        model_fn,
+        config=config,
+        params={"learning_rate": 0.1},
+        train_batch_size=8,
+        eval_batch_size=8,
+        predict_batch_size=8,
+    )
+    estimator.train(input_fn, steps=7)
+    kept = tf.train.get_checkpoint_state(str(tmp_path))
+    steps = [path[-1] for path in kept.all_model_checkpoint_paths]
+    assert steps == ["6", "7"]
+    assert not [one for one in os.listdir(tmp_path) if "events" in one]
+    estimator.train(input_fn, hooks=[Stop()])
+    assert estimator.get_variable_value("global_step") == 9
+    weights = _weights(estimator, "dense/")
+    errors = (X @ weights[:3] + weights[3] - Y)[:16]
+    found = estimator.evaluate(once, hooks=[Stop()])
+    np.testing.assert_allclose(found["loss"], np.mean(errors**2), rtol=1e-5)
+    assert len(list(estimator.predict(once, hooks=[Stop()]))) == 16
+    # Without shards: CrossShardOptimizer has nothing to reduce.
+    alone = _estimator(tmp_path / "alone", 4, use_tpu=False)
+    alone.train(input_fn, steps=4)
+    np.testing.assert_allclose(_weights(alone, "dense/"), _adam(4), rtol=3e-5)
+
+
+def test_an_estimator_spec(tmp_path):
+    """It does as well, and `as_estimator_spec` makes one."""
 
     def plain(features, labels, mode, params):
         spec = model_fn(features, labels, mode, params).as_estimator_spec()
@@ -275,8 +381,29 @@ def test_refusals(tmp_path):
         ).train(input_fn, steps=1)
     with pytest.raises(ValueError, match="no argument `labels`"):
         _estimator(tmp_path, fn=lambda features: None).train(input_fn, steps=1)
-    with pytest.raises(ValueError, match="names a TPU"):
-        v1.RunConfig(master="grpc://tpu:8470")
+    for name, value in (("master", "grpc://tpu:8470"), ("cluster", object())):
+        with pytest.raises(ValueError, match="names a TPU"):
+            v1.RunConfig(**{name: value})
+    with pytest.raises(ValueError, match="Use save_checkpoints_steps"):
+        v1.RunConfig(save_checkpoints_secs=60)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
+        v1.RunConfig(x=1)
+    with pytest.raises(TypeError, match="must be a tf_xshard.*TPUConfig"):
+        v1.RunConfig(8)
+    with pytest.raises(ValueError, match="must not be negative"):
+        v1.RunConfig(save_summary_steps=-1)
+    assert v1.RunConfig(None, master="").tpu_config == v1.TPUConfig()
+    with pytest.raises(TypeError, match="must be a tf_xshard.*RunConfig"):
+        v1.TPUEstimator(model_fn, str(tmp_path), config={})
+    with pytest.raises(ValueError, match="init_from_checkpoint"):
+        _estimator(tmp_path, warm_start_from="somewhere")
+    _estimator(tmp_path, eval_on_tpu=True, export_to_tpu=False)
+    with pytest.raises(TypeError, match="must be a function"):
+        _estimator(tmp_path, fn="model")
+    with pytest.raises(ValueError, match="got 3 values"):
+        estimator.train(lambda: (X, Y, Y), steps=1)
+    with pytest.raises(ValueError, match="steps must be a positive int"):
+        estimator.train(input_fn, steps=0)
     with pytest.raises(ValueError, match="called once"):
         v1.TPUConfig(
             per_host_input_for_training=v1.InputPipelineConfig.PER_SHARD_V1
@@ -286,10 +413,31 @@ def test_refusals(tmp_path):
     estimator.train(input_fn, steps=1)
     with pytest.raises(ValueError, match="predict_keys has"):
         next(estimator.predict(once, predict_keys=["z"]))
+    for metric, error, message in (
+        ({"loss": (1, 2)}, ValueError, "another name"),
+        ({"mae": 3.0}, TypeError, "'mae' must be a"),
+    ):
+        with pytest.raises(error, match=message):
+            _estimator(
+                tmp_path,
+                fn=lambda features, labels, mode, metric=metric: (
+                    v1.TPUEstimatorSpec(
+                        mode,
+                        loss=tf.constant(1.0),
+                        eval_metrics=(lambda: metric, []),
+                    )
+                ),
+            ).evaluate(once)
+    uneven = _estimator(
+        tmp_path,
+        fn=lambda features, mode: v1.TPUEstimatorSpec(
+            mode, {"a": features["x"], "b": features["x"][:1]}
+        ),
+    )
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        next(uneven.predict(once))
     with pytest.raises(ValueError, match="no batch"):
-        estimator.evaluate(
-            lambda params: once(params).take(0).map(lambda x, y: (x, y))
-        )
+        estimator.evaluate(lambda params: once(params).take(0))
 
 
 def test_a_loss_that_is_nan_is_not_saved(tmp_path):
@@ -300,8 +448,15 @@ def test_a_loss_that_is_nan_is_not_saved(tmp_path):
         spec = model_fn(features, labels, mode, params)
         return spec._replace(loss=spec.loss * np.nan)
 
+    config = v1.RunConfig(save_checkpoints_steps=1)
     with pytest.raises(tf1.train.NanLossDuringTrainingError):
-        _estimator(tmp_path, fn=broken).train(input_fn, steps=3)
+        v1.TPUEstimator(
+            broken,
+            str(tmp_path),
+            config,
+            params={"learning_rate": 0.1},
+            train_batch_size=8,
+        ).train(input_fn, steps=3)
     assert estimator.latest_checkpoint().endswith("ckpt-1")
 
 
@@ -471,6 +626,9 @@ def test_layers_without_keras_2():
         _ = as_tf1.layers
     with pytest.raises(AttributeError, match="tf.estimator has no 'Estimator'"):
         _ = as_tf1.estimator.Estimator
-    assert as_tf1.float32 is tf.float32
+    replaced = {"contrib", "estimator", "layers", "tpu"}
+    for name in set(dir(tf1)) - replaced:
+        if not name.startswith("_"):
+            assert getattr(as_tf1, name) is getattr(tf1, name), name
     assert as_tf1.tpu.replicate is tf1.tpu.replicate
     assert as_tf1.contrib.opt.AGNOptimizer is v1.AGNOptimizer

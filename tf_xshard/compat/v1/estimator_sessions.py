@@ -26,10 +26,10 @@ class Sessions:
         self._config = config
         self._directory = directory
 
-    def of_training(
+    def for_training(
         self, spec: Any, loss: tf.Tensor, hooks: Sequence[Any] | None
     ) -> Any:
-        """A session that goes on from the newest checkpoint, and saves.
+        """A session that resumes from the newest checkpoint and saves.
 
         Args:
           spec: What model_fn returned.
@@ -66,12 +66,14 @@ class Sessions:
         scaffold = self._scaffold(spec)
         # Last, so that what other hooks do in `end` is saved.
         every_steps = config.save_checkpoints_steps
-        all_hooks.append(Save(scaffold, self._directory, every_steps))
+        all_hooks.append(SaverHook(scaffold, self._directory, every_steps))
         return self._session(
             scaffold, all_hooks, checkpoint_dir=self._directory
         )
 
-    def restored(self, spec: Any, hooks: Sequence[Any], path: str) -> Any:
+    def from_checkpoint(
+        self, spec: Any, hooks: Sequence[Any], path: str
+    ) -> Any:
         """A session with the values of a checkpoint.
 
         Args:
@@ -106,11 +108,11 @@ class Sessions:
             scaffold, config=self._config.session_config, **source
         )
         return tf.compat.v1.train.MonitoredSession(
-            creator, [InitializeSummaries(), *hooks]
+            creator, [SummaryWriterInitHook(), *hooks]
         )
 
 
-class InitializeSummaries(tf.compat.v1.train.SessionRunHook):
+class SummaryWriterInitHook(tf.compat.v1.train.SessionRunHook):
     """Initializes the summary writers that a host_call made."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
@@ -124,7 +126,7 @@ class InitializeSummaries(tf.compat.v1.train.SessionRunHook):
         session.run(tensorflow_v1.summary_writer_initializers(session.graph))
 
 
-class Save(tf.compat.v1.train.SessionRunHook):
+class SaverHook(tf.compat.v1.train.SessionRunHook):
     """Saves checkpoints, the last one at the end.
 
     TensorFlow's own hook also writes the graph as a text, which fails in 2.20
@@ -159,7 +161,7 @@ class Save(tf.compat.v1.train.SessionRunHook):
         self._save(session, int(session.run(self._step)))
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Saves if enough steps have gone by.
+        """Saves if enough steps have passed since the last save.
 
         Args:
           run_context: Has the session.

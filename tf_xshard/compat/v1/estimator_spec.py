@@ -137,3 +137,20 @@ def replaced(spec: Any, **fields: Any) -> Any:
     for name, value in fields.items():
         setattr(spec, name, value)
     return spec
+
+
+def check_metric(name: str, pair: Any) -> None:
+    """Checks one of `eval_metric_ops`.
+
+    Args:
+      name: The metric's name.
+      pair: What was given for it.
+
+    Raises:
+      TypeError: If it is not a (value, update operation) pair.
+    """
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(
+            f"Metric {name!r} must be a (value, update operation) pair, as"
+            f" tf.compat.v1.metrics makes them, got {pair!r}."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ _REQUIRED = {
     _Modes.EVAL: ("loss",),
     _Modes.PREDICT: ("predictions",),
 }
+_SPECS = (estimator_spec.EstimatorSpec, tpu_estimator_spec.TPUEstimatorSpec)
 _OPTIONAL_ARGUMENTS = ("labels", "mode", "params", "config")
 
 
@@ -89,8 +90,7 @@ class ModelCalls:
             "mode": mode,
             "config": self._config,
         }
-        parameters = inspect.signature(input_fn).parameters
-        data = input_fn(**{k: v for k, v in known.items() if k in parameters})
+        data = input_fn(**{k: known[k] for k in _taken(input_fn, known)})
         if isinstance(data, tf.data.Dataset):
             iterator = tf.compat.v1.data.make_initializable_iterator(data)
             tf.compat.v1.add_to_collection(
@@ -106,7 +106,7 @@ class ModelCalls:
             return tuple(data)
         return data, None
 
-    def one(
+    def call_model_fn(
         self, features: Any, labels: Any, mode: str, num_shards: int = 1
     ) -> Any:
         """What model_fn returns.
@@ -137,7 +137,7 @@ class ModelCalls:
             )
         spec = self._model_fn(features, **arguments)
         required = _REQUIRED[mode]
-        if not all(hasattr(spec, field) for field in required):
+        if not isinstance(spec, _SPECS):
             raise TypeError(
                 f"model_fn must return a TPUEstimatorSpec, got {spec!r}."
             )
@@ -149,7 +149,7 @@ class ModelCalls:
                 )
         return spec
 
-    def of_all_shards(self, features: Any, labels: Any) -> tuple:
+    def build_training(self, features: Any, labels: Any) -> tuple:
         """The training of all shards.
 
         Args:
@@ -160,7 +160,7 @@ class ModelCalls:
           Shard 0's spec, the operation of a step, and the mean of the losses.
 
         Raises:
-          TypeError, ValueError: See `one`.
+          TypeError, ValueError: See `call_model_fn`.
         """
         given = [features] if labels is None else [features, labels]
         flat = tf.nest.flatten(given)
@@ -169,14 +169,18 @@ class ModelCalls:
         def computation(*parts: tf.Tensor) -> list[Any]:
             mine, *its_labels = tf.nest.pack_sequence_as(given, parts)
             its_labels = its_labels[0] if its_labels else None
-            spec = self.one(mine, its_labels, _Modes.TRAIN, self._num_shards)
+            spec = self.call_model_fn(
+                mine, its_labels, _Modes.TRAIN, self._num_shards
+            )
             specs.append(spec)
             call = getattr(spec, "host_call", None)
             tensors = []
             if call is not None:
                 tpu_estimator_spec.check_call("host_call", call)
                 tensors = tf.nest.flatten(call[1])
-            return [spec.train_op, tf.reshape(spec.loss, [1]), *tensors]
+            # As an operation, which is no output; it may be a tensor.
+            step = tf.group(spec.train_op)
+            return [step, tf.reshape(spec.loss, [1]), *tensors]
 
         losses, *tensors = shard(computation, flat, self._num_shards)
         # It comes after the operations of all shards.
@@ -186,112 +190,35 @@ class ModelCalls:
         if call is not None:
             function, structure = call
             packed = tf.nest.pack_sequence_as(structure, tensors)
-            after = tpu_estimator_spec.called("host_call", (function, packed))
-            train_op = tf.group(train_op, *tf.nest.flatten(after or []))
+            train_op = tpu_estimator_spec.with_host_call(
+                train_op, (function, packed)
+            )
         return spec, train_op, tf.reduce_mean(losses)
 
 
-def _accepted_arguments(model_fn: Callable[..., Any]) -> tuple[str, ...]:
+def _accepted_arguments(model_fn: Callable[..., Any]) -> list[str]:
     """Which of the optional arguments a model_fn has."""
     if not callable(model_fn):
         raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
-    parameters = inspect.signature(model_fn).parameters
+    _, *others = inspect.signature(model_fn).parameters.values()
     unknown = [
-        name
-        for name, one in parameters.items()
-        if name not in ("features", *_OPTIONAL_ARGUMENTS)
+        one.name
+        for one in others
+        if one.name not in _OPTIONAL_ARGUMENTS
         and one.default is one.empty
         and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
     if unknown:
         raise TypeError(
             f"model_fn has arguments {unknown}, which nothing is passed to."
-            f" Expected features and any of {list(_OPTIONAL_ARGUMENTS)}."
+            " Expected the features and, after them, any of"
+            f" {list(_OPTIONAL_ARGUMENTS)}."
         )
+    return _taken(model_fn, _OPTIONAL_ARGUMENTS)
+
+
+def _taken(function: Callable[..., Any], names: Iterable[str]) -> list[str]:
+    """Those of some argument names that a function takes."""
+    parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return tuple(
-        one for one in _OPTIONAL_ARGUMENTS if takes_all or one in parameters
-    )
-
-
-def metrics(spec: Any) -> dict[str, tuple[Any, Any]]:
-    """The metrics of a spec, with its mean loss.
-
-    Args:
-      spec: A `TPUEstimatorSpec` or an `EstimatorSpec`.
-
-    Returns:
-      A dict of (value, update operation) pairs.
-
-    Raises:
-      TypeError: If one is not such a pair.
-      ValueError: If a name is taken.
-    """
-    if hasattr(spec, "eval_metrics"):
-        found = tpu_estimator_spec.called("eval_metrics", spec.eval_metrics)
-    else:
-        found = spec.eval_metric_ops
-    for name, pair in (found or {}).items():
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(
-                f"Metric {name!r} must be a (value, update operation) pair, as"
-                f" tf.compat.v1.metrics makes them, got {pair!r}."
-            )
-    found = dict(found or {})
-    if "loss" in found or "global_step" in found:
-        raise ValueError(
-            '"loss" and "global_step" are always in the results. Give that'
-            " metric another name."
-        )
-    return {**found, "loss": tf.compat.v1.metrics.mean(spec.loss)}
-
-
-def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """The predictions with these keys.
-
-    Args:
-      predictions: A tensor, or a dict of tensors.
-      keys: A key, a list of keys, or None for all.
-
-    Returns:
-      A structure like `predictions`.
-
-    Raises:
-      ValueError: If a key is unknown.
-    """
-    if keys is None:
-        return predictions
-    keys = [keys] if isinstance(keys, str) else list(keys)
-    known = list(predictions) if isinstance(predictions, dict) else []
-    unknown = [key for key in keys if key not in known]
-    if unknown:
-        raise ValueError(
-            f"predict_keys has {unknown}, but the predictions are {known}."
-        )
-    return {key: predictions[key] for key in keys}
-
-
-def rows(batch: Any) -> Iterator[Any]:
-    """The predictions of each row of a batch.
-
-    Args:
-      batch: An array, or a dict of arrays.
-
-    Yields:
-      An array or a dict.
-
-    Raises:
-      ValueError: If arrays have different numbers of rows.
-    """
-    arrays = batch if isinstance(batch, dict) else {"": batch}
-    counts = {key: len(array) for key, array in arrays.items()}
-    if len(set(counts.values())) > 1:
-        raise ValueError(
-            "Predictions have different numbers of rows, so single examples"
-            f" can't be yielded: {counts}. Pass yield_single_examples=False."
-        )
-    for index in range(next(iter(counts.values()))):
-        if isinstance(batch, dict):
-            yield {key: array[index] for key, array in batch.items()}
-        else:
-            yield batch[index]
+    return [name for name in names if takes_all or name in parameters]

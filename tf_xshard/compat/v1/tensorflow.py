@@ -1,9 +1,9 @@
 """`tensorflow.compat.v1` with what TF1's TPU scripts find nowhere any more.
 
 `import tf_xshard.compat.v1.tensorflow as tf` instead of `import tensorflow as
-tf` (or `tensorflow.compat.v1`) is the one change that such a script needs. It
-has all that `tensorflow.compat.v1` has, with these names instead of
-TensorFlow's:
+tf` (or `tensorflow.compat.v1`) is the one change that a script needs if it uses
+nothing that has gone but the names below. The module has all that
+`tensorflow.compat.v1` has, with these names instead of TensorFlow's:
 
 tf.estimator       ModeKeys, EstimatorSpec, export, tpu
 tf.estimator.tpu   TPUEstimator, TPUEstimatorSpec, RunConfig, TPUConfig,
@@ -15,26 +15,29 @@ tf.layers          those of tf_keras; see the error if it is not installed
 
 from __future__ import annotations
 
-import types
-from typing import Any
+import types as _types
+import typing as _typing
 
 import tensorflow as _tensorflow
 
 from tf_xshard.compat import v1 as _v1
 
 
-class _Names(types.SimpleNamespace):
+class _Names(_types.SimpleNamespace):
     """Some names of this package, in front of those of a module."""
 
     def __init__(
-        self, path: str, names: dict[str, Any], module: Any = None
+        self,
+        path: str,
+        names: dict[str, _typing.Any],
+        module: _typing.Any = None,
     ) -> None:
         super().__init__(**names)
         self._prefix = path
         self._listed = list(names)
         self._module = module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> _typing.Any:
         if name.startswith("__") or self._module is None:
             raise AttributeError(
                 f"{self._prefix} has no {name!r} in"
@@ -43,7 +46,7 @@ class _Names(types.SimpleNamespace):
         return getattr(self._module, name)
 
 
-def _of_v1(*names: str) -> dict[str, Any]:
+def _of_v1(*names: str) -> dict[str, _typing.Any]:
     return {name: getattr(_v1, name) for name in names}
 
 
@@ -87,13 +90,13 @@ contrib = _Names(
 )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name == "layers":
         return _layers()
     return getattr(_tensorflow.compat.v1, name)
 
 
-def _layers() -> Any:
+def _layers() -> _typing.Any:
     """`tf.layers`, which Keras 3 does not have."""
     layers = _tensorflow.compat.v1.layers
     try:

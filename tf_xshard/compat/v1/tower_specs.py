@@ -49,11 +49,7 @@ def evaluation(
     updates = []
     for spec in specs:
         for name, pair in (spec.eval_metric_ops or {}).items():
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise TypeError(
-                    f"Metric {name!r} must be a (value, update operation) pair,"
-                    f" as tf.compat.v1.metrics makes them, got {pair!r}."
-                )
+            estimator_spec.check_metric(name, pair)
             updates.append(pair[1])
     with tf.control_dependencies(updates):
         # All are read before any of the other towers' is set to zero.

@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 from tf_xshard import checks
+from tf_xshard.compat.v1 import refused_arguments
 
 
 class InputPipelineConfig(enum.IntEnum):
@@ -68,7 +69,7 @@ class TPUConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class RunConfig:
     """Where a `TPUEstimator` saves, and how often.
 
@@ -84,11 +85,14 @@ class RunConfig:
       log_step_count_steps: Steps between lines of the log with the loss; 0 logs
         nothing. Default: 100.
       session_config: A `tf.compat.v1.ConfigProto`. Default: None.
-      master: Refused: there is no TPU to connect to. Default: None.
-      cluster: Refused likewise. Default: None.
+      **kwargs: Other arguments of the original, which are refused with what to
+        use instead unless they are None or empty.
 
     Raises:
-      ValueError: If master or cluster is given, or a number is negative.
+      TypeError: If tpu_config is no `TPUConfig`, a number is not an int, or an
+        argument is unknown.
+      ValueError: If an argument of the original has no meaning here, or a
+        number is negative.
 
     Example:
 
@@ -100,33 +104,52 @@ class RunConfig:
     Source: tf.compat.v1.estimator.tpu.RunConfig.
     """
 
-    tpu_config: TPUConfig = dataclasses.field(default_factory=TPUConfig)
-    model_dir: str | None = None
-    tf_random_seed: int | None = None
-    save_summary_steps: int = 100
-    save_checkpoints_steps: int | None = None
-    keep_checkpoint_max: int = 5
-    log_step_count_steps: int = 100
-    session_config: Any = None
-    master: str | None = None
-    cluster: Any = None
+    tpu_config: TPUConfig
+    model_dir: str | None
+    tf_random_seed: int | None
+    save_summary_steps: int
+    save_checkpoints_steps: int | None
+    keep_checkpoint_max: int
+    log_step_count_steps: int
+    session_config: Any
 
-    def __post_init__(self) -> None:
-        for name in ("master", "cluster"):
-            value = getattr(self, name)
-            if value:
-                raise ValueError(
-                    f"{name}={value!r} names a TPU, but this TPUEstimator runs"
-                    " its shards on this machine. Leave it out. To train on a"
-                    " TPU, use tf_xshard.CrossShardOptimizer with Keras under"
-                    " TPUStrategy."
-                )
-        for name in (
-            "save_summary_steps",
-            "save_checkpoints_steps",
-            "keep_checkpoint_max",
-            "log_step_count_steps",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must not be negative, got {value!r}.")
+    def __init__(
+        self,
+        tpu_config: TPUConfig | None = None,
+        *,
+        model_dir: str | None = None,
+        tf_random_seed: int | None = None,
+        save_summary_steps: int = 100,
+        save_checkpoints_steps: int | None = None,
+        keep_checkpoint_max: int = 5,
+        log_step_count_steps: int = 100,
+        session_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        refused_arguments.refuse(
+            "RunConfig", kwargs, refused_arguments.OF_RUN_CONFIG
+        )
+        tpu_config = TPUConfig() if tpu_config is None else tpu_config
+        if not isinstance(tpu_config, TPUConfig):
+            raise TypeError(
+                "tpu_config must be a tf_xshard.compat.v1.TPUConfig, got"
+                f" {tpu_config!r}."
+            )
+        counts = {
+            "save_summary_steps": save_summary_steps,
+            "save_checkpoints_steps": save_checkpoints_steps,
+            "keep_checkpoint_max": keep_checkpoint_max,
+            "log_step_count_steps": log_step_count_steps,
+        }
+        for name, count in counts.items():
+            if count is not None and checks.integer(name, count) < 0:
+                raise ValueError(f"{name} must not be negative, got {count!r}.")
+        values = {
+            **counts,
+            "tpu_config": tpu_config,
+            "model_dir": model_dir,
+            "tf_random_seed": tf_random_seed,
+            "session_config": session_config,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)

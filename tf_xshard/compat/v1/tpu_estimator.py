@@ -11,7 +11,6 @@ predict   one model_fn for the whole batch --> a dict for each row
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,10 +19,12 @@ import tensorflow as tf
 from absl import logging
 
 from tf_xshard import checks
+from tf_xshard.compat.v1 import estimator_results
 from tf_xshard.compat.v1 import estimator_sessions
 from tf_xshard.compat.v1 import estimator_spec
 from tf_xshard.compat.v1 import model_calls
 from tf_xshard.compat.v1 import model_directory
+from tf_xshard.compat.v1 import refused_arguments
 from tf_xshard.compat.v1 import tpu_config
 from tf_xshard.private import tensorflow as private_tensorflow
 
@@ -41,7 +42,7 @@ class TPUEstimator(model_directory.ModelDirectory):
     Args:
       model_fn: A function of `features` and, if it has them, `labels`, `mode`,
         `params` and `config`. It returns a `TPUEstimatorSpec`, or an
-        `EstimatorSpec` if there is one shard. In training it gets a shard's
+        `EstimatorSpec`, which has no host_call. In training it gets a shard's
         part of the batch, and its size in `params["batch_size"]`.
       model_dir: The directory of checkpoints and summaries. Default: that of
         `config`.
@@ -53,12 +54,15 @@ class TPUEstimator(model_directory.ModelDirectory):
         divide. Needed by `train`.
       eval_batch_size: The batch size of `evaluate`. Default: None.
       predict_batch_size: The batch size of `predict`. Default: None.
+      **kwargs: Other arguments of the original, refused with what to use
+        instead if they would change something.
 
     Raises:
-      TypeError: If model_fn is not callable, has an unknown argument without a
-        default, or config is not a `RunConfig`.
-      ValueError: If there is no model_dir, params has "batch_size", or the
-        number of shards does not divide train_batch_size.
+      TypeError: If model_fn is not callable, has an argument that nothing is
+        passed to, or config is not a `RunConfig`.
+      ValueError: If there is no model_dir, params has "batch_size", the number
+        of shards does not divide train_batch_size, or an argument of the
+        original has no meaning here.
 
     Example:
 
@@ -96,7 +100,11 @@ class TPUEstimator(model_directory.ModelDirectory):
         train_batch_size: int | None = None,
         eval_batch_size: int | None = None,
         predict_batch_size: int | None = None,
+        **kwargs: Any,
     ) -> None:
+        refused_arguments.refuse(
+            "TPUEstimator", kwargs, refused_arguments.OF_TPU_ESTIMATOR
+        )
         config = tpu_config.RunConfig() if config is None else config
         if not isinstance(config, tpu_config.RunConfig):
             raise TypeError(
@@ -143,9 +151,10 @@ class TPUEstimator(model_directory.ModelDirectory):
         Continues from the newest checkpoint in model_dir.
 
         Args:
-          input_fn: A function of `params` (if it has that argument) that
-            returns a `tf.data.Dataset` or tensors: features, or a pair of
-            features and labels. `params["batch_size"]` is the global one.
+          input_fn: A function of `params`, `mode` and `config` (those that it
+            has) that returns a `tf.data.Dataset` or tensors: features, or a
+            pair of features and labels. `params["batch_size"]` is the global
+            one.
           hooks: `tf.compat.v1.train.SessionRunHook`s. Default: none.
           steps: How many steps to train. Default: None, no limit.
           max_steps: The global step to end at. Default: None, no limit.
@@ -155,28 +164,28 @@ class TPUEstimator(model_directory.ModelDirectory):
 
         Raises:
           TypeError: If model_fn returns something else than a spec.
-          ValueError: If both steps and max_steps are given, or there is no
-            train_batch_size, or the spec lacks a loss or a train_op.
+          ValueError: If both steps and max_steps are given, or one is no
+            positive int, there is no train_batch_size, or the spec lacks a loss
+            or a train_op.
         """
         if steps is not None and max_steps is not None:
             raise ValueError("Pass steps or max_steps, not both.")
         if self._train_batch_size is None:
             raise ValueError("train() needs TPUEstimator(train_batch_size=...)")
-        for name, value in (("steps", steps), ("max_steps", max_steps)):
-            if value is not None:
-                checks.positive_integer(name, value)
+        checks.count("steps", steps, None)
+        checks.count("max_steps", max_steps, None)
         if max_steps is not None and self._saved_step() >= max_steps:
             logging.info("Step %d has been trained already.", max_steps)
             return self
         with self._graph():
             features, labels = self._calls.inputs(input_fn, _Modes.TRAIN)
-            spec, train_op, loss = self._calls.of_all_shards(features, labels)
+            spec, train_op, loss = self._calls.build_training(features, labels)
             if steps is not None or max_steps is not None:
                 hooks = [
                     *(hooks or ()),
                     tf.compat.v1.train.StopAtStepHook(steps, max_steps),
                 ]
-            with self._sessions.of_training(spec, loss, hooks) as session:
+            with self._sessions.for_training(spec, loss, hooks) as session:
                 while not session.should_stop():
                     session.run([train_op, loss])
         return self
@@ -206,29 +215,31 @@ class TPUEstimator(model_directory.ModelDirectory):
 
         Raises:
           TypeError: If model_fn returns something else than a spec, or
-            eval_metrics is not a pair.
-          ValueError: If there is no checkpoint or no batch, or the spec lacks a
-            loss.
+            eval_metrics or a metric is not a pair.
+          ValueError: If there is no checkpoint or no batch, the spec lacks a
+            loss, steps is no positive int, or a metric is called "loss" or
+            "global_step".
         """
-        if steps is not None:
-            checks.positive_integer("steps", steps)
+        checks.count("steps", steps, None)
         path = checkpoint_path or self._checkpoint()
         with self._graph():
             features, labels = self._calls.inputs(input_fn, _Modes.EVAL)
-            spec = self._calls.one(features, labels, _Modes.EVAL)
-            metrics = model_calls.metrics(spec)
+            spec = self._calls.call_model_fn(features, labels, _Modes.EVAL)
+            metrics = estimator_results.metrics(spec)
             updates = [update for _, update in metrics.values()]
             values = {key: value for key, (value, _) in metrics.items()}
             values["global_step"] = tf.compat.v1.train.get_global_step()
             all_hooks = [*(spec.evaluation_hooks or ()), *(hooks or ())]
-            with self._sessions.restored(spec, all_hooks, path) as session:
-                for count in itertools.count():
-                    if count == steps:
-                        break
+            with self._sessions.from_checkpoint(
+                spec, all_hooks, path
+            ) as session:
+                count = 0
+                while count != steps and not session.should_stop():
                     try:
                         session.run(updates)
                     except tf.errors.OutOfRangeError:
                         break
+                    count += 1
                 if not count:
                     raise ValueError("input_fn gives no batch to evaluate.")
                 results = session.run_step_fn(
@@ -271,10 +282,12 @@ class TPUEstimator(model_directory.ModelDirectory):
         path = checkpoint_path or self._checkpoint()
         with self._graph():
             features, _ = self._calls.inputs(input_fn, _Modes.PREDICT)
-            spec = self._calls.one(features, None, _Modes.PREDICT)
-            predictions = model_calls.selected(spec.predictions, predict_keys)
+            spec = self._calls.call_model_fn(features, None, _Modes.PREDICT)
+            predictions = estimator_results.select_predictions(
+                spec.predictions, predict_keys
+            )
             all_hooks = [*(spec.prediction_hooks or ()), *(hooks or ())]
-            monitored = self._sessions.restored(spec, all_hooks, path)
+            monitored = self._sessions.from_checkpoint(spec, all_hooks, path)
         with monitored as session:
             while not session.should_stop():
                 try:
@@ -282,7 +295,7 @@ class TPUEstimator(model_directory.ModelDirectory):
                 except tf.errors.OutOfRangeError:
                     return
                 if yield_single_examples:
-                    yield from model_calls.rows(batch)
+                    yield from estimator_results.rows(batch)
                 else:
                     yield batch
 

@@ -69,10 +69,10 @@ class TPUEstimatorSpec(NamedTuple):
           TypeError: If `eval_metrics` or `host_call` is not a pair of a
             function and a list or dict of tensors.
         """
-        metrics = called("eval_metrics", self.eval_metrics)
+        metrics = call_pair("eval_metrics", self.eval_metrics)
         train_op = self.train_op
-        if self.host_call is not None and train_op is not None:
-            train_op = tf.group(train_op, called("host_call", self.host_call))
+        if train_op is not None:
+            train_op = with_host_call(train_op, self.host_call)
         return estimator_spec.EstimatorSpec(
             mode=self.mode,
             predictions=self.predictions,
@@ -87,7 +87,25 @@ class TPUEstimatorSpec(NamedTuple):
         )
 
 
-def called(field: str, pair: Any) -> Any:
+def with_host_call(train_op: Any, pair: Any) -> tf.Operation:
+    """A training step that also runs what a `host_call` returns.
+
+    Args:
+      train_op: An operation or a tensor.
+      pair: The (function, tensors) pair, or None.
+
+    Returns:
+      An operation.
+
+    Raises:
+      TypeError: If it is not such a pair.
+    """
+    result = call_pair("host_call", pair)
+    after = [] if result is None else tf.nest.flatten(result)
+    return tf.group(train_op, *after)
+
+
+def call_pair(field: str, pair: Any) -> Any:
     """What the function of a (function, tensors) pair returns.
 
     Args:

@@ -1,0 +1,92 @@
+"""What `evaluate` and `predict` of a TPUEstimator return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_xshard.compat.v1 import estimator_spec
+from tf_xshard.compat.v1 import tpu_estimator_spec
+
+
+def metrics(spec: Any) -> dict[str, tuple[Any, Any]]:
+    """The metrics of a spec, with its mean loss.
+
+    Args:
+      spec: A `TPUEstimatorSpec` or an `EstimatorSpec`.
+
+    Returns:
+      A dict of (value, update operation) pairs.
+
+    Raises:
+      TypeError: If one is not such a pair.
+      ValueError: If a name is taken.
+    """
+    if hasattr(spec, "eval_metrics"):
+        found = tpu_estimator_spec.call_pair("eval_metrics", spec.eval_metrics)
+    else:
+        found = spec.eval_metric_ops
+    for name, pair in (found or {}).items():
+        estimator_spec.check_metric(name, pair)
+    found = dict(found or {})
+    if "loss" in found or "global_step" in found:
+        raise ValueError(
+            '"loss" and "global_step" are always in the results. Give that'
+            " metric another name."
+        )
+    return {**found, "loss": tf.compat.v1.metrics.mean(spec.loss)}
+
+
+def select_predictions(
+    predictions: Any, keys: Sequence[str] | str | None
+) -> Any:
+    """The predictions with these keys.
+
+    Args:
+      predictions: A tensor, or a dict of tensors.
+      keys: A key, a list of keys, or None for all.
+
+    Returns:
+      A structure like `predictions`.
+
+    Raises:
+      ValueError: If a key is unknown.
+    """
+    if keys is None:
+        return predictions
+    keys = [keys] if isinstance(keys, str) else list(keys)
+    known = list(predictions) if isinstance(predictions, dict) else []
+    unknown = [key for key in keys if key not in known]
+    if unknown:
+        raise ValueError(
+            f"predict_keys has {unknown}, but the predictions are {known}."
+        )
+    return {key: predictions[key] for key in keys}
+
+
+def rows(batch: Any) -> Iterator[Any]:
+    """The predictions of each row of a batch.
+
+    Args:
+      batch: An array, or a dict of arrays.
+
+    Yields:
+      An array or a dict.
+
+    Raises:
+      ValueError: If arrays have different numbers of rows.
+    """
+    arrays = batch if isinstance(batch, dict) else {"": batch}
+    counts = {key: len(array) for key, array in arrays.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            "Predictions have different numbers of rows, so single examples"
+            f" can't be yielded: {counts}. Pass yield_single_examples=False."
+        )
+    for index in range(next(iter(counts.values()))):
+        if isinstance(batch, dict):
+            yield {key: array[index] for key, array in batch.items()}
+        else:
+            yield batch[index]
