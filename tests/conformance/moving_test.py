@@ -286,6 +286,20 @@ def test_a_checkpoint_of_several_optimizers(tmp_path):
     _checkpoint(again).restore(path).assert_consumed()
     for value, want in zip(_fit(again, 1), expected, strict=True):
         np.testing.assert_array_equal(value, want)
+    # Without a wrapper nothing has saved them.
+    plain = _model_of(lambda: O.MultiOptimizer(lambda _: O.Adam(0.05)))
+    path = _checkpoint(plain).save(tmp_path / "plain")
+    with pytest.warns(UserWarning, match="'CrossShardOptimizer'. start fresh"):
+        _checkpoint(_model_of(maker)).restore(path).expect_partial()
+    # Keras' files have them.
+    _fit(plain, 3)
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    moved = _model_of(maker)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved.load_weights(tmp_path / "plain.weights.h5")
+    for value, want in zip(_fit(moved, 1), _fit(plain, 1), strict=True):
+        np.testing.assert_array_equal(value, want)
 
 
 def test_pickling():

@@ -116,6 +116,10 @@ def _load(root: Any, store: Any) -> None:
             fresh.append(one.name)
             continue
         levels = [x for x in levels if x is not level]
+        # A MultiOptimizer's state includes that of its optimizers.
+        for inner in () if tree.is_wrapper(one) else tree.descendants(one):
+            if inner not in chain:
+                keras_saving.skip_next_load(inner)
         for variable, value in zip(variables, level, strict=True):
             variable.assign(value)
     if levels and not root.built:

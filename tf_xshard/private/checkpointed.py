@@ -46,6 +46,9 @@ dependencies.check_names(TF_PRIVATE_NAMES)
 # The argument of that function, in 2.20 and 2.21: the node that is read.
 _POSITION = "checkpoint_position"
 _PREFIX = "tf_xshard_"
+# Its optimizers, which a plain MultiOptimizer does not save. Each wrapper
+# around it tracks them.
+_OF_MULTI_OPTIMIZER = "optimizer_"
 # Up to version 0.1.0 a wrapper's node had the wrapper's own children, among
 # them this one.
 _FIRST_FORMAT = "notice_of_saving"
@@ -144,7 +147,12 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
         lost = sorted(
             name.removeprefix(_PREFIX)
             for name, node in nodes.items()
-            if name.startswith(_PREFIX) and name not in parts and node.children
+            if name.startswith(_PREFIX)
+            and name not in parts
+            and any(
+                not child.local_name.startswith(_OF_MULTI_OPTIMIZER)
+                for child in node.children
+            )
         )
         if lost:
             self._warn_of_other_optimizers(
@@ -161,6 +169,10 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
             parts[name].name
             for name in self._starts_fresh
             if parts[name]._own_variables
+            or any(
+                child.startswith(_OF_MULTI_OPTIMIZER)
+                for child in parts[name]._own_children()
+            )
         ]
         self.__dict__["_starts_fresh"] = ()
         if fresh:

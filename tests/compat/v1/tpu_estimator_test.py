@@ -1,5 +1,6 @@
 """TPUEstimator's model_fn, driven with no TPU and no Estimator package."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -350,6 +351,87 @@ def test_features_only(tmp_path):
     np.testing.assert_allclose(rows, w * X, rtol=1e-4)
 
 
+def test_scaffolds_savers_and_params(tmp_path):
+    """A Scaffold's own initialization, a Saver of one's own, mutable params."""
+
+    def fn(features, labels, mode, params):
+        params["list"].append(1)
+        assert len(params["list"]) == 1
+        if mode == v1.ModeKeys.TRAIN:
+            tf1.train.get_or_create_global_step()
+        spec = model_fn(features, labels, mode, params)
+        if mode != v1.ModeKeys.TRAIN or tf1.get_collection("savers"):
+            return spec
+        return spec._replace(scaffold_fn=scaffold)
+
+    def scaffold():
+        saver = tf1.train.Saver(max_to_keep=None)
+        tf1.add_to_collection(tf1.GraphKeys.SAVERS, saver)
+        return tf1.train.Scaffold(
+            local_init_op=tf1.local_variables_initializer()
+        )
+
+    params = {"learning_rate": 0.1, "list": []}
+    config = v1.RunConfig(
+        v1.TPUConfig(num_shards=2), save_checkpoints_steps=1
+    ).replace(log_step_count_steps=0)
+    estimator = v1.TPUEstimator(
+        fn, str(tmp_path), config, params, train_batch_size=8
+    )
+    estimator.train(input_fn, steps=7)
+    assert params["list"] == [] and estimator.params["list"] == []
+    # That Saver deletes none.
+    assert len(list(tmp_path.glob("*.index"))) == 8
+    hook = tf1.train.CheckpointSaverHook(str(tmp_path / "more"), save_steps=1)
+    _estimator(tmp_path / "hook").train(input_fn, steps=1, hooks=[hook])
+    assert tf.train.latest_checkpoint(str(tmp_path / "more"))
+
+
+def test_shards_that_combine_nothing(tmp_path):
+    """Only shard 0 would train."""
+
+    def fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(_model(features) - labels))
+        optimizer = tf1.train.GradientDescentOptimizer(0.1)
+        train_op = optimizer.minimize(loss, tf1.train.get_global_step())
+        return v1.TPUEstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    with pytest.raises(ValueError, match="combines nothing"):
+        _estimator(tmp_path, 2, fn).train(input_fn, steps=1)
+    _estimator(tmp_path, 1, fn).train(input_fn, steps=1)
+
+
+@pytest.mark.parametrize(
+    "data, error, message",
+    [
+        (lambda: None, ValueError, "gives None"),
+        (lambda: {"x": tf.constant(1.0)}, ValueError, r"shape \(\)"),
+        (lambda: {"x": tf.constant(X[:7])}, ValueError, "drop_remainder"),
+        (
+            lambda: {"x": tf.sparse.from_dense(np.eye(4))},
+            TypeError,
+            "Make it dense",
+        ),
+    ],
+)
+def test_input_that_cannot_be_split(data, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        _estimator(tmp_path, 2, lambda features: None).train(data, steps=1)
+
+
+@pytest.mark.parametrize("kind", ["list", "nested", "empty"])
+def test_predictions_of_other_structures(kind, tmp_path):
+    _estimator(tmp_path).train(input_fn, steps=1)
+
+    def fn(features, mode):
+        x = features["x"]
+        predictions = {"list": [x, x], "nested": {"a": {"b": x}}, "empty": {}}
+        return v1.TPUEstimatorSpec(mode, predictions[kind])
+
+    with pytest.raises(TypeError, match="a tensor, or a dict of tensors"):
+        next(_estimator(tmp_path, fn=fn).predict(once))
+
+
 def test_refusals(tmp_path):
     estimator = _estimator(tmp_path)
     with pytest.raises(ValueError, match="no checkpoint"):
@@ -416,6 +498,7 @@ def test_refusals(tmp_path):
     for metric, error, message in (
         ({"loss": (1, 2)}, ValueError, "another name"),
         ({"mae": 3.0}, TypeError, "'mae' must be a"),
+        ([(1, 2)], TypeError, "must be a dict"),
     ):
         with pytest.raises(error, match=message):
             _estimator(
@@ -436,6 +519,14 @@ def test_refusals(tmp_path):
     )
     with pytest.raises(ValueError, match="different numbers of rows"):
         next(uneven.predict(once))
+    vector = _estimator(
+        tmp_path,
+        fn=lambda features, labels, mode: v1.TPUEstimatorSpec(
+            mode, loss=labels
+        ),
+    )
+    with pytest.raises(ValueError, match="must be one number"):
+        vector.evaluate(once)
     with pytest.raises(ValueError, match="no batch"):
         estimator.evaluate(lambda params: once(params).take(0))
 
@@ -619,8 +710,14 @@ def test_layers_of_keras_2(tmp_path):
     assert float(accuracy) > 0.8 and has_names == "True"
 
 
-def test_layers_without_keras_2():
+def test_the_module_with_the_old_names():
     import tf_xshard.compat.v1.tensorflow as as_tf1
+
+    # Not a package, whose submodules would be TensorFlow's.
+    with pytest.raises(ImportError):
+        importlib.import_module("tf_xshard.compat.v1.tensorflow.tpu")
+    assert as_tf1.tpu.CrossShardOptimizer is v1.CrossShardOptimizer
+    assert {"float32", "layers", "tpu"} < set(dir(as_tf1))
 
     with pytest.raises(ImportError, match="pip install tf_keras==2"):
         _ = as_tf1.layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard.compat.v1 import estimator_spec
@@ -28,6 +29,8 @@ def metrics(spec: Any) -> dict[str, tuple[Any, Any]]:
         found = tpu_estimator_spec.call_pair("eval_metrics", spec.eval_metrics)
     else:
         found = spec.eval_metric_ops
+    if found is not None and not isinstance(found, dict):
+        raise TypeError(f"Metrics must be a dict of pairs, got {found!r}.")
     for name, pair in (found or {}).items():
         estimator_spec.check_metric(name, pair)
     found = dict(found or {})
@@ -52,8 +55,18 @@ def select_predictions(
       A structure like `predictions`.
 
     Raises:
+      TypeError: If predictions is something else.
       ValueError: If a key is unknown.
     """
+    if isinstance(predictions, dict):
+        tensors = list(predictions.values())
+    else:
+        tensors = [predictions]
+    if not tensors or not all(isinstance(one, tf.Tensor) for one in tensors):
+        raise TypeError(
+            "predictions must be a tensor, or a dict of tensors that is not"
+            f" empty, got {predictions!r}."
+        )
     if keys is None:
         return predictions
     keys = [keys] if isinstance(keys, str) else list(keys)
@@ -79,13 +92,16 @@ def rows(batch: Any) -> Iterator[Any]:
       ValueError: If arrays have different numbers of rows.
     """
     arrays = batch if isinstance(batch, dict) else {"": batch}
-    counts = {key: len(array) for key, array in arrays.items()}
-    if len(set(counts.values())) > 1:
+    counts = {
+        key: len(array) if np.ndim(array) else "no rows"
+        for key, array in arrays.items()
+    }
+    if len(set(counts.values())) > 1 or "no rows" in counts.values():
         raise ValueError(
             "Predictions have different numbers of rows, so single examples"
             f" can't be yielded: {counts}. Pass yield_single_examples=False."
         )
-    for index in range(next(iter(counts.values()))):
+    for index in range(len(next(iter(arrays.values())))):
         if isinstance(batch, dict):
             yield {key: array[index] for key, array in batch.items()}
         else:

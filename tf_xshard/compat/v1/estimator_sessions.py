@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ from absl import logging
 from tf_xshard.compat.v1 import tpu_config
 from tf_xshard.private import tensorflow_v1
 
+# The collection of what initializes a graph's input: not that of tables, which
+# a Scaffold's own local_init_op would leave out.
+INPUTS = "tf_xshard_inputs"
+
 
 class Sessions:
-    """Makes the sessions of a TPUEstimator.
+    """Makes the graphs and sessions of a TPUEstimator.
 
     Args:
       config: A `RunConfig`.
@@ -25,6 +30,14 @@ class Sessions:
     def __init__(self, config: tpu_config.RunConfig, directory: str) -> None:
         self._config = config
         self._directory = directory
+
+    @contextlib.contextmanager
+    def graph(self) -> Iterator[None]:
+        """A new graph, with a global step, which all shards share."""
+        with tf.Graph().as_default():
+            tf.compat.v1.set_random_seed(self._config.tf_random_seed)
+            tf.compat.v1.train.create_global_step()
+            yield
 
     def for_training(
         self, spec: Any, loss: tf.Tensor, hooks: Sequence[Any] | None
@@ -95,10 +108,12 @@ class Sessions:
         scaffold = scaffold or tf.compat.v1.train.Scaffold()
         if scaffold.saver is not None:
             return scaffold
-        keep = self._config.keep_checkpoint_max
+        savers = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.SAVERS)
+        if not savers:
+            keep = self._config.keep_checkpoint_max
+            savers.append(tf.compat.v1.train.Saver(max_to_keep=keep))
         return tf.compat.v1.train.Scaffold(
-            copy_from_scaffold=scaffold,
-            saver=tf.compat.v1.train.Saver(max_to_keep=keep),
+            copy_from_scaffold=scaffold, saver=savers[0]
         )
 
     def _session(
@@ -108,12 +123,12 @@ class Sessions:
             scaffold, config=self._config.session_config, **source
         )
         return tf.compat.v1.train.MonitoredSession(
-            creator, [SummaryWriterInitHook(), *hooks]
+            creator, [InitHook(), *hooks]
         )
 
 
-class SummaryWriterInitHook(tf.compat.v1.train.SessionRunHook):
-    """Initializes the summary writers that a host_call made."""
+class InitHook(tf.compat.v1.train.SessionRunHook):
+    """Initializes the input, and the summary writers that a host_call made."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Called when there is a session.
@@ -123,7 +138,13 @@ class SummaryWriterInitHook(tf.compat.v1.train.SessionRunHook):
           coord: Its coordinator.
         """
         del coord
-        session.run(tensorflow_v1.summary_writer_initializers(session.graph))
+        graph = session.graph
+        session.run(
+            [
+                *graph.get_collection(INPUTS),
+                *tensorflow_v1.summary_writer_initializers(graph),
+            ]
+        )
 
 
 class SaverHook(tf.compat.v1.train.SessionRunHook):

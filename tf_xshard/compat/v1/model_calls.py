@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tf_xshard import checks
+from tf_xshard.compat.v1 import estimator_sessions
 from tf_xshard.compat.v1 import estimator_spec
 from tf_xshard.compat.v1 import tpu_config
 from tf_xshard.compat.v1 import tpu_estimator_spec
+from tf_xshard.compat.v1 import traced_shard
 from tf_xshard.compat.v1.shard import shard
 
 _Modes = estimator_spec.ModeKeys
@@ -68,9 +71,10 @@ class ModelCalls:
 
     def _params_of(self, mode: str, num_shards: int = 1) -> dict[str, Any]:
         _, size = self._batch_sizes[mode]
-        if size is None:
-            return dict(self._params)
-        return {**self._params, "batch_size": size // num_shards}
+        params = copy.deepcopy(dict(self._params))
+        if size is not None:
+            params["batch_size"] = size // num_shards
+        return params
 
     def inputs(self, input_fn: Callable[..., Any], mode: str) -> tuple:
         """What an input_fn gives.
@@ -94,7 +98,7 @@ class ModelCalls:
         if isinstance(data, tf.data.Dataset):
             iterator = tf.compat.v1.data.make_initializable_iterator(data)
             tf.compat.v1.add_to_collection(
-                tf.compat.v1.GraphKeys.TABLE_INITIALIZERS, iterator.initializer
+                estimator_sessions.INPUTS, iterator.initializer
             )
             data = iterator.get_next()
         if isinstance(data, (tuple, list)):
@@ -147,7 +151,39 @@ class ModelCalls:
                     f"The spec that model_fn returns for mode {mode!r} has no"
                     f" {field}."
                 )
+        if "loss" in required:
+            _check_scalar(spec.loss)
         return spec
+
+    def _check_that_shards_exchange(self) -> None:
+        """Without an exchange, shard 0 would train alone."""
+        shard_here = traced_shard.current()
+        assert shard_here is not None
+        if self._num_shards > 1 and not shard_here.num_exchanges:
+            raise ValueError(
+                f"model_fn trains on {self._num_shards} shards, but its"
+                " train_op combines nothing over them, so each would train"
+                " alone. Wrap the optimizer: tf_xshard.compat.v1."
+                "CrossShardOptimizer(optimizer)."
+            )
+
+    def _check_can_be_split(self, value: Any) -> None:
+        if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
+            raise TypeError(
+                f"input_fn gives a {type(value).__name__}, which can't be split"
+                " over shards. Make it dense."
+            )
+        if value is None:
+            raise ValueError("input_fn gives None where a tensor is expected.")
+        shape = tf.convert_to_tensor(value).shape
+        if shape.rank == 0 or (
+            shape.rank and (shape[0] or 0) % self._num_shards
+        ):
+            raise ValueError(
+                f"input_fn gives a tensor of shape {shape}, whose rows can't be"
+                f" split over {self._num_shards} shards. Give batches, with"
+                " dataset.batch(..., drop_remainder=True)."
+            )
 
     def build_training(self, features: Any, labels: Any) -> tuple:
         """The training of all shards.
@@ -164,6 +200,8 @@ class ModelCalls:
         """
         given = [features] if labels is None else [features, labels]
         flat = tf.nest.flatten(given)
+        for one in flat:
+            self._check_can_be_split(one)
         specs: list[Any] = []
 
         def computation(*parts: tf.Tensor) -> list[Any]:
@@ -173,6 +211,7 @@ class ModelCalls:
                 mine, its_labels, _Modes.TRAIN, self._num_shards
             )
             specs.append(spec)
+            self._check_that_shards_exchange()
             call = getattr(spec, "host_call", None)
             tensors = []
             if call is not None:
@@ -194,6 +233,16 @@ class ModelCalls:
                 train_op, (function, packed)
             )
         return spec, train_op, tf.reduce_mean(losses)
+
+
+def _check_scalar(loss: Any) -> None:
+    shape = tf.convert_to_tensor(loss).shape
+    # A scalar or [1]; batches of unknown size are no scalars either.
+    if shape.rank not in (None, 0) and not shape.is_compatible_with([1]):
+        raise ValueError(
+            f"The spec's loss must be one number, got a tensor of shape"
+            f" {shape}. Take its mean."
+        )
 
 
 def _accepted_arguments(model_fn: Callable[..., Any]) -> list[str]:

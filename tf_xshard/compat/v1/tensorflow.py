@@ -93,7 +93,15 @@ contrib = _Names(
 def __getattr__(name: str) -> _typing.Any:
     if name == "layers":
         return _layers()
+    # With TensorFlow's __path__ this would be a package, whose submodules would
+    # be TensorFlow's.
+    if name.startswith("__") and name != "__version__":
+        raise AttributeError(name)
     return getattr(_tensorflow.compat.v1, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "layers", *dir(_tensorflow.compat.v1)})
 
 
 def _layers() -> _typing.Any:

@@ -151,5 +151,18 @@ class RunConfig:
             "tf_random_seed": tf_random_seed,
             "session_config": session_config,
         }
+        if tf_random_seed is not None:
+            checks.integer("tf_random_seed", tf_random_seed)
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def replace(self, **kwargs: Any) -> RunConfig:
+        """A copy with other values.
+
+        Args:
+          **kwargs: The other values.
+
+        Returns:
+          A `RunConfig`.
+        """
+        return dataclasses.replace(self, **kwargs)

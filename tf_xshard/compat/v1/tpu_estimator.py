@@ -10,7 +10,7 @@ predict   one model_fn for the whole batch --> a dict for each row
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -114,7 +114,7 @@ class TPUEstimator(model_directory.ModelDirectory):
         super().__init__(model_dir or config.model_dir)
         self._config = config
         self._sessions = estimator_sessions.Sessions(config, self.model_dir)
-        self._params = dict(params or {})
+        self._params = copy.deepcopy(dict(params or {}))
         self._train_batch_size = train_batch_size
         self._calls = model_calls.ModelCalls(
             model_fn,
@@ -136,7 +136,7 @@ class TPUEstimator(model_directory.ModelDirectory):
     @property
     def params(self) -> dict[str, Any]:
         """A copy of the params."""
-        return dict(self._params)
+        return copy.deepcopy(self._params)
 
     @private_tensorflow.entry_point
     def train(
@@ -164,9 +164,10 @@ class TPUEstimator(model_directory.ModelDirectory):
 
         Raises:
           TypeError: If model_fn returns something else than a spec.
-          ValueError: If both steps and max_steps are given, or one is no
-            positive int, there is no train_batch_size, or the spec lacks a loss
-            or a train_op.
+          ValueError: If both steps and max_steps are given or one is no
+            positive int, there is no train_batch_size, the rows can't be split
+            over the shards, or the spec lacks a loss or a train_op, or shards
+            combine no gradients.
         """
         if steps is not None and max_steps is not None:
             raise ValueError("Pass steps or max_steps, not both.")
@@ -177,7 +178,7 @@ class TPUEstimator(model_directory.ModelDirectory):
         if max_steps is not None and self._saved_step() >= max_steps:
             logging.info("Step %d has been trained already.", max_steps)
             return self
-        with self._graph():
+        with self._sessions.graph():
             features, labels = self._calls.inputs(input_fn, _Modes.TRAIN)
             spec, train_op, loss = self._calls.build_training(features, labels)
             if steps is not None or max_steps is not None:
@@ -196,7 +197,7 @@ class TPUEstimator(model_directory.ModelDirectory):
         input_fn: Callable[..., Any],
         steps: int | None = None,
         hooks: Sequence[Any] | None = None,
-        checkpoint_path: str | None = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
         """Evaluates a checkpoint.
@@ -206,12 +207,10 @@ class TPUEstimator(model_directory.ModelDirectory):
           steps: The number of batches. Default: None, until the input ends.
           hooks: Hooks. Default: none.
           checkpoint_path: Which checkpoint. Default: the newest in model_dir.
-          name: A suffix of the directory of the summary, `eval_NAME`. Default:
-            none.
+          name: A suffix of the summary's directory. Default: none.
 
         Returns:
-          A dict with the metrics, the mean "loss" over the batches, and the
-          "global_step".
+          A dict: the metrics, the batches' mean "loss", and "global_step".
 
         Raises:
           TypeError: If model_fn returns something else than a spec, or
@@ -221,8 +220,8 @@ class TPUEstimator(model_directory.ModelDirectory):
             "global_step".
         """
         checks.count("steps", steps, None)
-        path = checkpoint_path or self._checkpoint()
-        with self._graph():
+        path = os.fspath(checkpoint_path or self._checkpoint())
+        with self._sessions.graph():
             features, labels = self._calls.inputs(input_fn, _Modes.EVAL)
             spec = self._calls.call_model_fn(features, labels, _Modes.EVAL)
             metrics = estimator_results.metrics(spec)
@@ -257,7 +256,7 @@ class TPUEstimator(model_directory.ModelDirectory):
         input_fn: Callable[..., Any],
         predict_keys: Sequence[str] | str | None = None,
         hooks: Sequence[Any] | None = None,
-        checkpoint_path: str | None = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
         """Predicts until the input ends.
@@ -267,20 +266,19 @@ class TPUEstimator(model_directory.ModelDirectory):
           predict_keys: Which predictions, if they are a dict. Default: all.
           hooks: Hooks. Default: none.
           checkpoint_path: Which checkpoint. Default: the newest in model_dir.
-          yield_single_examples: Whether to yield rows or batches. Default:
-            True.
+          yield_single_examples: Whether to yield rows. Default: True.
 
         Yields:
           The predictions of one row, or of one batch: an array or a dict.
 
         Raises:
-          TypeError: If model_fn returns something else than a spec.
-          ValueError: If there is no checkpoint, a key is unknown, the spec has
-            no predictions, or rows are to be yielded but not all predictions
-            have the same number.
+          TypeError: If model_fn returns something else than a spec, or its
+            predictions are neither a tensor nor a dict of tensors.
+          ValueError: If there is no checkpoint, a key is unknown, or rows are
+            to be yielded but predictions have different numbers of them.
         """
-        path = checkpoint_path or self._checkpoint()
-        with self._graph():
+        path = os.fspath(checkpoint_path or self._checkpoint())
+        with self._sessions.graph():
             features, _ = self._calls.inputs(input_fn, _Modes.PREDICT)
             spec = self._calls.call_model_fn(features, None, _Modes.PREDICT)
             predictions = estimator_results.select_predictions(
@@ -298,11 +296,3 @@ class TPUEstimator(model_directory.ModelDirectory):
                     yield from estimator_results.rows(batch)
                 else:
                     yield batch
-
-    @contextlib.contextmanager
-    def _graph(self) -> Iterator[None]:
-        with tf.Graph().as_default():
-            tf.compat.v1.set_random_seed(self._config.tf_random_seed)
-            # Outside of the shards, which share it.
-            tf.compat.v1.train.create_global_step()
-            yield

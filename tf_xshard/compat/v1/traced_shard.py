@@ -35,6 +35,7 @@ class Shard:
     Attributes:
       index: Its number.
       team: The `Team` that it belongs to.
+      num_exchanges: How many times it has called `exchange`.
       contribution: What it gave in the last `exchange`.
       result: What it got in the last `exchange`; in the end, its outputs.
       done: Whether it has ended.
@@ -48,6 +49,7 @@ class Shard:
         self.contribution: Any = None
         self.result: Any = None
         self.done = False
+        self.num_exchanges = 0
         self.operations: list[tf.Operation] = []
         self.collections = team.copies.translated(
             team.initial_collections, index
@@ -77,6 +79,7 @@ class Shard:
           What this shard gets.
         """
         self.team.check_place()
+        self.num_exchanges += 1
         self.contribution = contribution
         if self.index == 0:
             return self.team.gather(combine)
