@@ -55,8 +55,26 @@ EXCEPTIONS = {
         "*::test_adds_loss_scaling_optimizer",
     ),
 }
-_PATTERNS = [one for each in EXCEPTIONS.values() for one in each]
+# Those that apply under one strategy only; under the other one plain Keras
+# fails, too, or a wrapped optimizer passes.
+_ONLY = {
+    "*::test_fit_sparse_*": "none",
+    "optimizers/optimizer_test.py::*::test_gradient_accumulation": "none",
+    "*::test_overwrite_with_gradient_with_gradient_accumulation": "none",
+    "*/optimizer_distribute_test.py::*::test_ema": "none",
+    "*/optimizer_distribute_test.py::*::test_gradient_accumulation": "none",
+    "*::test_adds_loss_scaling_optimizer": "mirrored",
+}
 _MINUTES = 30
+
+
+def _patterns(strategy):
+    return [
+        pattern
+        for patterns in EXCEPTIONS.values()
+        for pattern in patterns
+        if _ONLY.get(pattern, strategy) == strategy
+    ]
 
 
 @functools.cache
@@ -65,7 +83,7 @@ def _outcomes(strategy):
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         files, runs = [], []
-        for kind in ("plain", "cross"):
+        for kind in ("plain", "wrapped"):
             files.append(pathlib.Path(directory) / f"{kind}.json")
             log = stack.enter_context(open(f"{files[-1]}.log", "w+"))
             command = [sys.executable, "-m", "tests.programs.keras_suites"]
@@ -108,12 +126,9 @@ def test_what_plain_keras_passes(strategy, report):
     unexplained = {
         test: wrapped.get(test, "did not run")
         for test in sorted(_lost(strategy))
-        if not any(fnmatch.fnmatch(test, pattern) for pattern in _PATTERNS)
+        if not any(fnmatch.fnmatch(test, one) for one in _patterns(strategy))
     }
     assert not unexplained, json.dumps(unexplained, indent=1)
-
-
-@pytest.mark.full
-def test_every_exception_is_needed():
-    lost = _lost("none") | _lost("mirrored")
-    assert [p for p in _PATTERNS if not fnmatch.filter(lost, p)] == []
+    # Every exception is needed.
+    lost = _lost(strategy)
+    assert [p for p in _patterns(strategy) if not fnmatch.filter(lost, p)] == []

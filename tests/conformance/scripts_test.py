@@ -4,19 +4,20 @@ import numpy as np
 import pytest
 
 import tf_xshard
+from tests.support import own_step_scripts
 from tests.support import replicas
 from tests.support import scripts
 from tests.support import transformer_scripts
 
 ALL = (
-    scripts.AdversarialNetwork,
+    own_step_scripts.AdversarialNetwork,
     scripts.CustomLoop,
-    scripts.Distillation,
+    own_step_scripts.Distillation,
     scripts.FineTuning,
     scripts.GraphConvolution,
     scripts.ResidualNetwork,
     scripts.Siamese,
-    scripts.VariationalAutoencoder,
+    own_step_scripts.VariationalAutoencoder,
     scripts.WideAndDeep,
     transformer_scripts.Bert,
     transformer_scripts.LanguageModel,

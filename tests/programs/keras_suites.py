@@ -1,6 +1,6 @@
 """Runs the tests that Keras' wheel ships, with every optimizer wrapped or none.
 
-`python -m tests.programs.keras_suites plain|cross|tower|agn none|mirrored FILE`
+`python -m tests.programs.keras_suites plain|wrapped none|mirrored FILE`
 writes each test's outcome to a JSON file.
 
 What a test calls (`SGD(...)`, `optimizers.get(...)`, `compile("rmsprop")`)
@@ -35,17 +35,6 @@ DISTRIBUTION = (
 )
 # No optimizer is in them, and they need packages of many kinds.
 LEFT_OUT = "trainers/data_adapters"
-WRAPPERS = {
-    "plain": lambda optimizer: optimizer,
-    "cross": tf_xshard.CrossShardOptimizer,
-    "tower": lambda optimizer: tf_xshard.TowerOptimizer(optimizer, 1),
-    "agn": lambda optimizer: tf_xshard.AGNOptimizer(
-        keras.optimizers.SGD(1.0),
-        local_optimizer=optimizer,
-        communication_period=1,
-        accumulate="updates",
-    ),
-}
 
 
 def _is_optimizer_class(value):
@@ -63,8 +52,7 @@ def _unwrapped(optimizer):
 
 
 def _inside(wrapper_):
-    attributes = wrapper_.__dict__
-    return attributes.get("local_optimizer", attributes["inner_optimizer"])
+    return wrapper_.__dict__["inner_optimizer"]
 
 
 class Wrapping:
@@ -244,9 +232,12 @@ def main(kind, strategy_name, path):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     else:
         paths += DISTRIBUTION
-    plugin = Wrapping(WRAPPERS[kind])
+    is_plain = kind == "plain"
+    plugin = Wrapping(
+        (lambda one: one) if is_plain else tf_xshard.CrossShardOptimizer
+    )
     owner = keras.optimizers.Optimizer
-    if kind != "plain":
+    if not is_plain:
         owner = wrapper.OptimizerWrapper
         _compile_wraps(plugin.wrap)
         _forward_what_is_not_public(owner)

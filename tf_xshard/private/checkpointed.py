@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -149,8 +149,8 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
             for name, node in nodes.items()
             if name.startswith(_PREFIX)
             and name not in parts
-            and any(
-                not child.local_name.startswith(_OF_MULTI_OPTIMIZER)
+            and not all(
+                child.local_name.startswith(_OF_MULTI_OPTIMIZER)
                 for child in node.children
             )
         )
@@ -165,14 +165,13 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
         if not self.built:
             return  # Called again by `build`.
         parts = self._parts()
+        # One part is enough for the optimizers of a MultiOptimizer.
+        no_part = len(self._starts_fresh) == len(parts)
         fresh = [
             parts[name].name
             for name in self._starts_fresh
             if parts[name]._own_variables
-            or any(
-                child.startswith(_OF_MULTI_OPTIMIZER)
-                for child in parts[name]._own_children()
-            )
+            or (no_part and _has_multi_optimizer(parts[name]._own_children()))
         ]
         self.__dict__["_starts_fresh"] = ()
         if fresh:
@@ -203,6 +202,10 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
 
     def _handle_deferred_dependencies(self, name: str, trackable: Any) -> None:
         self._own_part._handle_deferred_dependencies(name, trackable)
+
+
+def _has_multi_optimizer(children: Iterable[str]) -> bool:
+    return any(name.startswith(_OF_MULTI_OPTIMIZER) for name in children)
 
 
 def _is_wrapper(optimizer: Any) -> bool:

@@ -1,0 +1,100 @@
+"""A linear model as a TPUEstimator trains it, with its data."""
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard.compat import v1
+
+tf1 = tf.compat.v1
+RNG = np.random.default_rng(7)
+X = RNG.normal(size=(32, 3)).astype("float32")
+Y = (X @ np.float32([[1.0], [-2.0], [0.5]]) + 0.25).astype("float32")
+
+
+def predicted(features):
+    with tf1.variable_scope("dense"):
+        kernel = tf1.get_variable(
+            "kernel", [3, 1], initializer=tf1.zeros_initializer()
+        )
+        bias = tf1.get_variable(
+            "bias", [1], initializer=tf1.zeros_initializer()
+        )
+    return features["x"] @ kernel + bias
+
+
+def model_fn(features, labels, mode, params):
+    """In the manner of a TPU's model_fn: metrics and host_call on the host."""
+    y = predicted(features)
+    if mode == v1.ModeKeys.PREDICT:
+        return v1.TPUEstimatorSpec(
+            mode, predictions={"y": y, "first": features["x"][:, 0]}
+        )
+    if mode == v1.ModeKeys.TRAIN:
+        assert labels.shape[0] == params["batch_size"]
+    loss = tf.reduce_mean(tf.square(y - labels))
+    if mode == v1.ModeKeys.EVAL:
+        return v1.TPUEstimatorSpec(
+            mode,
+            loss=loss,
+            eval_metrics=(
+                lambda labels, y: {
+                    "mae": tf1.metrics.mean_absolute_error(labels, y)
+                },
+                {"labels": labels, "y": y},
+            ),
+        )
+    optimizer = v1.CrossShardOptimizer(
+        tf1.train.AdamOptimizer(params["learning_rate"])
+    )
+    step = tf1.train.get_global_step()
+    return v1.TPUEstimatorSpec(
+        mode, loss=loss, train_op=optimizer.minimize(loss, step)
+    )
+
+
+def input_fn(params):
+    """Batches of the global size, over and over."""
+    data = tf.data.Dataset.from_tensor_slices(({"x": X}, Y)).repeat()
+    return data.batch(params["batch_size"], drop_remainder=True)
+
+
+def once(params):
+    """The same data once; the last batch is smaller if it has to be."""
+    data = tf.data.Dataset.from_tensor_slices(({"x": X}, Y))
+    return data.batch(params["batch_size"], drop_remainder=False)
+
+
+def weights(estimator, scope=""):
+    """The kernel and, below it, the bias."""
+    value = estimator.get_variable_value
+    return np.concatenate(
+        [value(f"{scope}kernel"), value(f"{scope}bias").reshape(1, 1)]
+    )
+
+
+def make(directory, num_shards=2, fn=model_fn, **kwargs):
+    kwargs = {
+        "train_batch_size": 8,
+        "eval_batch_size": 8,
+        "predict_batch_size": 8,
+        "params": {"learning_rate": 0.1},
+        **kwargs,
+    }
+    config = v1.RunConfig(tpu_config=v1.TPUConfig(num_shards=num_shards))
+    return v1.TPUEstimator(fn, str(directory), config=config, **kwargs)
+
+
+def adam(num_steps):
+    """The kernel and the bias after some steps on the global batches."""
+    weights = np.zeros([4, 1])
+    m, v = np.zeros([4, 1]), np.zeros([4, 1])
+    rows = np.concatenate([X, np.ones([32, 1])], axis=1).astype(np.float64)
+    for step in range(num_steps):
+        part = np.arange(8 * step, 8 * step + 8) % 32
+        x, y = rows[part], Y[part]
+        gradient = 2 * x.T @ (x @ weights - y) / 8
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.999 * v + 0.001 * gradient**2
+        rate = 0.1 * np.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
+        weights -= rate * m / (np.sqrt(v) + 1e-8)
+    return weights
