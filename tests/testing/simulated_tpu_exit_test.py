@@ -43,4 +43,5 @@ def test_it_does_not_linger():
         timer.cancel()
         start = time.monotonic()
         assert process.wait(120) == 0
-        assert time.monotonic() - start < 5
+        # 2 s on an idle machine; it was 41 s.
+        assert time.monotonic() - start < 15
