@@ -128,6 +128,11 @@ class Wrapping:
                             parameters[name] = self.stand_in(value)
 
     @pytest.hookimpl
+    def pytest_runtest_setup(self, item):
+        # Some tests' random data only passes by chance, wrapped or not.
+        keras.utils.set_random_seed(1)
+
+    @pytest.hookimpl
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             text = report.outcome
