@@ -62,6 +62,7 @@ _PUBLIC = {
     "clip_by_norm": "reduction.clipping",
     "clip_by_value": "reduction.clipping",
     "compat": "compat",
+    "elementwise": "optimizers.elementwise",
     "group_reduce": "reduction.group_reduce",
     "is_chief": "multi_worker.processes",
     "multi_worker_fit": "multi_worker.fit",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from tf_xshard.optimizers.cross_shard_optimizer import (
         CrossShardOptimizer as CrossShardOptimizer,
     )
+    from tf_xshard.optimizers.elementwise import elementwise as elementwise
     from tf_xshard.optimizers.scalar_loss import ScalarLoss as ScalarLoss
     from tf_xshard.optimizers.tower_optimizer import (
         TowerOptimizer as TowerOptimizer,

@@ -33,6 +33,25 @@ def integer(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be an int, got {value!r}.")
 
 
+def boolean(name: str, value: Any) -> bool:
+    """Checks that an argument is True or False.
+
+    Args:
+      name: The argument's name, for the error.
+      value: The value given.
+
+    Returns:
+      It, as a bool.
+
+    Raises:
+      TypeError: If it is something else.
+    """
+    # NumPy's bool as well.
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{name} must be a bool, got {value!r}.")
+    return bool(value)
+
+
 def positive_integer(name: str, value: Any) -> int:
     """Checks that a value is an int of at least 1.
 

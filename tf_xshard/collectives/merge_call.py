@@ -29,6 +29,10 @@ class MergeCall(transport.Transport):
         """See `Transport.gather`."""
         return self._combined(lambda values: tf.concat(values, 0), tensors)
 
+    def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.all_gather`."""
+        return self._combined(tf.stack, shards)
+
     def _combined(
         self, combine: Callable, tensors: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
@@ -59,7 +63,8 @@ class MergeCall(transport.Transport):
         values: Sequence[tf.Tensor],
     ) -> Any:
         combined = [
-            combine([values[r] for r in members]) for members in self.groups
+            combine([values[r] for r in sorted(members)])
+            for members in self.groups
         ]
 
         def of_replica(context: Any) -> tf.Tensor:

@@ -68,8 +68,58 @@ class Transport(abc.ABC):
             observer(self, tensors)
         return self._sum(tensors)
 
+    def reduce_scatter(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums tensors over this replica's group, of which it gets one row.
+
+        Args:
+          rows: This replica's tensors, of shapes [group_size, size]. The other
+            replicas of the group pass tensors of the same shapes and dtypes.
+
+        Returns:
+          For each tensor the row of the sum at this replica's position in its
+          group, by replica ids, of shape [size], in its dtype or a wider one.
+        """
+        position = self.position()
+        return [tf.gather(total, position) for total in self.sum(rows)]
+
+    def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Stacks tensors of one shape over this replica's group.
+
+        Args:
+          shards: This replica's tensors, of shapes [size]. The other replicas
+            of the group pass tensors of the same shapes and dtypes.
+
+        Returns:
+          For each tensor one of shape [group_size, size], by replica ids,
+          bitwise equal on all replicas of the group.
+        """
+        position = self.position()
+        return self.sum(
+            [_in_row(t, position, self.groups.group_size) for t in shards]
+        )
+
+    def position(self) -> int | tf.Tensor:
+        """This replica's position among those of its group, by replica ids.
+
+        Returns:
+          An int; a scalar tensor on TPUs.
+        """
+        groups, replica_id = self.groups, self.here.replica_id
+        positions = {
+            r: position
+            for group in groups
+            for position, r in enumerate(sorted(group))
+        }
+        if replica_id is not None:
+            return positions[replica_id]
+        context = tf.distribute.get_replica_context()
+        return tf.gather(
+            tf.constant([positions[r] for r in range(groups.num_replicas)]),
+            context.replica_id_in_sync_group,
+        )
+
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Concatenates tensors over this replica's group, in the group's order.
+        """Concatenates tensors over this replica's group, by replica ids.
 
         Args:
           tensors: This replica's tensors, which may differ in their first
@@ -93,6 +143,15 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `sum`."""
+
+
+def _in_row(
+    tensor: tf.Tensor, position: int | tf.Tensor, num_rows: int
+) -> tf.Tensor:
+    """Zeros of shape [num_rows, size], with a tensor in one row."""
+    # A select, not a product: 0 * inf is nan.
+    is_own = tf.equal(tf.range(num_rows), position)[:, tf.newaxis]
+    return tf.where(is_own, tensor[tf.newaxis], tf.zeros_like(tensor))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard.private import keras_shards
+
 
 def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
     """A variable of zeros that each replica updates by itself.
@@ -92,20 +94,25 @@ def copy_of(variable: Any) -> keras.Variable:
     The path matters to optimizers that select variables by name
     (MultiOptimizer, weight decay).
     """
+    result = beside(variable, variable.shape)
+    result.constraint = getattr(variable, "constraint", None)
+    copy(variable, result, tf.distribute.get_strategy())
+    return result
+
+
+def beside(variable: Any, shape: Sequence[int]) -> keras.Variable:
+    """Zeros of another shape in a variable with the same path and dtype."""
     *scopes, name = _path(variable).split("/")
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))
-        result = keras.Variable(
-            tf.zeros(variable.shape, variable.dtype),
+        return keras.Variable(
+            tf.zeros(shape, variable.dtype),
             dtype=variable.dtype,
             trainable=False,
             autocast=False,
             name=name,
         )
-    result.constraint = getattr(variable, "constraint", None)
-    copy(variable, result, tf.distribute.get_strategy())
-    return result
 
 
 def copy(source: Any, target: Any, strategy: tf.distribute.Strategy) -> None:
@@ -171,6 +178,8 @@ def _path(variable: Any) -> str:
 
 def tensorflow_variable(variable: Any) -> Any:
     """The TensorFlow variable of a Keras or TensorFlow variable."""
+    if isinstance(variable, keras_shards.Sharded):
+        return variable.shards
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -202,6 +211,8 @@ def may_differ(variables: Sequence) -> bool:
     Other processes are not asked; their values are assumed to differ.
     """
     for variable in variables:
+        if isinstance(variable, keras_shards.Sharded):
+            continue  # Each replica's shard is another part of one value.
         values = [np.asarray(copy).tobytes() for copy in copies(variable)]
         strategy = strategy_of(variable)
         if len(set(values)) > 1 or (

@@ -15,6 +15,7 @@ from tf_xshard.group_state import checkpoint_matching
 from tf_xshard.group_state import combine
 from tf_xshard.group_state import replica_values
 from tf_xshard.group_state import state_variable
+from tf_xshard.private import keras_shards
 
 
 class Position(NamedTuple):
@@ -43,13 +44,14 @@ def save(
     owners = [[row.index(digest) for digest in row] for row in digests]
     [token, *_] = replicas.gather_json(checkpoint_files.new_token())
     what = f"Saving to {directory!r}"
+    values = _own_values(replicas, variables, owners)
     files = replicas.run_on_all_processes(
         what,
         lambda: checkpoint_files.write_values(
             directory,
             token,
             replicas.rank,
-            _own_values(replicas, variables, owners),
+            values,
         ),
     )
     manifest = {
@@ -88,11 +90,13 @@ def _own_values(
     variables: Sequence[state_variable.StateVariable],
     owners: Sequence[Sequence[int]],
 ) -> dict[str, np.ndarray]:
-    """The values that this process saves, by name."""
+    """The values that this process saves, by name. Collective."""
     values = {}
     ids = replicas.local_ids
     for index, one in enumerate(variables):
-        if not set(owners[index]) & set(ids):
+        is_sharded = isinstance(one.variable, keras_shards.Sharded)
+        # A sharded variable is gathered, which all processes have to do.
+        if not is_sharded and not set(owners[index]) & set(ids):
             continue
         local = replicas.local(one.variable)
         for r, value in zip(ids, local, strict=True):

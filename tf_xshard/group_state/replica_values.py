@@ -8,7 +8,6 @@ gradients are.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +16,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.distribute import replica_context
+from tf_xshard.collectives import process_gather
 from tf_xshard.distribute import replica_variables
 from tf_xshard.group_state import combine
+from tf_xshard.optimizers import whole_slots
+from tf_xshard.private import keras_shards
 
 # Values are communicated between processes in chunks of about this many bytes
 # (a larger variable is one chunk), to limit the memory in use.
@@ -48,17 +48,28 @@ class ReplicaValues:
         self.strategy = strategy
         self.num_replicas = strategy.num_replicas_in_sync
         self.communication = communication
+        self._processes = process_gather.ProcessGather(strategy, communication)
         # In the order of `copies`.
-        self.local_ids = replica_context.local_replica_ids(strategy)
-        self.num_processes = self.num_replicas // len(self.local_ids)
-        self.rank = replica_context.rank(strategy)
+        self.local_ids = self._processes.local_ids
+        self.num_processes = self._processes.num_processes
+        self.rank = self._processes.rank
 
     def rank_of(self, replica_id: int) -> int:
         """The rank of the process that drives a replica."""
         return replica_id // len(self.local_ids)
 
     def local(self, variable: Any) -> list[np.ndarray]:
-        """This process's values, one for each of `local_ids`."""
+        """This process's values, one for each of `local_ids`.
+
+        Collective for a variable of which each replica holds a shard.
+        """
+        if isinstance(variable, keras_shards.Sharded):
+            [values] = self.gather([variable], self.local_ids)
+            return values
+        return self._copies(variable)
+
+    def _copies(self, variable: Any) -> list[np.ndarray]:
+        """What each of `local_ids` holds: its value, or its shard of it."""
         values = [
             np.asarray(copy) for copy in replica_variables.copies(variable)
         ]
@@ -66,6 +77,9 @@ class ReplicaValues:
 
     def assign(self, variable: Any, values: Sequence[np.ndarray]) -> None:
         """Writes this process's values, one for each of `local_ids`."""
+        if isinstance(variable, keras_shards.Sharded):
+            whole_slots.assign(variable, values, self.local_ids)
+            return
         # With one copy, all replicas share one value.
         for copy, value in zip(
             replica_variables.copies(variable), values, strict=False
@@ -76,56 +90,11 @@ class ReplicaValues:
         """Writes one value to this process's replicas."""
         self.assign(variable, [value] * len(self.local_ids))
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Gathers a payload from every process, by rank. Collective."""
-        if self.num_processes == 1:
-            return [payload]
-        sizes = self._all_gather(np.array([len(payload)], np.int64))
-        # Powers of two, so that few shapes are traced.
-        width = 1 << int(max(sizes) // 8).bit_length()
-        padded = payload + bytes(8 * width - len(payload))
-        rows = self._all_gather(np.frombuffer(padded, np.int64))
-        return [
-            row.tobytes()[:size]
-            for row, size in zip(
-                rows.reshape(self.num_processes, width), sizes, strict=True
-            )
-        ]
-
-    def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """Concatenates the int64 numbers of all processes."""
-        # One replica of each process contributes its numbers.
-        own = self.strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(
-                numbers
-                if int(context.replica_id_in_sync_group) == self.local_ids[0]
-                else numbers[:0]
-            )
-        )
-        # As a graph, even with tf.config.run_functions_eagerly(True).
-        gathered = self._gather_function.get_concrete_function(own)(own)
-        return np.asarray(self.strategy.experimental_local_results(gathered)[0])
-
-    @functools.cached_property
-    def _gather_function(self) -> Any:
-        every = group_assignment_lib.GroupAssignment.single(self.num_replicas)
-
-        def on_replica(value: tf.Tensor) -> tf.Tensor:
-            transport = collectives.choose(
-                replica_context.current(), every, self.communication
-            )
-            [gathered] = transport.gather([value])
-            return gathered
-
-        return tf.function(
-            lambda own: self.strategy.run(on_replica, (own,)), autograph=False
-        )
-
     def gather_json(self, value: Any) -> list:
         """The same for values that JSON can represent. Collective."""
         return [
             json.loads(payload)
-            for payload in self.gather_bytes(json.dumps(value).encode())
+            for payload in self._processes.gather(json.dumps(value).encode())
         ]
 
     def run_on_all_processes(
@@ -168,44 +137,69 @@ class ReplicaValues:
         Yields:
           For each variable a list of values, in the order of `replica_ids`.
         """
+        # Of a sharded variable, whole values are joined from all shards.
+        every = range(self.num_replicas)
+        wanted = [
+            every if isinstance(one, keras_shards.Sharded) else replica_ids
+            for one in variables
+        ]
+        for variable, held in zip(
+            variables, self._held(variables, wanted), strict=True
+        ):
+            if isinstance(variable, keras_shards.Sharded):
+                layout = variable.layout
+                yield whole_slots.joined(layout, replica_ids, held.__getitem__)
+            else:
+                yield held
+
+    def _held(
+        self, variables: Sequence, wanted: Sequence[Sequence[int]]
+    ) -> Iterator[list[np.ndarray]]:
+        """What replicas hold of each variable: values, or shards of them."""
         if self.num_processes == 1:
-            for variable in variables:
-                local = self.local(variable)
+            for variable, replica_ids in zip(variables, wanted, strict=True):
+                local = self._copies(variable)
                 yield [local[r] for r in replica_ids]
             return
-        chunk, size = [], 0
+        begin, size = 0, 0
         for index, variable in enumerate(variables):
-            chunk.append(variable)
-            size += replica_variables.copies(variable)[0].dtype.size * int(
-                np.prod(variable.shape)
-            )
+            copy = replica_variables.copies(variable)[0]
+            size += copy.dtype.size * int(np.prod(copy.shape))
             if size >= _CHUNK_BYTES or index == len(variables) - 1:
-                yield from self._gathered(chunk, replica_ids)
-                chunk, size = [], 0
+                chunk = slice(begin, index + 1)
+                yield from self._exchanged(variables[chunk], wanted[chunk])
+                begin, size = index + 1, 0
 
-    def _gathered(
-        self, variables: Sequence, replica_ids: Sequence[int]
+    def _exchanged(
+        self, variables: Sequence, wanted: Sequence[Sequence[int]]
     ) -> Iterator[list[np.ndarray]]:
-        """`gather` for a few variables, in one exchange."""
-        own = [r for r in replica_ids if r in self.local_ids]
+        """`_held` for a few variables, in one exchange between processes."""
         parts = []
-        for variable in variables:
-            local = dict(zip(self.local_ids, self.local(variable), strict=True))
-            parts += [local[r].tobytes() for r in own]
-        payloads = self.gather_bytes(b"".join(parts))
+        for variable, replica_ids in zip(variables, wanted, strict=True):
+            local = dict(
+                zip(self.local_ids, self._copies(variable), strict=True)
+            )
+            parts += [local[r].tobytes() for r in replica_ids if r in local]
+        payloads = self._processes.gather(b"".join(parts))
         offsets = [0] * self.num_processes
-        for variable in variables:
-            found = {}
-            dtype = replica_variables.copies(variable)[0].dtype.as_numpy_dtype
-            shape = tuple(variable.shape)
+        for variable, replica_ids in zip(variables, wanted, strict=True):
+            copy = replica_variables.copies(variable)[0]
+            shape = tuple(copy.shape)
             count = int(np.prod(shape))
+            found = []
+            # A process sends those of its replicas in this order.
             for r in replica_ids:
                 rank = self.rank_of(r)
-                found[r] = np.frombuffer(
-                    payloads[rank], dtype, count, offsets[rank]
-                ).reshape(shape)
-                offsets[rank] += found[r].nbytes
-            yield [found[r] for r in replica_ids]
+                found.append(
+                    np.frombuffer(
+                        payloads[rank],
+                        copy.dtype.as_numpy_dtype,
+                        count,
+                        offsets[rank],
+                    ).reshape(shape)
+                )
+                offsets[rank] += found[-1].nbytes
+            yield found
 
     def of_group(
         self, variables: Sequence, members: Sequence[int]
@@ -238,6 +232,13 @@ class ReplicaValues:
           groups: Which replica is in which group.
           of_group: A value by group index; other groups keep theirs.
         """
+        if isinstance(variable, keras_shards.Sharded):
+            whole_slots.assign(
+                variable,
+                [of_group.get(groups.group_of(r)) for r in self.local_ids],
+                self.local_ids,
+            )
+            return
         own = [groups.group_of(r) for r in self.local_ids]
         current = self.local(variable)
         self.assign(
@@ -259,7 +260,7 @@ class ReplicaValues:
         own = []
         for variable in variables:
             seen = {}
-            for one in self.local(variable):
+            for one in self._copies(variable):
                 # If a variable has one copy, its values are one object.
                 if id(one) not in seen:
                     seen[id(one)] = _digest(one)
@@ -269,7 +270,26 @@ class ReplicaValues:
         for of_process in self.gather_json(own):
             for index, row in enumerate(result):
                 row += of_process[index * width : (index + 1) * width]
-        return result
+        return [
+            _of_groups(variable, row)
+            if isinstance(variable, keras_shards.Sharded)
+            else row
+            for variable, row in zip(variables, result, strict=True)
+        ]
+
+
+def _of_groups(variable: keras_shards.Sharded, shards: list[str]) -> list[str]:
+    """Digests of whole values, from those of the replicas' shards."""
+    layout = variable.layout
+    return [
+        _digest(
+            np.frombuffer(
+                "".join(shards[m] for m in layout.members_of(r)).encode(),
+                np.uint8,
+            )
+        )
+        for r in range(len(shards))
+    ]
 
 
 def _digest(value: np.ndarray) -> str:

@@ -37,8 +37,7 @@ def check(
         raise ValueError(
             f"accumulate must be one of {ACCUMULATIONS}, got {accumulate!r}."
         )
-    if not isinstance(normalize, bool):
-        raise TypeError(f"normalize must be a bool, got {normalize!r}.")
+    checks.boolean("normalize", normalize)
 
 
 def check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:

@@ -169,7 +169,13 @@ class AGNOptimizer(local_training.LocalTraining):
             self.local_optimizer.build(variables)
         inner_update.make_local(self.local_optimizer)
         for one in tree.descendants(self.inner_optimizer):
-            keras_moving_averages.refuse_swapped_averages(one)
+            keras_moving_averages.refuse_swapped_averages(
+                one,
+                "SwapEMAWeights can't be used with AGNOptimizer: the averages"
+                " are those of the center, not of the variables in the model."
+                " Use tf_xshard.SwapCenterWeights to evaluate the center; at"
+                " the end of fit the model gets the averages.",
+            )
 
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here

@@ -14,6 +14,7 @@ from tf_xshard.optimizers import loss_conventions
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_shards
 from tf_xshard.private import tensorflow as private_tensorflow
 
 
@@ -102,6 +103,8 @@ class Building(loss_conventions.LossConventions):
         with (
             keras_optimizers.tracked(),
             keras.name_scope(self.name, caller=self),
+            keras_shards.building(),
+            inner_update.changing_when_chosen(self, inner_update.make_local),
         ):
             self._build_inner(variables)
         keras_optimizer_state.set_trainable_variables(self, variables)

@@ -8,11 +8,14 @@ from typing import Any
 import keras
 import numpy as np
 
+from tf_xshard import checks
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_context
+from tf_xshard.optimizers import elementwise
 from tf_xshard.optimizers import hooks
 from tf_xshard.optimizers import inner_update
+from tf_xshard.optimizers import sharded_update
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
 from tf_xshard.optimizers import wrapper_arguments
@@ -68,13 +71,21 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         gradients as float32.
       post_reduce: The same, on the reduced gradients.
       communication: A `Communication`. None (default) for its defaults.
+      shard_update: Whether each replica of a group of g updates 1/g of the
+        variables and holds 1/g of the optimizer's slot variables, instead of
+        all replicas repeating the whole update: a reduce-scatter of the
+        gradients and an all-gather of the variables take the place of the
+        all-reduce. The numbers are the same to rounding. For inner optimizers
+        that compute element by element, see `tf_xshard.elementwise`. All
+        workers have to save together, since each holds a part. Default: False.
       name: The optimizer's name.
 
     Raises:
       TypeError: If an argument has the wrong type, or `inner_optimizer` is not
         a Keras optimizer.
       ValueError: If an argument is invalid or belongs on the inner optimizer,
-        if `group_assignment` is for a different number of replicas than the
+        if `shard_update` is not possible with the inner optimizer, if
+        `group_assignment` is for a different number of replicas than the
         strategy has, or if the strategy is not supported.
 
     Example:
@@ -110,9 +121,15 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         pre_reduce: hooks.GradientFunction | None = None,
         post_reduce: hooks.GradientFunction | None = None,
         communication: communication_lib.Communication | None = None,
+        shard_update: bool = False,
         name: str = "CrossShardOptimizer",
         **kwargs: Any,
     ) -> None:
+        checks.boolean("shard_update", shard_update)
+        if shard_update and isinstance(
+            inner_optimizer, keras.optimizers.Optimizer
+        ):
+            elementwise.check(inner_optimizer)
         pre_hook = hooks.Hook("pre_reduce", pre_reduce)
         post_hook = hooks.Hook("post_reduce", post_reduce)
         super().__init__(
@@ -129,6 +146,37 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         self._pre_reduce, self._post_reduce = pre_reduce, post_reduce
         self._set_untracked("_pre_hook", pre_hook)
         self._set_untracked("_post_hook", post_hook)
+        self._shard_update = bool(shard_update)
+        self._set_untracked(
+            "_update_stage",
+            inner_update.WholeUpdate(inner_optimizer, self._reducer),
+        )
+
+    @property
+    def shard_update(self) -> bool:
+        """Whether each replica of a group updates a part of the variables."""
+        return self._shard_update
+
+    def _build_inner(self, variables: list) -> None:
+        inner = self.inner_optimizer
+        num_replicas = self._strategy.num_replicas_in_sync
+        if (
+            not self._shard_update
+            or self._reducer.groups(num_replicas).group_size == 1
+        ):
+            super()._build_inner(variables)
+            return
+        if inner.built:
+            raise ValueError(
+                f"{self.name} has shard_update=True, but its inner optimizer"
+                f" {inner.name!r} has been built with whole variables. Pass one"
+                " that has not been built."
+            )
+        sharded = sharded_update.ShardedUpdate(
+            inner, variables, self._reducer, self._strategy
+        )
+        sharded.build()
+        self._set_untracked("_update_stage", sharded)
 
     def _claim_inner_wrappers(self) -> None:
         found = tree.wrappers(self.inner_optimizer)
@@ -153,16 +201,22 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         gradients = self._pre_hook(
             gradients, variables, inner.scale_loss, multiplier
         )
-        gradients = self._reducer.reduce(
-            gradients, variables, here, self.reduction, multiplier
+        gradients = self._update_stage.reduced(
+            gradients,
+            variables,
+            here,
+            self.reduction,
+            multiplier,
+            self._post_hook.bound_to(variables, inner.scale_loss),
         )
-        gradients = self._post_hook(gradients, variables, inner.scale_loss)
         gradients += self._reducer.reduce(*statistics, here, "mean")
         variables += statistics.variables
+        finite = None
         if tree.has_loss_scale_optimizer(inner):
             vote.note(gradients)
-            gradients = vote.apply(gradients)
-        inner_update.apply(inner, gradients, variables)
+            finite = vote.result()
+            gradients = loss_scaling.nan_unless(finite, gradients)
+        self._update_stage.apply(gradients, variables, here, finite)
 
     def _unsaved_state(self) -> str | None:
         groups = self.group_assignment
@@ -189,6 +243,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             **self._reducer_config(),
             "pre_reduce": _serialized(self._pre_reduce),
             "post_reduce": _serialized(self._post_reduce),
+            "shard_update": self._shard_update,
         }
 
 

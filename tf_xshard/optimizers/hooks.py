@@ -39,6 +39,19 @@ class Hook:
                 " tf_xshard.clip_by_global_norm."
             )
 
+    def bound_to(
+        self, variables: Sequence, scale_loss: Callable[[float], Any]
+    ) -> Callable[[list], list] | None:
+        """The function for the gradients of some variables, or None.
+
+        Args:
+          variables: See `__call__`.
+          scale_loss: See `__call__`.
+        """
+        if self.function is None:
+            return None
+        return lambda gradients: self(gradients, variables, scale_loss)
+
     def __call__(
         self,
         gradients: Sequence,

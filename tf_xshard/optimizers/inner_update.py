@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -11,9 +12,12 @@ import tensorflow as tf
 from absl import logging
 
 from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizers
+from tf_xshard.private import keras_shards
 from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.reduction import group_sum
 
 
 def make_local(optimizer: keras.optimizers.Optimizer) -> None:
@@ -32,6 +36,26 @@ def make_local(optimizer: keras.optimizers.Optimizer) -> None:
     keras_optimizers.make_local(
         one for one in tree.descendants(optimizer) if not tree.is_wrapper(one)
     )
+
+
+@contextlib.contextmanager
+def changing_when_chosen(
+    optimizer: keras.optimizers.Optimizer, change: Callable
+) -> Iterator[None]:
+    """A context in which an optimizer is built, and MultiOptimizers may choose.
+
+    Args:
+      optimizer: The inner optimizer.
+      change: Called with each optimizer that a MultiOptimizer inside chooses,
+        before that is built.
+
+    Yields:
+      None.
+    """
+    with contextlib.ExitStack() as stack:
+        for one in tree.with_local_optimizers(optimizer):
+            stack.enter_context(keras_shards.changes_when_chosen(one, change))
+        yield
 
 
 def note_summed_rows(optimizer: keras.optimizers.Optimizer) -> None:
@@ -101,6 +125,69 @@ def split_statistics(
         [variable for _, variable in ours],
         Statistics([value for value, _ in others], [v for _, v in others]),
     )
+
+
+class WholeUpdate:
+    """Reduces whole gradients and updates whole variables.
+
+    Args:
+      optimizer: The inner optimizer, already made local.
+      reducer: The reducer.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        reducer: group_sum.GroupReducer,
+    ) -> None:
+        self._optimizer = optimizer
+        self._reducer = reducer
+
+    def reduced(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        here: replica_context.Here,
+        reduction: str,
+        multiplier: float,
+        post_hook: Callable[[list], list] | None,
+    ) -> list:
+        """The group's gradients, after the user's hook.
+
+        Args:
+          gradients: This replica's: tensors of the variables' shapes,
+            IndexedSlices or None.
+          variables: The variables.
+          here: Where the code runs.
+          reduction: `"mean"` or `"sum"`.
+          multiplier: See `GroupReducer.reduce`.
+          post_hook: Called with the reduced gradients, or None.
+
+        Returns:
+          A list like `gradients`.
+        """
+        result = self._reducer.reduce(
+            gradients, variables, here, reduction, multiplier
+        )
+        return result if post_hook is None else post_hook(result)
+
+    def apply(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        here: replica_context.Here,
+        is_applied: tf.Tensor | None,
+    ) -> None:
+        """Applies reduced gradients; see `apply` below.
+
+        Args:
+          gradients: As from `reduced`.
+          variables: The variables.
+          here: Where the code runs.
+          is_applied: Whether the inner optimizer will not skip this step, a
+            scalar bool tensor; None if it never does.
+        """
+        apply(self._optimizer, gradients, variables)
 
 
 def apply(

@@ -36,17 +36,13 @@ class SwappableAverages:
 
 
 class Averages:
-    """An optimizer whose averages can be those of AGNOptimizer's center."""
+    """An optimizer whose averages may not be those of the model's variables."""
 
     @property
     def _model_variables_moving_average(self) -> list:
-        if self.__dict__.get("_updates_a_center") and _swaps_averages():
-            raise ValueError(
-                "SwapEMAWeights can't be used with AGNOptimizer: the averages"
-                " are those of the center, not of the variables in the model."
-                " Use tf_xshard.SwapCenterWeights to evaluate the center; at"
-                " the end of fit the model gets the averages."
-            )
+        why = self.__dict__.get("_refuses_to_swap")
+        if why and _swaps_averages():
+            raise ValueError(why)
         try:
             return self.__dict__["_model_variables_moving_average"]
         except KeyError:
@@ -57,9 +53,17 @@ class Averages:
         self.__dict__["_model_variables_moving_average"] = value
 
 
-def refuse_swapped_averages(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes SwapEMAWeights fail on a local optimizer that updates a center."""
-    object.__setattr__(optimizer, "_updates_a_center", True)
+def refuse_swapped_averages(
+    optimizer: keras.optimizers.Optimizer, why: str
+) -> None:
+    """Makes SwapEMAWeights fail on a local optimizer.
+
+    Args:
+      optimizer: One whose averages do not have the shapes of the model's
+        variables, or are not theirs.
+      why: The error's text.
+    """
+    object.__setattr__(optimizer, "_refuses_to_swap", why)
 
 
 def _swaps_averages() -> bool:

@@ -35,6 +35,7 @@ from keras.src.utils import tracking as _tracking
 from tf_xshard import dependencies
 from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_saving
+from tf_xshard.private import keras_shards
 
 # Keras' private names, each with the reason. Present in 3.12 to 3.15.
 # If one moves, tests/conformance/private_names_test.py fails with its name.
@@ -144,6 +145,7 @@ def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
 class _Local(
     keras_saving.SavedElsewhere,
     keras_moving_averages.Averages,
+    keras_shards.UpdatesShards,
     keras.optimizers.Optimizer,
 ):
     """Comes between an optimizer's class and `keras.optimizers.Optimizer`.
@@ -193,7 +195,9 @@ class _Local(
                 self._model_variables_moving_average,
                 strict=True,
             ):
-                if average is not None:
+                if isinstance(average, keras_shards.Sharded):
+                    average.store.write_into(average, variable)
+                elif average is not None:
                     strategy.extended.update(
                         getattr(variable, "value", variable),
                         lambda copy, value: copy.assign(value),

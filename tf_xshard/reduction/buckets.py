@@ -1,4 +1,4 @@
-"""Sums dense tensors, packed into buckets if the transport benefits.
+"""Communicates dense tensors, packed into buckets if the transport benefits.
 
 A few large collectives are faster than many small ones, and several buckets in
 flight overlap with the backward pass.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.distribute import shards
 
 
 def sum_dense(
@@ -31,26 +32,16 @@ def sum_dense(
     """
     if not tensors:
         return []
-    if not transport.packs:
-        sums = transport.sum([_to_wire(t, transport) for t in tensors])
-        return [
-            tf.cast(total, tensor.dtype)
-            for total, tensor in zip(sums, tensors, strict=True)
-        ]
-    # The backward pass computes the last layers' gradients first, so these are
-    # communicated first, while it is still running.
-    order = list(reversed(range(len(tensors))))
     buckets = _buckets(
-        [tensors[i] for i in order], transport.communication.bytes_per_bucket
+        tensors, [t.shape.num_elements() for t in tensors], transport
     )
     packed = [
-        _to_wire(_packed([tensors[order[i]] for i in bucket]), transport)
+        _to_wire(_packed([tensors[i] for i in bucket]), transport)
         for bucket in buckets
     ]
     sums = transport.sum(packed)
     result: list[tf.Tensor] = [None] * len(tensors)
-    for bucket, total in zip(buckets, sums, strict=True):
-        members = [order[i] for i in bucket]
+    for members, total in zip(buckets, sums, strict=True):
         total = tf.cast(total, tensors[members[0]].dtype)
         for i, part in zip(
             members,
@@ -58,6 +49,80 @@ def sum_dense(
             strict=True,
         ):
             result[i] = part
+    return result
+
+
+def scatter_dense(
+    tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
+) -> list[tf.Tensor]:
+    """This replica's shards of the group sums of dense tensors.
+
+    Args:
+      tensors: This replica's tensors, of known shapes.
+      transport: The `Transport` to use.
+
+    Returns:
+      A shard of each sum, see `distribute.shards`, in the order of `tensors`
+      and in their dtypes.
+
+    Raises:
+      ValueError: If the transport cannot sum a dtype.
+    """
+    layouts = [
+        shards.Layout(tuple(tensor.shape), transport.groups)
+        for tensor in tensors
+    ]
+    rows = [
+        layout.split(tensor)
+        for layout, tensor in zip(layouts, tensors, strict=True)
+    ]
+    buckets = _buckets(
+        tensors, [one.num_elements for one in layouts], transport
+    )
+    sums = transport.reduce_scatter(
+        [
+            _to_wire(_concatenated([rows[i] for i in bucket], 1), transport)
+            for bucket in buckets
+        ]
+    )
+    result: list[tf.Tensor] = [None] * len(tensors)
+    for bucket, total in zip(buckets, sums, strict=True):
+        total = tf.cast(total, tensors[bucket[0]].dtype)
+        parts = _split(total, [layouts[i].size for i in bucket], 0)
+        for i, part in zip(bucket, parts, strict=True):
+            result[i] = part
+    return result
+
+
+def gather_dense(
+    parts: Sequence[tf.Tensor],
+    layouts: Sequence[shards.Layout],
+    transport: transport_lib.Transport,
+) -> list[tf.Tensor]:
+    """Joins the shards of a group's replicas.
+
+    Args:
+      parts: This replica's shards.
+      layouts: How they are split.
+      transport: The `Transport` to use.
+
+    Returns:
+      The whole tensors, in the order of `parts` and in their dtypes.
+
+    Raises:
+      ValueError: If the transport cannot sum a dtype, and gathers by a sum.
+    """
+    for part in parts:
+        transport.check_dtype(part.dtype)
+    buckets = _buckets(parts, [one.num_elements for one in layouts], transport)
+    stacks = transport.all_gather(
+        [_concatenated([parts[i] for i in bucket], 0) for bucket in buckets]
+    )
+    result: list[tf.Tensor] = [None] * len(parts)
+    for bucket, stack in zip(buckets, stacks, strict=True):
+        rows = _split(stack, [layouts[i].size for i in bucket], 1)
+        for i, one in zip(bucket, rows, strict=True):
+            result[i] = layouts[i].join(one)
     return result
 
 
@@ -73,19 +138,37 @@ def _to_wire(
 
 
 def _buckets(
-    tensors: Sequence[tf.Tensor], bytes_per_bucket: int
+    tensors: Sequence[tf.Tensor],
+    sizes: Sequence[int],
+    transport: transport_lib.Transport,
 ) -> list[list[int]]:
-    """Positions of neighbours of one dtype that fit into a bucket together."""
+    """Positions of neighbours of one dtype that fit into a bucket together.
+
+    Args:
+      tensors: The tensors, for their dtypes.
+      sizes: How many elements are communicated for each.
+      transport: Whether it packs, and what fits into a bucket.
+
+    Returns:
+      Lists of positions.
+    """
+    if not transport.packs:
+        return [[position] for position in range(len(tensors))]
+    # The backward pass computes the last layers' gradients first, so these are
+    # communicated first, while it is still running.
+    order = reversed(range(len(tensors)))
     buckets: list[list[int]] = []
     open_bucket: dict[tf.DType, tuple[list[int], int]] = {}
-    for position, tensor in enumerate(tensors):
-        size = tensor.shape.num_elements() * tensor.dtype.size
-        bucket, filled = open_bucket.get(tensor.dtype, ([], 0))
-        if not bucket or filled + size > bytes_per_bucket:
+    for position in order:
+        dtype = tensors[position].dtype
+        size = sizes[position] * dtype.size
+        bucket, filled = open_bucket.get(dtype, ([], 0))
+        limit = transport.communication.bytes_per_bucket
+        if not bucket or filled + size > limit:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(position)
-        open_bucket[tensor.dtype] = (bucket, filled + size)
+        open_bucket[dtype] = (bucket, filled + size)
     return buckets
 
 
@@ -107,3 +190,11 @@ def _unpacked(
         tf.reshape(part, shape)
         for part, shape in zip(parts, shapes, strict=True)
     ]
+
+
+def _concatenated(tensors: Sequence[tf.Tensor], axis: int) -> tf.Tensor:
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis)
+
+
+def _split(tensor: tf.Tensor, sizes: Sequence[int], axis: int) -> list:
+    return [tensor] if len(sizes) == 1 else tf.split(tensor, sizes, axis)

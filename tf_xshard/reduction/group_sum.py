@@ -12,8 +12,7 @@ gradients of replica r:   dense        IndexedSlices        None
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -23,9 +22,9 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import group_relations
 from tf_xshard.collectives import owners
 from tf_xshard.collectives import transport as transport_lib
-from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 from tf_xshard.reduction import buckets
+from tf_xshard.reduction import gradient_kinds
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import negotiation
 
@@ -168,6 +167,58 @@ class GroupReducer:
         groups = self._groups_here(here)
         if groups.group_size == 1 or not variables or self.is_redundant:
             return list(gradients)
+        transport = self.transport(here)
+        return self.combined(
+            gradients,
+            variables,
+            transport,
+            lambda tensors: buckets.sum_dense(tensors, transport),
+            lambda slices, _: slices,
+        )
+
+    def sum_over_group(
+        self, tensor: tf.Tensor, here: replica_context.Here
+    ) -> tf.Tensor:
+        """The group's sum of a tensor that all replicas have.
+
+        Args:
+          tensor: This replica's tensor, of the same shape on all replicas.
+          here: Where the code runs.
+
+        Returns:
+          A tensor of the same shape.
+        """
+        [total] = self.transport(here).sum([tensor])
+        return total
+
+    def transport(self, here: replica_context.Here) -> transport_lib.Transport:
+        """The path on which the group of this replica communicates."""
+        return collectives.choose(
+            here, self._groups_here(here), self.communication, self.owner
+        )
+
+    def combined(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        transport: transport_lib.Transport,
+        of_dense: Callable,
+        of_sparse: Callable,
+    ) -> list:
+        """`gradient_kinds.combined`, after the replicas have negotiated.
+
+        Args:
+          gradients: As for `sum`.
+          variables: As for `sum`.
+          transport: From `transport`.
+          of_dense: See `gradient_kinds.combined`.
+          of_sparse: See `gradient_kinds.combined`.
+
+        Returns:
+          A value for each variable, or None where no replica of the group has
+          a gradient.
+        """
+        here, groups = transport.here, transport.groups
         patterns = negotiation.agree(
             gradients,
             variables,
@@ -180,100 +231,19 @@ class GroupReducer:
         else:
             members = tuple(groups)[groups.group_of(here.replica_id)]
             group = tuple(patterns[r] for r in members)
-        transport = collectives.choose(
-            here, groups, self.communication, self.owner
-        )
         # If an operation spans all groups, all replicas must pass the same
         # tensors, even those for which their own group has no gradient.
-        summed = _sum(
+        found = gradient_kinds.combined(
             gradients,
             variables,
             patterns if transport.spans_groups else group,
             transport,
+            of_dense,
+            of_sparse,
         )
         return [
-            total
+            value
             if negotiation.kinds(group, index) != {negotiation.NONE}
             else None
-            for index, total in enumerate(summed)
+            for index, value in enumerate(found)
         ]
-
-
-def _sum(
-    gradients: Sequence,
-    variables: Sequence,
-    patterns: Sequence[negotiation.Pattern],
-    transport: transport_lib.Transport,
-) -> list:
-    """Sums the gradients that any participating replica has."""
-    dense: list[int] = []
-    sparse: list[int] = []
-    for index in range(len(variables)):
-        kinds = negotiation.kinds(patterns, index)
-        if kinds == {negotiation.NONE}:
-            continue
-        is_sparse = negotiation.DENSE not in kinds and transport.gathers
-        (sparse if is_sparse else dense).append(index)
-    dtypes = [
-        next((entry[i][1] for entry in patterns if entry[i][1]), None)
-        for i in range(len(variables))
-    ]
-    result = [None] * len(variables)
-    summed = buckets.sum_dense(
-        [_as_dense(gradients[i], variables[i], dtypes[i]) for i in dense],
-        transport,
-    )
-    gathered = _sum_sparse(
-        [_as_sparse(gradients[i], variables[i], dtypes[i]) for i in sparse],
-        transport,
-    )
-    for index, value in zip(dense + sparse, summed + gathered, strict=True):
-        result[index] = value
-    return result
-
-
-def _as_dense(gradient: Any, variable: Any, dtype: str | None) -> tf.Tensor:
-    if gradient is None:
-        return tf.zeros(variable.shape, dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return indexed_slices.dense(gradient, variable)
-    return gradient
-
-
-def _as_sparse(
-    gradient: Any, variable: Any, dtype: str | None
-) -> tf.IndexedSlices:
-    if gradient is None:
-        return tf.IndexedSlices(
-            tf.zeros([0, *variable.shape[1:]], dtype),
-            tf.zeros([0], tf.int64),
-            tf.constant(variable.shape.as_list(), tf.int64),
-        )
-    return gradient
-
-
-def _sum_sparse(
-    slices: Sequence[tf.IndexedSlices], transport: transport_lib.Transport
-) -> list[tf.IndexedSlices]:
-    """The group sums of IndexedSlices, with unique indices."""
-    if not slices:
-        return []
-    tensors = []
-    for one in slices:
-        # Rows are summed on the receiving replica, in their own dtype.
-        dtype = transport.communication.dtype or one.dtype
-        tensors.append(tf.cast(one.values, dtype))
-        tensors.append(tf.cast(one.indices, tf.int64))
-    gathered = transport.gather(tensors)
-    return [
-        indexed_slices.unique(
-            tf.IndexedSlices(
-                tf.cast(values, one.dtype),
-                tf.cast(indices, one.indices.dtype),
-                one.dense_shape,
-            )
-        )
-        for one, values, indices in zip(
-            slices, gathered[::2], gathered[1::2], strict=True
-        )
-    ]

@@ -98,10 +98,22 @@ class FiniteVote:
         Returns:
           A list like `gradients`, for a LossScaleOptimizer to check.
         """
-        finite = self.result()
-        return [
-            indexed_slices.map_values(
-                lambda x: tf.where(finite, x, tf.cast(math.nan, x.dtype)), g
-            )
-            for g in gradients
-        ]
+        return nan_unless(self.result(), gradients)
+
+
+def nan_unless(finite: tf.Tensor, gradients: Sequence) -> list:
+    """The gradients unchanged, or all nan.
+
+    Args:
+      finite: The result of a vote.
+      gradients: Tensors, IndexedSlices or None.
+
+    Returns:
+      A list like `gradients`, for a LossScaleOptimizer to check.
+    """
+    return [
+        indexed_slices.map_values(
+            lambda x: tf.where(finite, x, tf.cast(math.nan, x.dtype)), g
+        )
+        for g in gradients
+    ]

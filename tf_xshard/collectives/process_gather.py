@@ -1,0 +1,140 @@
+"""Gathers bytes from every process, outside of `strategy.run`."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import collectives
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import replica_context
+from tf_xshard.private import tensorflow as private_tensorflow
+
+_rounds: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+class ProcessGather:
+    """Communicates between the processes of a strategy.
+
+    All processes must call the same methods in the same order.
+
+    Args:
+      strategy: A `tf.distribute.Strategy`.
+      communication: A `Communication`, whose timeout applies.
+
+    Attributes:
+      local_ids: The ids of the replicas that this process drives.
+      num_processes: The number of processes.
+      rank: The rank of this process.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        communication: communication_lib.Communication,
+    ) -> None:
+        self._strategy = strategy
+        self._communication = communication
+        self._num_replicas = strategy.num_replicas_in_sync
+        self.local_ids = replica_context.local_replica_ids(strategy)
+        self.num_processes = self._num_replicas // len(self.local_ids)
+        self.rank = replica_context.rank(strategy)
+
+    def rendezvous(self, what: str) -> None:
+        """Waits until all processes do the same.
+
+        Unlike a collective that waits in vain, this can be tried again.
+
+        Args:
+          what: What they do, for the error.
+
+        Raises:
+          RuntimeError: If another process does not come in time.
+        """
+        if self.num_processes == 1:
+            return
+        with _lock:
+            number = _rounds.get(what, 0)
+        prefix = f"tf_xshard/rendezvous/{what}"
+        own = f"{prefix}/{number}/{self.rank}"
+        private_tensorflow.publish(own, "")
+        timeout_seconds = self._communication.timeout_seconds
+        for rank in range(self.num_processes):
+            try:
+                private_tensorflow.lookup(
+                    f"{prefix}/{number}/{rank}", timeout_seconds
+                )
+            except tf.errors.OpError as error:
+                private_tensorflow.withdraw(own)
+                raise RuntimeError(
+                    f"{what}: worker {rank} did not do so within"
+                    f" {timeout_seconds} seconds (Communication."
+                    "timeout_seconds). Each worker holds a part, so all of"
+                    " them have to: call it on every worker, not only on the"
+                    " chief."
+                ) from error
+        with _lock:
+            _rounds[what] = number + 1
+        if number:
+            # All have left the previous round.
+            private_tensorflow.withdraw(f"{prefix}/{number - 1}/{self.rank}")
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Gathers a payload from every process, by rank. Collective.
+
+        Args:
+          payload: This process's bytes.
+
+        Returns:
+          Those of every process.
+        """
+        if self.num_processes == 1:
+            return [payload]
+        sizes = self._all_gather(np.array([len(payload)], np.int64))
+        # Powers of two, so that few shapes are traced.
+        width = 1 << int(max(sizes) // 8).bit_length()
+        padded = payload + bytes(8 * width - len(payload))
+        rows = self._all_gather(np.frombuffer(padded, np.int64))
+        return [
+            row.tobytes()[:size]
+            for row, size in zip(
+                rows.reshape(self.num_processes, width), sizes, strict=True
+            )
+        ]
+
+    def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
+        """Concatenates the int64 numbers of all processes."""
+        # One replica of each process contributes its numbers.
+        own = self._strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                numbers
+                if int(context.replica_id_in_sync_group) == self.local_ids[0]
+                else numbers[:0]
+            )
+        )
+        # As a graph, even with tf.config.run_functions_eagerly(True).
+        gathered = self._function.get_concrete_function(own)(own)
+        local: Sequence = self._strategy.experimental_local_results(gathered)
+        return np.asarray(local[0])
+
+    @functools.cached_property
+    def _function(self) -> Any:
+        every = group_assignment_lib.GroupAssignment.single(self._num_replicas)
+
+        def on_replica(value: tf.Tensor) -> tf.Tensor:
+            transport = collectives.choose(
+                replica_context.current(), every, self._communication
+            )
+            [gathered] = transport.gather([value])
+            return gathered
+
+        return tf.function(
+            lambda own: self._strategy.run(on_replica, (own,)), autograph=False
+        )

@@ -1,0 +1,253 @@
+"""Reduced gradients -> variables, each replica updating a part of them.
+
+replica r of a group of g:
+
+gradients of r   [g0 g1 g2 g3]
+  reduce-scatter      |         the group's mean or sum, of this shard
+shard of r           [g1]
+  inner optimizer     |         its slot variables have the shard's size
+updated shard        [w1]
+  all-gather          |
+variables        [w0 w1 w2 w3]
+
+This is the other implementation of what `inner_update` does with whole
+variables. The inner optimizer is built with variables of rank 1, the shards,
+which are filled from the weights before each update: only slot variables are
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import replica_variables
+from tf_xshard.optimizers import elementwise
+from tf_xshard.optimizers import inner_update
+from tf_xshard.optimizers import sharded_clipping
+from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import whole_slots
+from tf_xshard.private import keras_moving_averages
+from tf_xshard.private import keras_shards
+from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.reduction import group_scatter
+from tf_xshard.reduction import group_sum
+
+
+class ShardedUpdate:
+    """The shards of one optimizer's variables, and their update.
+
+    Args:
+      optimizer: The inner optimizer, already made local, not built.
+      variables: The variables it is to be built with.
+      reducer: The reducer, of groups of several replicas.
+      strategy: The strategy in whose scope this is called.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence,
+        reducer: group_sum.GroupReducer,
+        strategy: tf.distribute.Strategy,
+    ) -> None:
+        self._optimizer = optimizer
+        self._variables = list(variables)
+        self._reducer = reducer
+        store = whole_slots.WholeSlots(
+            strategy,
+            reducer.groups(strategy.num_replicas_in_sync),
+            reducer.communication,
+        )
+        # By id: variables are not hashable.
+        self._shards = {
+            id(variable): _shards_of(variable, store)
+            for variable in variables
+            if not inner_update.is_overwritten(variable)
+        }
+
+    def build(self) -> None:
+        """Builds the inner optimizer with the shards.
+
+        Raises:
+          ValueError: If an optimizer that MultiOptimizer chooses can't update
+            shards, or a slot variable was not made from a variable.
+        """
+        with inner_update.changing_when_chosen(
+            self._optimizer, elementwise.check
+        ):
+            self._optimizer.build(
+                [self._shards.get(id(v), v) for v in self._variables]
+            )
+        for one in tree.descendants(self._optimizer):
+            _check_slots(one)
+            keras_moving_averages.refuse_swapped_averages(
+                one,
+                "SwapEMAWeights can't be used with shard_update=True, since"
+                " each replica holds a shard of the averages. Use"
+                " ema_overwrite_frequency, or evaluate after fit, at whose end"
+                " the model gets the averages.",
+            )
+            if not any(tree.children(one)):
+                sharded_clipping.use(one, self._reducer)
+
+    def reduced(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        here: replica_context.Here,
+        reduction: str,
+        multiplier: float,
+        post_hook: Callable[[list], list] | None,
+    ) -> list:
+        """This replica's shards of the group's gradients.
+
+        Args:
+          gradients: This replica's: tensors of the variables' shapes,
+            IndexedSlices or None.
+          variables: The variables.
+          here: Where the code runs.
+          reduction: `"mean"` or `"sum"`.
+          multiplier: See `GroupReducer.reduce`.
+          post_hook: Called with the whole reduced gradients, or None. With it
+            they exist on each replica for a moment, and an all-reduce takes the
+            place of the reduce-scatter.
+
+        Returns:
+          A shard for each variable, or None.
+        """
+        if post_hook is None:
+            return group_scatter.reduce_scatter(
+                self._reducer, gradients, variables, here, reduction, multiplier
+            )
+        wholes = post_hook(
+            self._reducer.reduce(
+                gradients, variables, here, reduction, multiplier
+            )
+        )
+        position = self._reducer.transport(here).position()
+        return [
+            None if whole is None else self._own(variable, whole, position)
+            for variable, whole in zip(variables, wholes, strict=True)
+        ]
+
+    def _own(self, variable: Any, whole: Any, position: Any) -> tf.Tensor:
+        layout = self._shards[id(variable)].layout
+        if isinstance(whole, tf.IndexedSlices):
+            return layout.shard_of_rows(whole, position)
+        return layout.shard(whole, position)
+
+    def apply(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        here: replica_context.Here,
+        is_applied: tf.Tensor | None,
+    ) -> None:
+        """Updates this replica's shards and gathers the variables.
+
+        Args:
+          gradients: A shard for each variable or None; for statistics the whole
+            value.
+          variables: The variables.
+          here: Where the code runs.
+          is_applied: Whether the inner optimizer will not skip this step, a
+            scalar bool tensor; None if it never does.
+        """
+        optimizers = list(tree.descendants(self._optimizer))
+        refreshed = variables
+        if any(one.use_ema for one in optimizers):
+            # Averages of all variables are updated.
+            refreshed = self._variables
+        position = self._reducer.transport(here).position()
+        for variable in refreshed:
+            if id(variable) in self._shards:
+                replica_variables.assign(
+                    self._shards[id(variable)],
+                    self._own(
+                        variable, replica_variables.read(variable), position
+                    ),
+                )
+        inner_update.apply(
+            self._optimizer,
+            gradients,
+            [self._shards.get(id(v), v) for v in variables],
+        )
+        has_gradient = {
+            id(v)
+            for gradient, v in zip(gradients, variables, strict=True)
+            if gradient is not None
+        }
+        overwritten = any(one.ema_overwrite_frequency for one in optimizers)
+        self._gather(
+            refreshed if overwritten else variables,
+            has_gradient,
+            overwritten,
+            here,
+            is_applied,
+        )
+
+    def _gather(
+        self,
+        variables: Sequence,
+        has_gradient: set[int],
+        overwritten: bool,
+        here: replica_context.Here,
+        is_applied: tf.Tensor | None,
+    ) -> None:
+        """Gathers the variables that may have changed."""
+        sharded = [v for v in variables if id(v) in self._shards]
+        shards = [self._shards[id(v)] for v in sharded]
+        layouts = [one.layout for one in shards]
+        wholes = group_scatter.all_gather(
+            self._reducer,
+            [replica_variables.read(one) for one in shards],
+            layouts,
+            here,
+            [overwritten or id(v) in has_gradient for v in sharded],
+        )
+        for variable, whole in zip(sharded, wholes, strict=True):
+            if whole is None:
+                continue
+            constraint = getattr(variable, "constraint", None)
+            if constraint is not None and id(variable) in has_gradient:
+                constrained = private_tensorflow.as_called_by_user(constraint)(
+                    whole
+                )
+                whole = (
+                    constrained
+                    if is_applied is None
+                    else tf.where(is_applied, constrained, whole)
+                )
+            replica_variables.assign(variable, whole)
+
+
+def _shards_of(
+    variable: Any, store: whole_slots.WholeSlots
+) -> keras_shards.Sharded:
+    layout = store.layout(variable)
+    shards = keras_shards.shard_of(
+        replica_variables.beside(variable, [layout.size]),
+        variable,
+        layout,
+        store,
+    )
+    # Some optimizers' slots start with the value of the variable.
+    whole_slots.copy_into(variable, shards)
+    return shards
+
+
+def _check_slots(optimizer: keras.optimizers.Optimizer) -> None:
+    for slot in optimizer.variables:
+        if not isinstance(slot, keras_shards.Sharded) and len(slot.shape):
+            raise ValueError(
+                f"shard_update=True: {optimizer.name} has created"
+                f" {slot.path!r} of shape {tuple(slot.shape)} in a way that"
+                " does not show which variable it belongs to. Create slot"
+                " variables with add_variable_from_reference or"
+                " add_optimizer_variables."
+            )
