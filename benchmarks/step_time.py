@@ -1,7 +1,10 @@
 """Claim: a step costs no more with CrossShardOptimizer than with plain Keras.
 
-One process, MirroredStrategy over logical CPUs. Plain Keras twice and the
-wrapper, interleaved in blocks: `python -m benchmarks.step_time`.
+And much less with `shard_update=True` where the update is a large part of it.
+
+One process, MirroredStrategy over logical CPUs. Plain Keras twice, the wrapper
+without and with `shard_update`, interleaved in blocks:
+`python -m benchmarks.step_time`.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from tf_xshard.cli import logical_devices
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "logical CPUs")
 _BLOCKS = flags.DEFINE_integer("blocks", 9, "interleaved blocks", 5)
 _MODELS = flags.DEFINE_list(
-    "models", ["small", "convolutional", "large"], "which models to run"
+    "models",
+    ["small", "convolutional", "large", "adam_1m", "adam_12m", "adam_50m"],
+    "which models to run",
 )
 
 BASELINE, AGAIN, OURS = "plain Keras", "plain Keras again", "wrapper"
+SHARDED = "shard_update=True"
 
 
 def _small():
@@ -60,11 +66,30 @@ def _large():
     )
 
 
+def _dense(width, num_layers):
+    """About num_layers * width ** 2 parameters."""
+    return keras.Sequential(
+        [keras.layers.Input((width,))]
+        + [
+            keras.layers.Dense(width, activation="relu")
+            for _ in range(num_layers)
+        ]
+        + [keras.layers.Dense(10)]
+    )
+
+
+def _adam():
+    return keras.optimizers.Adam(1e-3)
+
+
 # Model, optimizer, rows per replica, steps per block.
 MODELS = {
-    "small": (_small, lambda: keras.optimizers.Adam(), 8, 150),
-    "convolutional": (_convolutional, lambda: keras.optimizers.Adam(), 48, 8),
+    "small": (_small, _adam, 8, 150),
+    "convolutional": (_convolutional, _adam, 48, 8),
     "large": (_large, lambda: keras.optimizers.SGD(1e-3), 4, 3),
+    "adam_1m": (lambda: _dense(512, 4), _adam, 8, 24),
+    "adam_12m": (lambda: _dense(1024, 12), _adam, 8, 6),
+    "adam_50m": (lambda: _dense(2048, 12), _adam, 8, 3),
 }
 
 
@@ -140,13 +165,15 @@ def _loop(strategy, model, rows, steps):
 
 def _variants(strategy, how, model_fn, optimizer_fn, rows, steps):
     variants = {}
-    for name in (BASELINE, AGAIN, OURS):
+    for name in (BASELINE, AGAIN, OURS, SHARDED):
         keras.utils.set_random_seed(0)
         with strategy.scope():
             model = model_fn()
             optimizer = optimizer_fn()
-            if name == OURS:
-                optimizer = tf_xshard.CrossShardOptimizer(optimizer)
+            if name in (OURS, SHARDED):
+                optimizer = tf_xshard.CrossShardOptimizer(
+                    optimizer, shard_update=name == SHARDED
+                )
             model.compile(optimizer=optimizer, loss="mse")
             optimizer.build(model.trainable_variables)
         variants[name] = how(strategy, model, rows, steps)
@@ -167,7 +194,7 @@ def _measure(title, how, strategy, name):
     medians = measuring.interleaved(variants, _BLOCKS.value)
     base = measuring.quartiles(medians[BASELINE])[1]
     print(f"{name}, {title}: plain Keras {base * 1e3:.2f} ms a step")
-    for other in (AGAIN, OURS):
+    for other in (AGAIN, OURS, SHARDED):
         low, middle, high = measuring.quartiles(
             measuring.ratios(medians, other, BASELINE)
         )

@@ -17,12 +17,18 @@ O = keras.optimizers  # noqa: E741
 OPTIMIZERS = {
     "plain": lambda: O.Adam(0.05),
     "cross": lambda: tf_xshard.CrossShardOptimizer(O.Adam(0.05)),
+    "sharded": lambda: tf_xshard.CrossShardOptimizer(
+        O.Adam(0.05), shard_update=True
+    ),
     "tower": lambda: tf_xshard.TowerOptimizer(O.Adam(0.05), 1),
     "towers": lambda: tf_xshard.CrossShardOptimizer(
         tf_xshard.TowerOptimizer(O.Adam(0.05), 1)
     ),
     "cross_scale": lambda: tf_xshard.CrossShardOptimizer(
         O.LossScaleOptimizer(O.Adam(0.05))
+    ),
+    "sharded_scale": lambda: tf_xshard.CrossShardOptimizer(
+        O.LossScaleOptimizer(O.Adam(0.05)), shard_update=True
     ),
     "scale": lambda: O.LossScaleOptimizer(O.Adam(0.05)),
 }

@@ -72,7 +72,10 @@ def _random_wrapper(rng, kind, num_replicas, inner):
     options["groups"] = _choice(rng, [None, *random_groups(rng, num_replicas)])
     if kind == "agn":
         options["period"] = int(rng.integers(1, 4))
-    elif rng.random() < 0.3:
+        return kind, options, inner
+    if not any(name in stacks.WRAPPERS for name in stacks.names(inner)):
+        options["shard_update"] = bool(rng.random() < 0.5)
+    if rng.random() < 0.3:
         options["clip"] = _choice(rng, ["pre_reduce", "post_reduce"])
         options["bound"] = 1.5
     return kind, options, inner

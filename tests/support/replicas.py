@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tf_xshard import testing
+from tf_xshard.private import keras_shards
 
 needs_multi_optimizer = pytest.mark.skipif(
     not hasattr(keras.optimizers, "MultiOptimizer"),
@@ -85,6 +86,8 @@ def values(strategy, variable) -> list[np.ndarray]:
     """A variable's value on every replica, in the order of replica ids."""
     if strategy is None:
         return [np.asarray(tensor_of(variable))]
+    if isinstance(variable, keras_shards.Sharded):
+        return variable.store.of_local_replicas(variable)
     return [
         np.asarray(one)
         for one in strategy.experimental_local_results(tensor_of(variable))

@@ -57,7 +57,12 @@ def optimizer_of(stack, **kwargs):
     clip = options.get("clip")
     hook = clip and {clip: tf_xshard.clip_by_norm(options["bound"])}
     return tf_xshard.CrossShardOptimizer(
-        inner, reduction, groups, **(hook or {}), **kwargs
+        inner,
+        reduction,
+        groups,
+        shard_update=options.get("shard_update", False),
+        **(hook or {}),
+        **kwargs,
     )
 
 

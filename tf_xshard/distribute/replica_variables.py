@@ -94,25 +94,20 @@ def copy_of(variable: Any) -> keras.Variable:
     The path matters to optimizers that select variables by name
     (MultiOptimizer, weight decay).
     """
-    result = beside(variable, variable.shape)
-    result.constraint = getattr(variable, "constraint", None)
-    copy(variable, result, tf.distribute.get_strategy())
-    return result
-
-
-def beside(variable: Any, shape: Sequence[int]) -> keras.Variable:
-    """Zeros of another shape in a variable with the same path and dtype."""
     *scopes, name = _path(variable).split("/")
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))
-        return keras.Variable(
-            tf.zeros(shape, variable.dtype),
+        result = keras.Variable(
+            tf.zeros(variable.shape, variable.dtype),
             dtype=variable.dtype,
             trainable=False,
             autocast=False,
             name=name,
         )
+    result.constraint = getattr(variable, "constraint", None)
+    copy(variable, result, tf.distribute.get_strategy())
+    return result
 
 
 def copy(source: Any, target: Any, strategy: tf.distribute.Strategy) -> None:

@@ -231,7 +231,12 @@ def _shards_of(
 ) -> keras_shards.Sharded:
     layout = store.layout(variable)
     shards = keras_shards.shard_of(
-        replica_variables.beside(variable, [layout.size]),
+        keras.Variable(
+            tf.zeros([layout.size], variable.dtype),
+            dtype=variable.dtype,
+            trainable=False,
+            autocast=False,
+        ),
         variable,
         layout,
         store,

@@ -62,7 +62,7 @@ class WholeSlots:
           RuntimeError: In a `tf.function`, if there are several processes, or
             if another process does not read it, too.
         """
-        return tf.constant(self._of_local_replicas(slot)[0])
+        return tf.constant(self.of_local_replicas(slot)[0])
 
     def write(self, slot: keras_shards.Sharded, value: Any) -> None:
         """Writes a whole value to all replicas of this process.
@@ -87,12 +87,23 @@ class WholeSlots:
         """
         for copy, value in zip(
             replica_variables.copies(variable),
-            self._of_local_replicas(slot),
+            self.of_local_replicas(slot),
             strict=True,
         ):
             copy.assign(value)
 
-    def _of_local_replicas(self, slot: keras_shards.Sharded) -> list:
+    def of_local_replicas(self, slot: keras_shards.Sharded) -> list:
+        """The whole value in the group of each of this process's replicas.
+
+        Args:
+          slot: A sharded variable.
+
+        Returns:
+          A list of arrays.
+
+        Raises:
+          RuntimeError: See `read`.
+        """
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{slot.name!r}, of an optimizer with shard_update=True, is"

@@ -35,9 +35,9 @@ KERAS_PRIVATE_NAMES = (
     (keras.optimizers.Optimizer, "_clip_gradients"),
 )
 dependencies.check_names(KERAS_PRIVATE_NAMES)
-# Attributes used the same way: a variable's TensorFlow variable, and what
-# MultiOptimizer calls in `build` for the optimizer of a variable.
-KERAS_PRIVATE_ATTRIBUTES = ("_value", "_optimizer_map")
+# Attributes used the same way: a variable's TensorFlow variable, its path and
+# name, and what MultiOptimizer calls in `build` for a variable's optimizer.
+KERAS_PRIVATE_ATTRIBUTES = ("_value", "_path", "_name", "_optimizer_map")
 _KEY = "VARIABLE_VALUE"
 
 
@@ -149,7 +149,7 @@ def shard_of(
     """Makes a new variable the shards of a weight.
 
     Args:
-      variable: A variable of shape [layout.size], with the weight's path.
+      variable: A variable of shape [layout.size]; it gets the weight's path.
       whole: The weight, a Keras or TensorFlow variable.
       layout: How it is split.
       store: Reads and writes such variables whole.
@@ -157,6 +157,9 @@ def shard_of(
     Returns:
       The variable.
     """
+    # Slots are named after it, whatever scope this is in.
+    path = getattr(whole, "path", None) or whole.name.replace(":", "_")
+    variable.__dict__.update(_path=path, _name=path.split("/")[-1])
     return _converted(variable, layout, store, whole)
 
 

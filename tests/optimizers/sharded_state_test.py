@@ -1,0 +1,332 @@
+"""shard_update=True: state that is whole wherever it is seen or saved."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import replicas
+from tests.support import sharded
+
+O = keras.optimizers  # noqa: E741
+GROUPS = [[0, 2], [3, 1]]
+
+
+def _adam():
+    return O.Adam(0.05, global_clipnorm=0.1)
+
+
+def _ema():
+    return O.SGD(0.5, momentum=0.5, use_ema=True, ema_momentum=0.5)
+
+
+def _trained(shard_update, num_replicas=4, groups=GROUPS, num_steps=3):
+    return sharded.Trained(
+        _adam,
+        replicas.mirrored(num_replicas),
+        groups,
+        num_steps=num_steps,
+        shard_update=shard_update,
+    )
+
+
+def _holder(trained):
+    return {
+        "weights": list(trained.variables),
+        "optimizer": trained.optimizer,
+    }
+
+
+def test_variables_are_whole_outside_of_a_step():
+    trained = _trained(True)
+    whole = _trained(False)
+    names = [v.path.split("/")[-1] for v in trained.optimizer.variables]
+    assert "kernel_momentum" in names
+    for mine, other in zip(
+        trained.optimizer.variables, whole.optimizer.variables, strict=True
+    ):
+        assert mine.shape == other.shape and mine.ndim == other.ndim
+        for read in (np.asarray, lambda v: v.numpy(), tf.convert_to_tensor):
+            np.testing.assert_allclose(
+                np.asarray(read(mine)), np.asarray(read(other)), atol=1e-6
+            )
+        np.testing.assert_allclose(
+            np.asarray(mine.value), np.asarray(other.value), atol=1e-6
+        )
+        np.testing.assert_allclose(
+            np.asarray(mine + 1), np.asarray(other + 1), atol=1e-6
+        )
+
+
+def test_set_weights_and_assign():
+    trained = _trained(True)
+    values = [
+        np.arange(v.numpy().size, dtype="float32").reshape(v.shape)
+        if len(v.shape)
+        else v.numpy()
+        for v in trained.optimizer.variables
+    ]
+    trained.optimizer.set_weights(values)
+    for variable, value in zip(
+        trained.optimizer.variables, values, strict=True
+    ):
+        for one in replicas.values(trained.strategy, variable):
+            np.testing.assert_array_equal(one, value)
+    slot = trained.slots()[0]
+    with pytest.raises(ValueError, match="shape"):
+        slot.assign(np.zeros([4]))
+    slot.assign_add(tf.ones(slot.shape))
+    np.testing.assert_array_equal(slot.numpy(), values[2] + 1)
+
+
+@pytest.mark.parametrize("source", [True, False])
+def test_group_state_saves_and_restores_whole_slots(source, tmp_path):
+    """Into the whole update and back, each group its own; in other numbers."""
+    model = _trained(source)
+    state = tf_xshard.GroupState(_holder(model))
+    assert not any(row["within_group"] for row in state.divergence())
+    state.save(tmp_path)
+    expected = [state.get_weights(group)["optimizer"] for group in range(2)]
+    model.run(3)
+
+    moved = _trained(not source, num_steps=0)
+    other = tf_xshard.GroupState(_holder(moved))
+    other.restore(tmp_path)
+    for group in range(2):
+        for value, want in zip(
+            other.get_weights(group)["optimizer"], expected[group], strict=True
+        ):
+            np.testing.assert_array_equal(value, want)
+    moved.run(3)
+    assert sharded.difference(moved.weights, model.weights) < 1e-6
+
+    fewer = _trained(True, 2, [[0, 1]], num_steps=0)
+    last = tf_xshard.GroupState(_holder(fewer))
+    last.restore(tmp_path, regroup={0: 1})
+    for value, want in zip(
+        last.get_weights(0)["optimizer"], expected[1], strict=True
+    ):
+        np.testing.assert_array_equal(value, want)
+
+
+def test_group_state_sets_merges_and_compares():
+    model = _trained(True)
+    state = tf_xshard.GroupState(_holder(model))
+    weights = state.get_weights(1)
+    state.set_weights(0, weights)
+    for group in range(2):
+        for value, want in zip(
+            state.get_weights(group)["optimizer"],
+            weights["optimizer"],
+            strict=True,
+        ):
+            np.testing.assert_array_equal(value, want)
+    model.run(1)
+    first, second = (state.get_weights(g)["optimizer"] for g in range(2))
+    state.merge()
+    for value, a, b in zip(
+        state.get_weights(1)["optimizer"], first, second, strict=True
+    ):
+        if value.dtype == np.float32:
+            np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5)
+
+
+def test_averages_at_the_end_of_fit():
+    """`fit` calls finalize_variable_values; each group has its own average."""
+    found = []
+    for shard_update in (False, True):
+        trained = sharded.Trained(
+            _ema,
+            replicas.mirrored(4),
+            GROUPS,
+            num_steps=4,
+            shard_update=shard_update,
+        )
+        trained.optimizer.finalize_variable_values(trained.variables)
+        found.append(
+            [
+                np.stack(replicas.values(trained.strategy, v))
+                for v in trained.variables
+            ]
+        )
+        before = trained.weights
+    assert sharded.difference(*found) < 1e-6
+    assert sharded.difference(found[1], before) > 1e-3
+
+
+def _model(strategy, inner_fn=lambda: O.Adam(0.05), **kwargs):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Input((3,)), keras.layers.Dense(2)]
+        )
+        model.compile(
+            tf_xshard.CrossShardOptimizer(inner_fn(), **kwargs), "mse"
+        )
+    return model
+
+
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
+
+
+def _fit(model, epochs, **kwargs):
+    model.fit(
+        X,
+        X[:, :2],
+        batch_size=8,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        **kwargs,
+    )
+    return [
+        np.stack(replicas.values(model.distribute_strategy, v))
+        for v in model.weights
+    ]
+
+
+def test_a_whole_model_and_its_config(tmp_path):
+    """A .keras file, on another number of replicas and without a strategy."""
+    model = _model(replicas.mirrored(4), shard_update=True)
+    _fit(model, 3)
+    model.save(tmp_path / "model.keras")
+    expected = _fit(model, 2)
+    for num_replicas in (1, 2, 4):
+        with replicas.mirrored(num_replicas).scope():
+            again = keras.saving.load_model(tmp_path / "model.keras")
+        assert again.optimizer.shard_update
+        assert int(again.optimizer.iterations.numpy()) == 3
+        got = _fit(again, 2)
+        want = [value[:num_replicas] for value in expected]
+        assert sharded.difference(got, want) < 1e-6
+        if num_replicas == 4:
+            assert not sharded.difference(got, want)
+
+
+def test_callbacks_that_save(tmp_path):
+    """Kept, and taken up again, as with the whole update."""
+    for make in (
+        lambda path: keras.callbacks.BackupAndRestore(
+            path / "backup", delete_checkpoint=False
+        ),
+        lambda path: tf_xshard.GroupCheckpoint(path / "groups"),
+    ):
+        expected = _fit(_model(replicas.mirrored(2), shard_update=True), 4)
+        _fit(
+            _model(replicas.mirrored(2), shard_update=True),
+            2,
+            callbacks=[make(tmp_path)],
+        )
+        got = _fit(
+            _model(replicas.mirrored(2), shard_update=True),
+            4,
+            callbacks=[make(tmp_path)],
+        )
+        assert not sharded.difference(got, expected)
+    _fit(
+        _model(replicas.mirrored(2), shard_update=True),
+        2,
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(tmp_path / "best.keras"),
+            tf_xshard.DivergenceSentinel(every=1),
+        ],
+    )
+    loaded = keras.saving.load_model(tmp_path / "best.keras")
+    assert int(loaded.optimizer.iterations.numpy()) == 2
+
+
+def test_swapped_averages_are_refused():
+    model = _model(replicas.mirrored(2), _ema, shard_update=True)
+    with pytest.raises(ValueError, match="shard of the averages"):
+        _fit(
+            model,
+            1,
+            callbacks=[keras.callbacks.SwapEMAWeights()],
+            validation_data=(X, X[:, :2]),
+        )
+
+
+class Unknown(O.Adam):
+    pass
+
+
+class HiddenSlots(O.SGD):
+    def build(self, variables):
+        super().build(variables)
+        self.own = [self.add_variable([2], name="own") for _ in variables]
+
+
+@pytest.mark.parametrize(
+    "inner_fn, error",
+    [
+        (lambda: O.Lamb(), "Lamb: it scales each update by the norm"),
+        (lambda: O.Adafactor(), "Adafactor: it keeps means"),
+        (lambda: O.Muon(0.1), "Muon: it orthogonalizes"),
+        (Unknown, r"tf_xshard.elementwise\(Unknown\)"),
+        (lambda: O.LossScaleOptimizer(O.Lamb()), "Lamb"),
+        (
+            lambda: tf_xshard.TowerOptimizer(O.SGD(), 2),
+            "TowerOptimizer can't be inside.*innermost",
+        ),
+        (
+            lambda: tf_xshard.CrossShardOptimizer(O.SGD()),
+            "CrossShardOptimizer can't be inside",
+        ),
+        (
+            lambda: tf_xshard.AGNOptimizer(O.SGD()),
+            "AGNOptimizer can't be inside.*different variables",
+        ),
+    ],
+)
+def test_what_can_not_be_sharded_is_refused_when_it_is_wrapped(inner_fn, error):
+    if "Muon" in error and not hasattr(O, "Muon"):
+        pytest.skip("this Keras has no Muon")
+    inner = inner_fn()
+    with pytest.raises(ValueError, match=error):
+        tf_xshard.CrossShardOptimizer(inner, shard_update=True)
+    # It has not been changed: it can still be wrapped.
+    tf_xshard.CrossShardOptimizer(inner)
+
+
+@replicas.needs_multi_optimizer
+def test_what_multi_optimizer_chooses_is_checked():
+    with replicas.mirrored(2).scope():
+        optimizer = tf_xshard.CrossShardOptimizer(
+            O.MultiOptimizer(lambda v: O.Lamb()), shard_update=True
+        )
+        with pytest.raises(ValueError, match="Lamb"):
+            optimizer.build([keras.Variable(tf.ones([3]))])
+
+
+def test_what_is_found_out_when_it_is_built():
+    with replicas.mirrored(2).scope():
+        weight = keras.Variable(tf.ones([4]))
+        inner = O.SGD()
+        inner.build([weight])
+        optimizer = tf_xshard.CrossShardOptimizer(inner, shard_update=True)
+        with pytest.raises(ValueError, match="has been built with whole"):
+            optimizer.build([weight])
+        optimizer = tf_xshard.CrossShardOptimizer(
+            tf_xshard.elementwise(HiddenSlots)(), shard_update=True
+        )
+        with pytest.raises(ValueError, match="add_variable_from_reference"):
+            optimizer.build([weight])
+
+
+def test_arguments():
+    with pytest.raises(TypeError, match="shard_update must be a bool"):
+        tf_xshard.CrossShardOptimizer(O.SGD(), shard_update="yes")
+    with pytest.raises(TypeError, match="declares a class"):
+        tf_xshard.elementwise(O.SGD())
+
+
+def test_slots_can_not_be_read_in_a_graph():
+    trained = _trained(True)
+
+    @tf.function
+    def read():
+        return trained.slots()[0].value
+
+    with pytest.raises(RuntimeError, match="outside of the tf.function"):
+        read()
