@@ -11,15 +11,18 @@ import time
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_xshard
 from tests.programs import multi_worker_fit_cases as fit_cases
 from tests.programs import multi_worker_program as program
+from tests.programs import multi_worker_sharded as sharded_cases
 from tests.support import agn_oracle
 from tests.support import group_training
 from tests.support import paths
 from tests.support import random_stacks
 from tests.support import replicas
+from tests.support import sharded
 from tests.support import stacks
 from tests.support import training
 from tf_xshard.multi_worker import local_cluster
@@ -234,6 +237,75 @@ def test_training_equals_one_device_on_the_groups_shards(results):
             assert training.deviation(got, reference) <= 1e-6
         first, second = members
         assert results[first]["training"] == results[second]["training"]
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_sharded_update(results, mode):
+    """Weights and whole slots are those of one process, on every worker."""
+    inner_fn = {"graph": sharded_cases.adam, "eager": sharded_cases.momentum}
+    reference = sharded.Trained(
+        inner_fn[mode],
+        replicas.mirrored(NUM_WORKERS),
+        sharded_cases.GROUPS,
+        num_steps=sharded_cases.NUM_STEPS,
+    )
+    weights = [w for w in reference.weights if w.size]
+    # Without the counter, the learning rate, and those of the empty variable.
+    slots = [value for value in reference.state().values() if value.size][2:]
+    for rank, result in enumerate(results):
+        got = result["sharded"]["steps"][mode]
+        for value, want in zip(got["weights"], weights, strict=True):
+            np.testing.assert_allclose(value, want[rank], atol=1e-6)
+        for value, want in zip(got["slots"], slots, strict=True):
+            np.testing.assert_allclose(value, want[rank], atol=1e-6)
+        assert got["sizes"] == [
+            max(1, -(-want[rank].size // 2)) for want in slots
+        ]
+
+
+def test_sharded_update_saves_and_restores(results, directory):
+    """Every file holds whole slots, which plain Keras takes up."""
+    plain = sharded_cases.model(replicas.mirrored(1))
+    sharded_cases.fit(plain, 3)
+    expected = sharded_cases.fit(plain, 2)
+    for result in results:
+        for got in result["sharded"]["saved"]:
+            for value, want in zip(got, expected, strict=True):
+                np.testing.assert_allclose(value, want, atol=2e-6)
+    loaded = sharded_cases.model(replicas.mirrored(1))
+    loaded.optimizer.build(loaded.trainable_variables)
+    for load in (
+        lambda: loaded.load_weights(directory / "sharded_0.weights.h5"),
+        lambda: (
+            tf.train.Checkpoint(model=loaded, optimizer=loaded.optimizer)
+            .read(str(directory / "sharded_3_state"))
+            .expect_partial()
+        ),
+    ):
+        load()
+        for value, want in zip(
+            sharded_cases.fit(loaded, 2), expected, strict=True
+        ):
+            np.testing.assert_allclose(value, want, atol=2e-6)
+
+
+def test_one_worker_that_reads_sharded_state_alone_gets_an_error(results):
+    for rank, result in enumerate(results):
+        error, shape = result["sharded"]["alone"]
+        assert shape == [5, 3]
+        if rank == 2:
+            assert "worker 0 did not do so within 4 seconds" in error
+            assert "call it on every worker" in error
+        else:
+            assert error is None
+
+
+def test_bytes_of_a_sharded_update(results, report):
+    """Those of a ring all-reduce: a reduce-scatter and an all-gather."""
+    least = 2 * (NUM_WORKERS - 1) * 4 * sharded_cases.NUM_FLOATS
+    sent = results[0]["sharded"]["wire"]
+    report(f"sharded update: {sent / least:.3f} of a ring's bytes")
+    assert 0.98 * least < sent < 1.05 * least
 
 
 @pytest.fixture(scope="module")

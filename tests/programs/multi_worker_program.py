@@ -17,6 +17,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.programs import multi_worker_fit_cases
 from tests.programs import multi_worker_group_state
+from tests.programs import multi_worker_sharded
 from tests.support import agn_oracle
 from tests.support import counting
 from tests.support import random_stacks
@@ -360,6 +361,7 @@ def cases(strategy):
         "nesting": nesting(strategy),
         "fit": multi_worker_fit_cases.run(strategy, FULL),
         "group_state": multi_worker_group_state.run(strategy, sys.argv[2]),
+        "sharded": multi_worker_sharded.run(strategy, sys.argv[2]),
         # The last: workers have traced different numbers of functions then.
         "absent": absent(strategy),
     }

@@ -1,0 +1,152 @@
+"""shard_update=True on four processes; called by multi_worker_program.py."""
+
+import os
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import counting
+from tests.support import sharded
+
+GROUPS = [[0, 2], [3, 1]]
+NUM_FLOATS = 1 << 20
+NUM_STEPS = 5
+COMMUNICATION = tf_xshard.Communication(timeout_seconds=120)
+
+
+def adam():
+    return keras.optimizers.Adam(0.05, global_clipnorm=0.1)
+
+
+def momentum():
+    return keras.optimizers.SGD(0.5, momentum=0.5, clipnorm=0.1)
+
+
+def model(strategy, **kwargs):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        result = keras.Sequential(
+            [keras.layers.Input((3,)), keras.layers.Dense(2)]
+        )
+        result.compile(tf_xshard.CrossShardOptimizer(adam(), **kwargs), "mse")
+    return result
+
+
+def data():
+    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
+    return x, x[:, :2]
+
+
+def fit(trained, epochs):
+    x, y = data()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    trained.fit(dataset, epochs=epochs, shuffle=False, verbose=0)
+    return [v.numpy().tolist() for v in trained.weights]
+
+
+def run(strategy, directory):
+    return {
+        "steps": {
+            name: _steps(strategy, inner_fn, graph)
+            for name, inner_fn, graph in (
+                ("graph", adam, True),
+                ("eager", momentum, False),
+            )
+        },
+        "saved": _saved(strategy, directory),
+        "alone": _alone(strategy),
+        "wire": _bytes_of_a_step(strategy),
+    }
+
+
+def _steps(strategy, inner_fn, graph):
+    trained = sharded.Trained(
+        inner_fn,
+        strategy,
+        GROUPS,
+        graph,
+        num_steps=NUM_STEPS,
+        shard_update=True,
+        communication=COMMUNICATION,
+    )
+    return {
+        "weights": [w[0].tolist() for w in trained.weights],
+        # All workers read them together.
+        "slots": [v.numpy().tolist() for v in trained.slots()],
+        "sizes": [int(v.shards.values[0].shape[0]) for v in trained.slots()],
+    }
+
+
+def _saved(strategy, directory):
+    """Every worker saves; the chief's files are what is loaded."""
+    rank = tf_xshard.rank(strategy)
+    trained = model(strategy, shard_update=True, communication=COMMUNICATION)
+    with tf_xshard.multi_worker_fit():
+        fit(trained, 3)
+        trained.save(os.path.join(directory, f"sharded_{rank}.keras"))
+        trained.save_weights(
+            os.path.join(directory, f"sharded_{rank}.weights.h5")
+        )
+        tf.train.Checkpoint(model=trained, optimizer=trained.optimizer).write(
+            os.path.join(directory, f"sharded_{rank}_state")
+        )
+        state = tf_xshard.GroupState(trained)
+        state.save(os.path.join(directory, "sharded_groups"))
+        expected = fit(trained, 2)
+        again = model(strategy, shard_update=True, communication=COMMUNICATION)
+        tf_xshard.GroupState(again).restore(
+            os.path.join(directory, "sharded_groups")
+        )
+        restored = fit(again, 2)
+        with strategy.scope():
+            loaded = keras.saving.load_model(
+                os.path.join(directory, f"sharded_{rank}.keras")
+            )
+        return [expected, restored, fit(loaded, 2)]
+
+
+def _alone(strategy):
+    """Worker 2 reads what each holds a part of; then all of them do."""
+    trained = sharded.Trained(
+        adam,
+        strategy,
+        num_steps=1,
+        shard_update=True,
+        communication=tf_xshard.Communication(timeout_seconds=4),
+    )
+    error = None
+    if strategy.cluster_resolver.task_id == 2:
+        try:
+            trained.slots()[0].numpy()
+        except RuntimeError as caught:
+            error = str(caught)
+    tf_xshard.barrier(strategy)
+    return [error, trained.slots()[0].numpy().shape]
+
+
+def _bytes_of_a_step(strategy):
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(NUM_FLOATS), dtype="float32")
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.Adam(),
+            shard_update=True,
+            communication=COMMUNICATION,
+        )
+        optimizer.build([weight])
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.ones([NUM_FLOATS])], [weight]))
+
+    step()
+    tf_xshard.barrier(strategy)
+    before = counting.loopback_bytes()
+    for _ in range(NUM_STEPS):
+        step()
+    # The others may be later than this one.
+    tf_xshard.barrier(strategy)
+    time.sleep(0.25)
+    return (counting.loopback_bytes() - before) / NUM_STEPS
