@@ -104,7 +104,7 @@ class _StepTimes(keras.callbacks.Callback):
         self.ends.append(time.perf_counter())
 
 
-def _batch(model, rows):
+def batch(model, rows):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, *model.input_shape[1:])).astype("float32")
     y = rng.normal(size=(rows, *model.output_shape[1:])).astype("float32")
@@ -113,7 +113,7 @@ def _batch(model, rows):
 
 def _fit(strategy, model, rows, steps):
     """A function that times `steps` steps of `fit`."""
-    dataset = tf.data.Dataset.from_tensors(_batch(model, rows)).repeat()
+    dataset = tf.data.Dataset.from_tensors(batch(model, rows)).repeat()
     times = _StepTimes()
 
     def run():
@@ -131,8 +131,7 @@ def _fit(strategy, model, rows, steps):
 
 def _loop(strategy, model, rows, steps):
     """A function that times `steps` steps of a custom loop."""
-    x, y = _batch(model, rows)
-    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+    dataset = tf.data.Dataset.from_tensors(batch(model, rows)).repeat()
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     loss_fn = keras.losses.MeanSquaredError()
 

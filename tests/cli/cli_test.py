@@ -1,6 +1,7 @@
 """The commands, as a person runs them."""
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -40,6 +41,7 @@ def test_demo(tmp_path):
         picture,
         "--optimizer",
         "clipped",
+        "--shard-update",
     )
     assert run.returncode == 0, run.stdout[-3000:]
     assert "All promises hold." in run.stdout
@@ -50,6 +52,8 @@ def test_demo(tmp_path):
     }
     assert "equal" in rows["CrossShardOptimizer, all"]
     assert "equal" in rows["group 0, on its shards"]
+    assert "equal" in rows["group 0, sharded update"]
+    assert re.search(r"\d+ numbers instead of \d+", run.stdout)
     assert "WRONG" in rows["a wrong reduction (on purpose)"]
     assert os.path.getsize(picture) > 10_000
 

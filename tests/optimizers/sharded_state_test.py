@@ -330,3 +330,11 @@ def test_slots_can_not_be_read_in_a_graph():
 
     with pytest.raises(RuntimeError, match="outside of the tf.function"):
         read()
+
+
+def test_export_leaves_the_optimizer_out(tmp_path):
+    model = _model(replicas.mirrored(2), shard_update=True)
+    _fit(model, 1)
+    with pytest.raises(RuntimeError, match=r"use model.export\(\)"):
+        tf.saved_model.save(model, str(tmp_path / "all"))
+    model.export(tmp_path / "exported", verbose=False)

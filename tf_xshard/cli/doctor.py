@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from tf_xshard.multi_worker import local_cluster
 
 NUM_REPLICAS = 4
 TIMEOUT_SECONDS = 60
+# Elements that differ, since replicas may get different ones.
+_FACTORS = (1.0, 2.0, 3.0)
 _ADVICE = (
     "--    Losses: not checked. `fit` divides the losses of rows by the number"
     " of replicas, but not a loss that returns one number. Wrap such a function"
@@ -53,22 +56,29 @@ def shuffled_groups(num_replicas: int) -> list[list[list[int]]]:
 
 
 def group_sums(
-    strategy: tf.distribute.Strategy, groups: list[list[int]], graph: bool
-) -> tuple[str, list[float]]:
-    """A real update on every replica with the scalar gradient 10^replica.
+    strategy: tf.distribute.Strategy,
+    groups: list[list[int]],
+    graph: bool,
+    shard_update: bool = False,
+) -> tuple[str, np.ndarray]:
+    """A real update on every replica with the gradient 10^replica * [1, 2, 3].
 
     Args:
       strategy: The strategy to run under.
       groups: The replica ids of each group.
       graph: Whether to run in a `tf.function`, or eagerly.
+      shard_update: Whether by a reduce-scatter and an all-gather.
 
     Returns:
       The transport's name, and for every replica of this process minus its
-      weight, which is its group's sum.
+      weights, which are its group's sum times 1, 2, 3.
     """
     assignment = tf_xshard.GroupAssignment(groups)
+    # TPUs can't sum float64.
+    is_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+    dtype = "float32" if is_tpu else "float64"
     with strategy.scope():
-        weight = keras.Variable(0.0, dtype="float64")
+        weight = keras.Variable(np.zeros(len(_FACTORS)), dtype=dtype)
         optimizer = tf_xshard.CrossShardOptimizer(
             keras.optimizers.SGD(1.0),
             "sum",
@@ -77,6 +87,7 @@ def group_sums(
             communication=tf_xshard.Communication(
                 timeout_seconds=TIMEOUT_SECONDS
             ),
+            shard_update=shard_update,
         )
     names: list[str] = []
 
@@ -91,17 +102,17 @@ def group_sums(
             ).name
         )
         gradient = tf.pow(
-            tf.constant(10.0, tf.float64),
-            tf.cast(context.replica_id_in_sync_group, tf.float64),
+            tf.constant(10.0, dtype),
+            tf.cast(context.replica_id_in_sync_group, dtype),
         )
-        optimizer.apply([gradient], [weight])
+        optimizer.apply([gradient * tf.constant(_FACTORS, dtype)], [weight])
 
     def step():
         strategy.run(on_replica)
 
     (tf.function(step) if graph else step)()
     values = strategy.experimental_local_results(weight.value)
-    return names[0], [-float(value) for value in values]
+    return names[0], np.array([-np.asarray(value) for value in values])
 
 
 def check_strategy(
@@ -121,21 +132,27 @@ def check_strategy(
     num_replicas = strategy.num_replicas_in_sync
     own = 10.0 ** np.arange(num_replicas)
     for groups in shuffled_groups(num_replicas):
-        for graph in (True, False):
+        for graph, sharded in itertools.product((True, False), repeat=2):
             if not graph and isinstance(strategy, tf.distribute.TPUStrategy):
                 continue  # TPUStrategy.run needs a tf.function.
+            if sharded and len(groups[0]) == 1:
+                continue  # Nothing is split.
             expected = np.zeros(num_replicas)
             for members in groups:
                 expected[members] = own[members].sum()
             where = f"{title}, {'tf.function' if graph else 'eager'}, {groups}"
+            if sharded:
+                where += ", reduce-scatter and all-gather"
             try:
-                name, got = group_sums(strategy, groups, graph)
+                name, got = group_sums(strategy, groups, graph, sharded)
             except Exception as error:  # Report it, whatever it is.
                 right = _report(
                     False, f"{where}: {type(error).__name__}: {error}"
                 )
                 continue
-            wanted = expected[first_replica : first_replica + len(got)]
+            wanted = np.outer(
+                expected[first_replica : first_replica + len(got)], _FACTORS
+            )
             if np.array_equal(got, wanted):
                 _report(True, f"{where}: {name}")
             else:

@@ -107,8 +107,9 @@ class WholeSlots:
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{slot.name!r}, of an optimizer with shard_update=True, is"
-                " read inside a tf.function but outside of strategy.run. Read"
-                " it outside of the tf.function."
+                " read in a graph but outside of strategy.run. Read it outside"
+                " of the tf.function; instead of tf.saved_model.save(model) use"
+                " model.export(), which leaves the optimizer out."
             )
         self._processes.rendezvous(_WHAT)
         own = [np.asarray(copy) for copy in replica_variables.copies(slot)]

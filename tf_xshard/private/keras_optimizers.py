@@ -105,7 +105,8 @@ def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
     for name in _REDUCING_METHODS:
         names = getattr(getattr(own, name), "__code__", None)
         if (
-            not getattr(own, name).__module__.startswith("keras.src.")
+            # None for what `exec` defines.
+            not str(getattr(own, name).__module__).startswith("keras.src.")
             and names is not None
             and "all_reduce" in names.co_names
         ):

@@ -27,10 +27,6 @@ KERAS_PRIVATE_NAMES = (
     (keras.Variable, "_serialize_to_tensors"),
     (keras.Variable, "_restore_from_tensors"),
     (keras.Variable, "_shared_name"),
-    # What tf.saved_model.save writes.
-    (keras.Variable, "_copy_trackable_to_cpu"),
-    (keras.Variable, "_export_to_saved_model_graph"),
-    (keras.Variable, "_write_object_proto"),
     # Called with each variable that an optimizer creates, before anything is
     # restored into it.
     (keras.optimizers.Optimizer, "_track_variable"),
@@ -143,24 +139,6 @@ class Sharded(keras.Variable):
     @property
     def _shared_name(self) -> str:
         return self._value._shared_name
-
-    def _copy_trackable_to_cpu(self, object_map: dict) -> None:
-        object_map[self] = tf.Variable(self.store.read(self))
-
-    def _export_to_saved_model_graph(
-        self, object_map: dict, tensor_map: dict, options: Any, **kwargs: Any
-    ) -> Any:
-        whole = tf.Variable(self.store.read(self))
-        resources = whole._export_to_saved_model_graph(
-            object_map, tensor_map, options, **kwargs
-        )
-        object_map[self] = object_map[whole]
-        return resources
-
-    def _write_object_proto(self, proto: Any, options: Any) -> None:
-        self._value._write_object_proto(proto, options)
-        shape = proto.variable.shape
-        shape.CopyFrom(tf.TensorShape(self.layout.shape).as_proto())
 
     def _serialize_to_tensors(self) -> dict:
         return {_KEY: self.store.read(self)}

@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="save a plot of the groups' loss curves (for cross_shard)",
     )
+    parser.add_argument(
+        "--shard-update",
+        action="store_true",
+        help="also check shard_update=True (for cross_shard)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run)
 
@@ -75,6 +80,8 @@ def _check_arguments(
             parser.error(f"--{name} {value}: must be at least 1")
     if options.plot and options.optimizer_wrapper != "cross_shard":
         parser.error("--plot shows groups, which only cross_shard has")
+    if options.shard_update and options.optimizer_wrapper != "cross_shard":
+        parser.error("--shard-update is an argument of cross_shard")
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -13,6 +13,7 @@ import tensorflow as tf
 import tf_xshard
 from tf_xshard.cli.demo import digits as digits_lib
 from tf_xshard.cli.demo import promises as promises_lib
+from tf_xshard.cli.demo import sharded_update
 from tf_xshard.cli.demo import training
 
 MIN_GROUP_DIFFERENCE = 1e-3
@@ -117,6 +118,10 @@ def show(
             apart >= MIN_GROUP_DIFFERENCE,
             f"groups {list(first)} and {list(second)} differ by {apart:.1e}"
             f" only, expected {MIN_GROUP_DIFFERENCE:.0e} at least",
+        )
+    if options.shard_update:
+        sharded_update.check(
+            promises, options, strategy, digits, groups, grouped
         )
     if options.plot:
         _plot(losses, groups, options.plot)

@@ -1,0 +1,78 @@
+"""The promises of `shard_update=True`: the same weights, 1/g of the slots."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import tensorflow as tf
+
+import tf_xshard
+from tf_xshard.cli.demo import digits as digits_lib
+from tf_xshard.cli.demo import promises as promises_lib
+from tf_xshard.cli.demo import training
+from tf_xshard.distribute import replica_variables
+
+# Of the weights, after many steps of an optimizer whose sums are rounded in
+# another order.
+_TOLERANCE = 1e-4
+
+
+def check(
+    promises: promises_lib.Promises,
+    options: argparse.Namespace,
+    strategy: tf.distribute.Strategy,
+    digits: digits_lib.Digits,
+    groups: tf_xshard.GroupAssignment,
+    whole: training.Trained,
+) -> None:
+    """Trains in groups with a sharded update, and compares.
+
+    Args:
+      promises: Gets the rows.
+      options: The command's arguments.
+      strategy: The strategy to train under.
+      digits: The batches.
+      groups: The groups.
+      whole: The same training without `shard_update`.
+    """
+    sharded = training.Trained(
+        f"CrossShardOptimizer in {groups.num_groups} groups, shard_update=True",
+        digits,
+        options,
+        strategy,
+        lambda inner: tf_xshard.CrossShardOptimizer(
+            inner, group_assignment=groups, shard_update=True
+        ),
+    )
+    for index, members in enumerate(groups):
+        promises.check(
+            f"group {index}, sharded update",
+            sharded,
+            whole.weights[members[0]],
+            _TOLERANCE,
+            members,
+        )
+    held, whole_size = (_slot_elements(one) for one in (sharded, whole))
+    promises.show(
+        "slot variables of a replica",
+        remark=f"{held} numbers instead of {whole_size}",
+    )
+    expected = sum(
+        math.ceil(int(v.shape.num_elements()) / groups.group_size)
+        for v in whole.model.optimizer.variables
+        if len(v.shape)
+    )
+    promises.check_that(
+        held == expected,
+        f"a replica holds {held} numbers of slot variables, not {expected}",
+    )
+
+
+def _slot_elements(trained: training.Trained) -> int:
+    """How many numbers the first replica holds in slot variables."""
+    return sum(
+        int(replica_variables.copies(v)[0].shape.num_elements())
+        for v in trained.model.optimizer.variables
+        if len(v.shape)
+    )
