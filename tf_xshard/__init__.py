@@ -20,9 +20,9 @@ replicas that you choose.
         |           finite vote                 with a LossScaleOptimizer: on an
         |                                       overflow anywhere, all skip
         v
-    inner_update    no second reduction
-        |
-        v
+    inner_update    no second reduction         (or `sharded_update`: a reduce-
+        |                                       scatter above, each replica its
+        v                                       shard, then an all-gather)
     inner optimizer -> variables -> group_state, callbacks
                                                 what each group holds
 
