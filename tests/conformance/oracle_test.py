@@ -82,7 +82,14 @@ def _arriving(gradient, shape, dtype, divisor):
 
 
 def _check(
-    case, num_replicas, groups, reduction, normalization, graph, kind="mirrored"
+    case,
+    num_replicas,
+    groups,
+    reduction,
+    normalization,
+    graph,
+    kind="mirrored",
+    shard_update=False,
 ):
     strategy = replicas.STRATEGIES[kind](num_replicas)
     divisor = num_replicas if normalization == "global" else 1
@@ -96,6 +103,7 @@ def _check(
             reduction,
             groups,
             loss_normalization=normalization,
+            shard_update=shard_update,
         )
     replicas.apply_once(
         strategy,
@@ -164,7 +172,7 @@ def _random_case(rng, num_replicas, dtype):
     return Case(shapes, dtype, gradients)
 
 
-def _sweep(seed, graph, kind="mirrored"):
+def _sweep(seed, graph, kind="mirrored", shard_update=None):
     rng = np.random.default_rng(seed)
     num_replicas = int(rng.choice([2, 4, 8] if kind == "mirrored" else [4, 8]))
     candidates = GROUPS[num_replicas]
@@ -183,6 +191,7 @@ def _sweep(seed, graph, kind="mirrored"):
         str(rng.choice(["global", "replica"])),
         graph,
         kind,
+        rng.random() < 0.5 if shard_update is None else shard_update,
     )
 
 
@@ -218,6 +227,14 @@ def test_many_random_cases_on_a_simulated_tpu(kind):
 def test_many_random_cases():
     for seed in range(2000, 2408):
         _sweep(seed, graph=bool(seed % 3))
+
+
+@pytest.mark.full
+@may_lack_gradients
+@pytest.mark.parametrize("first", range(10_000, 12_000, 200))
+def test_2000_random_cases_of_a_sharded_update(first):
+    for seed in range(first, first + 200):
+        _sweep(seed, graph=seed % 4 == 0, shard_update=True)
 
 
 @pytest.mark.parametrize("dtype", NUMPY_TYPES)

@@ -162,8 +162,10 @@ def test_numbers_of_replicas(num_replicas):
 
 @replicas.in_full
 @pytest.mark.parametrize("name", {**OPTIMIZERS, **SETTINGS})
-@pytest.mark.parametrize("num_replicas", GROUPS)
-@pytest.mark.parametrize("kind", replicas.STRATEGIES)
+@pytest.mark.parametrize(
+    "kind, num_replicas",
+    [*(("mirrored", n) for n in GROUPS), ("tpu", 4), ("tpu_permuted", 4)],
+)
 def test_all_of_them(kind, num_replicas, name):
     for groups in GROUPS[num_replicas]:
         _check(
