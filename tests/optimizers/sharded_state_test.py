@@ -321,6 +321,26 @@ def test_arguments():
         tf_xshard.elementwise(O.SGD())
 
 
+def test_tensorflow_variables_instead_of_keras_variables():
+    """Both name the same variable; TensorFlow's own have no path."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(tf.ones([5]))
+        other = tf.Variable(tf.ones([3]), name="other")
+        optimizer = tf_xshard.CrossShardOptimizer(
+            O.SGD(0.5, momentum=0.5), shard_update=True
+        )
+        optimizer.build([weight, other])
+    strategy.run(
+        lambda: optimizer.apply(
+            [tf.ones([5]), tf.ones([3])], [weight.value, other]
+        )
+    )
+    for variable in (weight, other):
+        for value in replicas.values(strategy, variable):
+            np.testing.assert_array_equal(value, np.zeros(variable.shape))
+
+
 def test_slots_can_not_be_read_in_a_graph():
     trained = _trained(True)
 

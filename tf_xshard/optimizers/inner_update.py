@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -127,8 +128,8 @@ def split_statistics(
     )
 
 
-class WholeUpdate:
-    """Reduces whole gradients and updates whole variables.
+class Update(abc.ABC):
+    """The stages from the group reduction to the updated variables.
 
     Args:
       optimizer: The inner optimizer, already made local.
@@ -143,6 +144,7 @@ class WholeUpdate:
         self._optimizer = optimizer
         self._reducer = reducer
 
+    @abc.abstractmethod
     def reduced(
         self,
         gradients: Sequence,
@@ -161,11 +163,44 @@ class WholeUpdate:
           here: Where the code runs.
           reduction: `"mean"` or `"sum"`.
           multiplier: See `GroupReducer.reduce`.
-          post_hook: Called with the reduced gradients, or None.
+          post_hook: Called with the whole reduced gradients, or None.
 
         Returns:
-          A list like `gradients`.
+          What `apply` takes, one for each variable.
         """
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        here: replica_context.Here,
+        is_applied: tf.Tensor | None,
+    ) -> None:
+        """Updates the variables.
+
+        Args:
+          gradients: As from `reduced`.
+          variables: The variables.
+          here: Where the code runs.
+          is_applied: Whether the inner optimizer will not skip this step, a
+            scalar bool tensor; None if it never does.
+        """
+
+
+class WholeUpdate(Update):
+    """Every replica has whole gradients and updates whole variables."""
+
+    def reduced(
+        self,
+        gradients: Sequence,
+        variables: Sequence,
+        here: replica_context.Here,
+        reduction: str,
+        multiplier: float,
+        post_hook: Callable[[list], list] | None,
+    ) -> list:
+        """See the base class; tensors, IndexedSlices or None."""
         result = self._reducer.reduce(
             gradients, variables, here, reduction, multiplier
         )
@@ -178,15 +213,7 @@ class WholeUpdate:
         here: replica_context.Here,
         is_applied: tf.Tensor | None,
     ) -> None:
-        """Applies reduced gradients; see `apply` below.
-
-        Args:
-          gradients: As from `reduced`.
-          variables: The variables.
-          here: Where the code runs.
-          is_applied: Whether the inner optimizer will not skip this step, a
-            scalar bool tensor; None if it never does.
-        """
+        """See the base class."""
         apply(self._optimizer, gradients, variables)
 
 

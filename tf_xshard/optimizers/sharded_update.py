@@ -38,7 +38,7 @@ from tf_xshard.reduction import group_scatter
 from tf_xshard.reduction import group_sum
 
 
-class ShardedUpdate:
+class ShardedUpdate(inner_update.Update):
     """The shards of one optimizer's variables, and their update.
 
     Args:
@@ -55,17 +55,15 @@ class ShardedUpdate:
         reducer: group_sum.GroupReducer,
         strategy: tf.distribute.Strategy,
     ) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer, reducer)
         self._variables = list(variables)
-        self._reducer = reducer
         store = whole_slots.WholeSlots(
             strategy,
             reducer.groups(strategy.num_replicas_in_sync),
             reducer.communication,
         )
-        # By id: variables are not hashable.
         self._shards = {
-            id(variable): _shards_of(variable, store)
+            _key(variable): _shards_of(variable, store)
             for variable in variables
             if not inner_update.is_overwritten(variable)
         }
@@ -81,7 +79,7 @@ class ShardedUpdate:
             self._optimizer, elementwise.check
         ):
             self._optimizer.build(
-                [self._shards.get(id(v), v) for v in self._variables]
+                [self._shards.get(_key(v), v) for v in self._variables]
             )
         for one in tree.descendants(self._optimizer):
             _check_slots(one)
@@ -104,21 +102,10 @@ class ShardedUpdate:
         multiplier: float,
         post_hook: Callable[[list], list] | None,
     ) -> list:
-        """This replica's shards of the group's gradients.
+        """See the base class; a shard for each variable, or None.
 
-        Args:
-          gradients: This replica's: tensors of the variables' shapes,
-            IndexedSlices or None.
-          variables: The variables.
-          here: Where the code runs.
-          reduction: `"mean"` or `"sum"`.
-          multiplier: See `GroupReducer.reduce`.
-          post_hook: Called with the whole reduced gradients, or None. With it
-            they exist on each replica for a moment, and an all-reduce takes the
-            place of the reduce-scatter.
-
-        Returns:
-          A shard for each variable, or None.
+        With `post_hook` the whole gradients exist on each replica for a moment,
+        and an all-reduce takes the place of the reduce-scatter.
         """
         if post_hook is None:
             return group_scatter.reduce_scatter(
@@ -136,7 +123,7 @@ class ShardedUpdate:
         ]
 
     def _own(self, variable: Any, whole: Any, position: Any) -> tf.Tensor:
-        layout = self._shards[id(variable)].layout
+        layout = self._shards[_key(variable)].layout
         if isinstance(whole, tf.IndexedSlices):
             return layout.shard_of_rows(whole, position)
         return layout.shard(whole, position)
@@ -148,16 +135,7 @@ class ShardedUpdate:
         here: replica_context.Here,
         is_applied: tf.Tensor | None,
     ) -> None:
-        """Updates this replica's shards and gathers the variables.
-
-        Args:
-          gradients: A shard for each variable or None; for statistics the whole
-            value.
-          variables: The variables.
-          here: Where the code runs.
-          is_applied: Whether the inner optimizer will not skip this step, a
-            scalar bool tensor; None if it never does.
-        """
+        """See the base class; statistics arrive whole."""
         optimizers = list(tree.descendants(self._optimizer))
         refreshed = variables
         if any(one.use_ema for one in optimizers):
@@ -165,9 +143,9 @@ class ShardedUpdate:
             refreshed = self._variables
         position = self._reducer.transport(here).position()
         for variable in refreshed:
-            if id(variable) in self._shards:
+            if _key(variable) in self._shards:
                 replica_variables.assign(
-                    self._shards[id(variable)],
+                    self._shards[_key(variable)],
                     self._own(
                         variable, replica_variables.read(variable), position
                     ),
@@ -175,10 +153,10 @@ class ShardedUpdate:
         inner_update.apply(
             self._optimizer,
             gradients,
-            [self._shards.get(id(v), v) for v in variables],
+            [self._shards.get(_key(v), v) for v in variables],
         )
         has_gradient = {
-            id(v)
+            _key(v)
             for gradient, v in zip(gradients, variables, strict=True)
             if gradient is not None
         }
@@ -200,21 +178,21 @@ class ShardedUpdate:
         is_applied: tf.Tensor | None,
     ) -> None:
         """Gathers the variables that may have changed."""
-        sharded = [v for v in variables if id(v) in self._shards]
-        shards = [self._shards[id(v)] for v in sharded]
+        sharded = [v for v in variables if _key(v) in self._shards]
+        shards = [self._shards[_key(v)] for v in sharded]
         layouts = [one.layout for one in shards]
         wholes = group_scatter.all_gather(
             self._reducer,
             [replica_variables.read(one) for one in shards],
             layouts,
             here,
-            [overwritten or id(v) in has_gradient for v in sharded],
+            [overwritten or _key(v) in has_gradient for v in sharded],
         )
         for variable, whole in zip(sharded, wholes, strict=True):
             if whole is None:
                 continue
             constraint = getattr(variable, "constraint", None)
-            if constraint is not None and id(variable) in has_gradient:
+            if constraint is not None and _key(variable) in has_gradient:
                 constrained = private_tensorflow.as_called_by_user(constraint)(
                     whole
                 )
@@ -224,6 +202,11 @@ class ShardedUpdate:
                     else tf.where(is_applied, constrained, whole)
                 )
             replica_variables.assign(variable, whole)
+
+
+def _key(variable: Any) -> int:
+    """A key of a variable: Keras' or TensorFlow's, which is inside of it."""
+    return id(replica_variables.tensorflow_variable(variable))
 
 
 def _shards_of(
