@@ -1,5 +1,7 @@
 """shard_update=True: the numbers of the whole update, from shards."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -140,10 +142,15 @@ def test_what_is_set_on_the_inner_optimizer(name):
     _check(SETTINGS[name], replicas.mirrored(4), [[0, 2], [3, 1]])
 
 
-@pytest.mark.parametrize("name", ["accumulation", "scale", "ema"])
-@pytest.mark.parametrize("kind", replicas.TPUS)
-def test_on_a_simulated_tpu(name, kind):
-    groups = [[0, 2], [3, 1]] if name == "accumulation" else None
+@pytest.mark.parametrize(
+    "kind, name, groups",
+    [
+        ("tpu", "accumulation", [[0, 2], [3, 1]]),
+        ("tpu_permuted", "scale", None),
+        ("tpu_permuted", "ema", [[0, 2], [3, 1]]),
+    ],
+)
+def test_on_a_simulated_tpu(kind, name, groups):
     _check(SETTINGS[name], replicas.STRATEGIES[kind](4), groups)
 
 
@@ -173,6 +180,40 @@ def test_all_of_them(kind, num_replicas, name):
             replicas.STRATEGIES[kind](num_replicas),
             groups,
         )
+
+
+def _combinations():
+    """Some of clipping x decay x averages x accumulation for each optimizer."""
+    every = list(
+        itertools.product(
+            (
+                {},
+                {"clipnorm": 0.05},
+                {"global_clipnorm": 0.1},
+                {"clipvalue": 0.02},
+            ),
+            ({}, {"weight_decay": 0.1}),
+            ({}, {"use_ema": True, "ema_overwrite_frequency": 3}),
+            ({}, {"gradient_accumulation_steps": 3}),
+        )
+    )
+    rng = np.random.default_rng(0)
+    for name, inner_fn in OPTIMIZERS.items():
+        for index in rng.choice(len(every), size=6, replace=False):
+            options = {k: v for part in every[index] for k, v in part.items()}
+            yield pytest.param(inner_fn, options, id=f"{name}-{index}")
+
+
+@replicas.in_full
+@pytest.mark.parametrize("inner_fn, options", list(_combinations()))
+def test_combinations_of_settings(inner_fn, options):
+    inner = inner_fn()
+    config = {**inner.get_config(), **options}
+    _check(
+        lambda: type(inner).from_config(config),
+        replicas.mirrored(4),
+        [[0, 2], [3, 1]],
+    )
 
 
 def test_one_replica_and_groups_of_one_are_the_identity():

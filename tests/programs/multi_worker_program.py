@@ -282,7 +282,8 @@ def wire(strategy):
             before = counting.loopback_bytes()
             step()
             # The others may be later than this one.
-            time.sleep(0.25)
+            tf_xshard.barrier(strategy)
+            time.sleep(0.1)
             sent[call // 4, call % 4] = counting.loopback_bytes() - before
         result[name] = sent.tolist()
     return result

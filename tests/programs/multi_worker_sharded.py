@@ -40,10 +40,16 @@ def data():
     return x, x[:, :2]
 
 
-def fit(trained, epochs):
+def fit(trained, epochs, callbacks=()):
     x, y = data()
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-    trained.fit(dataset, epochs=epochs, shuffle=False, verbose=0)
+    trained.fit(
+        dataset,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
     return [v.numpy().tolist() for v in trained.weights]
 
 
@@ -57,6 +63,7 @@ def run(strategy, directory):
             )
         },
         "saved": _saved(strategy, directory),
+        "resumed": _resumed(strategy, directory),
         "alone": _alone(strategy),
         "wire": _bytes_of_a_step(strategy),
     }
@@ -106,6 +113,31 @@ def _saved(strategy, directory):
                 os.path.join(directory, f"sharded_{rank}.keras")
             )
         return [expected, restored, fit(loaded, 2)]
+
+
+def _resumed(strategy, directory):
+    """Two epochs with each callback, and the other three in a new model."""
+    result = []
+    with tf_xshard.multi_worker_fit():
+        for make in (
+            lambda: tf_xshard.GroupCheckpoint(
+                os.path.join(directory, "sharded_callback")
+            ),
+            lambda: keras.callbacks.BackupAndRestore(
+                os.path.join(directory, "sharded_backup"),
+                delete_checkpoint=False,
+            ),
+        ):
+            saves = keras.callbacks.ModelCheckpoint(
+                os.path.join(directory, "sharded_best.keras")
+            )
+            first, second = (
+                model(strategy, shard_update=True, communication=COMMUNICATION)
+                for _ in range(2)
+            )
+            fit(first, 2, [make(), saves])
+            result.append(fit(second, 5, [make()]))
+    return result
 
 
 def _alone(strategy):

@@ -10,11 +10,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tf_xshard
 from tests.support import replicas
 from tf_xshard.group_state import state
 
 GROUPS = [[0, 2], [1, 3]]
 _SHAPES = ((200, 1000), (), (50_000,))
+# And a slot variable, of which each replica of a group holds a half.
+_SHAPES += _SHAPES[:1]
 
 
 def content(index: int, group: int, step: int) -> np.ndarray:
@@ -25,8 +28,14 @@ def content(index: int, group: int, step: int) -> np.ndarray:
 def state_of(strategy) -> state.GroupState:
     """Variables of a few shapes in two groups."""
     with strategy.scope():
-        variables = [keras.Variable(tf.zeros(shape)) for shape in _SHAPES]
-    return state.GroupState(variables, GROUPS)
+        variables = [keras.Variable(tf.zeros(shape)) for shape in _SHAPES[:-1]]
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(momentum=0.5),
+            group_assignment=GROUPS,
+            shard_update=True,
+        )
+        optimizer.build(variables[:1])
+    return state.GroupState([*variables, optimizer.variables[-1]], GROUPS)
 
 
 def fill(state, step: int) -> None:

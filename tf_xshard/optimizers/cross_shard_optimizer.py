@@ -238,13 +238,14 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         >>> config["reduction"], config["group_assignment"]
         ('sum', [[0]])
         """
-        return {
+        config = {
             **super().get_config(),
             **self._reducer_config(),
             "pre_reduce": _serialized(self._pre_reduce),
             "post_reduce": _serialized(self._post_reduce),
-            "shard_update": self._shard_update,
         }
+        # Version 0.1.0 does not know it.
+        return {**config, "shard_update": True} if self.shard_update else config
 
 
 def added_around(
