@@ -121,7 +121,7 @@ def show(
         )
     if options.shard_update:
         sharded_update.check(
-            promises, options, strategy, digits, groups, grouped
+            promises, options, strategy, digits, groups, grouped, tolerances
         )
     if options.plot:
         _plot(losses, groups, options.plot)

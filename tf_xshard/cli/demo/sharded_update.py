@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -13,10 +14,6 @@ from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import training
 from tf_xshard.distribute import replica_variables
 
-# Of the weights, after many steps of an optimizer whose sums are rounded in
-# another order.
-_TOLERANCE = 1e-4
-
 
 def check(
     promises: promises_lib.Promises,
@@ -25,6 +22,7 @@ def check(
     digits: digits_lib.Digits,
     groups: tf_xshard.GroupAssignment,
     whole: training.Trained,
+    tolerances: Sequence[float],
 ) -> None:
     """Trains in groups with a sharded update, and compares.
 
@@ -35,6 +33,7 @@ def check(
       digits: The batches.
       groups: The groups.
       whole: The same training without `shard_update`.
+      tolerances: For each group, the difference that counts as equal.
     """
     sharded = training.Trained(
         f"CrossShardOptimizer in {groups.num_groups} groups, shard_update=True",
@@ -50,7 +49,7 @@ def check(
             f"group {index}, sharded update",
             sharded,
             whole.weights[members[0]],
-            _TOLERANCE,
+            tolerances[index],
             members,
         )
     held, whole_size = (_slot_elements(one) for one in (sharded, whole))
