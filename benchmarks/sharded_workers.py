@@ -9,6 +9,7 @@ wire: `python -m benchmarks.sharded_workers`.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 
@@ -126,6 +127,7 @@ def main(argv):
         _worker()
         return
     measuring.print_setting(f"{NUM_WORKERS} processes on one machine")
+    nowhere = subprocess.DEVNULL
     processes = local_cluster.start(
         [
             "-m",
@@ -135,15 +137,17 @@ def main(argv):
             f"--steps={_STEPS.value}",
             f"--layers={_LAYERS.value}",
         ],
-        [(None, None)] + [(None, None)] * (NUM_WORKERS - 1),
+        [(None, None)] + [(nowhere, nowhere)] * (NUM_WORKERS - 1),
         {"TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     try:
-        for process in processes:
-            process.wait(TIMEOUT_SECONDS)
+        codes = [process.wait(TIMEOUT_SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.wait()
+    if any(codes):
+        sys.exit(f"workers ended with {codes}")
 
 
 if __name__ == "__main__":

@@ -251,6 +251,14 @@ class Unknown(O.Adam):
     pass
 
 
+class Lookahead(O.SGD):
+    """Wraps another optimizer, and may look at whole variables."""
+
+    def __init__(self, inner_optimizer):
+        super().__init__()
+        self.inner_optimizer = inner_optimizer
+
+
 class HiddenSlots(O.SGD):
     def build(self, variables):
         super().build(variables)
@@ -265,6 +273,10 @@ class HiddenSlots(O.SGD):
         (lambda: O.Muon(0.1), "Muon: it orthogonalizes"),
         (Unknown, r"tf_xshard.elementwise\(Unknown\)"),
         (lambda: O.LossScaleOptimizer(O.Lamb()), "Lamb"),
+        (
+            lambda: Lookahead(O.SGD()),
+            r"tf_xshard.elementwise\(Lookahead\)",
+        ),
         (
             lambda: tf_xshard.TowerOptimizer(O.SGD(), 2),
             "TowerOptimizer can't be inside.*innermost",

@@ -30,6 +30,12 @@ _ELEMENTWISE = tuple(
     )
     if hasattr(_KERAS, name)
 )
+# They pass gradients to others, which are checked by themselves.
+_CONTAINERS = tuple(
+    getattr(_KERAS, name)
+    for name in ("LossScaleOptimizer", "MultiOptimizer")
+    if hasattr(_KERAS, name)
+)
 _REASONS = {
     "Lamb": "it scales each update by the norm of the whole variable",
     "Adafactor": "it keeps means over the rows and columns of a variable",
@@ -105,12 +111,7 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
                 " AGNOptimizer trains different variables on each replica,"
                 " which can't be sharded.)"
             )
-        if (
-            of in _ELEMENTWISE
-            or _MARK in vars(of)
-            or any(tree.children(one))
-            or isinstance(one, _containers())
-        ):
+        if of in _ELEMENTWISE + _CONTAINERS or _MARK in vars(of):
             continue
         if of.__name__ in _REASONS and of.__module__.startswith("keras."):
             raise ValueError(
@@ -123,12 +124,3 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
             " depends only on the same element of the gradient, declare it:"
             f" tf_xshard.elementwise({of.__name__})."
         )
-
-
-def _containers() -> tuple[type, ...]:
-    """Optimizers that only pass gradients to others, if this Keras has them."""
-    return tuple(
-        getattr(_KERAS, name)
-        for name in ("LossScaleOptimizer", "MultiOptimizer")
-        if hasattr(_KERAS, name)
-    )

@@ -59,8 +59,8 @@ class WholeSlots:
           A tensor of its whole shape.
 
         Raises:
-          RuntimeError: In a `tf.function`, if there are several processes, or
-            if another process does not read it, too.
+          RuntimeError: In a graph, or if another process does not read it, too,
+            within the timeout.
         """
         return tf.constant(self.of_local_replicas(slot)[0])
 
