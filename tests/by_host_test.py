@@ -90,7 +90,7 @@ def test_hosts_of_different_sizes_are_refused():
         tf_xshard.GroupAssignment.by_host(strategy)
 
 
-@replicas.on_tpu_in_full
+@replicas.on_mirrored_and_tpu
 def test_two_levels(kind):
     """Within hosts at each step, across hosts every second: NumPy's numbers."""
     strategy = replicas.STRATEGIES[kind](4)

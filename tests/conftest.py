@@ -68,6 +68,19 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs --full"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _graph_optimizer(request):
+    """TensorFlow's graph optimizer, where a module asks for it.
+
+    It takes a third of the time of a test that runs a few small steps. What
+    users run has it, so the modules that compare numbers with one device, with
+    NumPy and with plain Keras do, and all programs that tests start.
+    """
+    is_on = getattr(request.module, "WITH_GRAPH_OPTIMIZER", False)
+    options = {"disable_meta_optimizer": not is_on}
+    tf.config.optimizer.set_experimental_options(options)
+
+
 @pytest.fixture(autouse=True)
 def _seeds_and_policy():
     import keras

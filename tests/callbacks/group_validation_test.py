@@ -136,8 +136,7 @@ def test_the_sentinel_looks_before_training_begins():
         group_training.fit(model, [tf_xshard.DivergenceSentinel()])
 
 
-@replicas.on_tpu_in_full
-@group_training.on_optimizers_in_full
+@group_training.on_one_strategy_each
 def test_the_sentinel_never_fires_on_what_is_meant_to_differ(kind, optimizer):
     """Statistics, random states, AGN's own, open rounds, other groups."""
     strategy = replicas.STRATEGIES[kind](4)

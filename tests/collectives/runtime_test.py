@@ -76,7 +76,7 @@ with strategy.scope():
         communication=tf_xshard.Communication(timeout_seconds=2.0))
     optimizer.build([weight])
 
-@tf.function
+@tf.function(autograph=False)
 def waiting_step(g):
     def on_replica(g):
         r = tf.distribute.get_replica_context().replica_id_in_sync_group

@@ -37,7 +37,7 @@ from tf_xshard.collectives import subgroups
 strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
 groups = group_assignment.GroupAssignment([[0, 1]])
 
-@tf.function
+@tf.function(autograph=False)
 def step(both):
     def on_replica():
         here = replica_context.current()
@@ -81,7 +81,7 @@ def wait(seconds):
     time.sleep(float(seconds))
     return seconds
 
-@tf.function
+@tf.function(autograph=False)
 def step(seconds):
     time.sleep(3.0)
     data = tf.ensure_shape(tf.py_function(wait, [seconds], tf.float32), [])
@@ -129,7 +129,7 @@ def test_a_timeout_costs_no_threads():
         optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
         optimizer.build([weight])
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
 
@@ -175,7 +175,7 @@ def slow(seconds):
     time.sleep(abs(float(seconds)))
     return 1.0
 
-@tf.function
+@tf.function(autograph=False)
 def step(seconds):
     def on_replica():
         gradient = tf.py_function(slow, [seconds], tf.float32)

@@ -1,10 +1,9 @@
-"""Every public name is documented, and every example runs."""
+"""Every public name is documented, and every docstring's example runs."""
 
 import dataclasses
 import doctest
 import importlib
 import inspect
-import logging
 import pkgutil
 import re
 
@@ -124,129 +123,6 @@ def test_all_is_what_there_is():
     assert len(set(tf_xshard.__all__)) == len(tf_xshard.__all__)
     for name in tf_xshard.__all__:
         assert hasattr(tf_xshard, name)
-
-
-def _readme_blocks():
-    text = (paths.ROOT / "README.md").read_text()
-    for index, block in enumerate(
-        re.findall(r"```python\n(.*?)```", text, re.S)
-    ):
-        yield pytest.param(block, id=f"block{index}")
-
-
-# TensorFlow's, of a collective strategy that is made after something has run.
-_TENSORFLOWS_OWN = ("Collective ops is not configured at program startup.",)
-
-
-@pytest.fixture
-def logged_warnings():
-    """What TensorFlow and absl log; AutoGraph's complaints for example."""
-    messages = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            message = record.getMessage()
-            if not message.startswith(_TENSORFLOWS_OWN):
-                messages.append(message)
-
-    handler = Handler(logging.WARNING)
-    loggers = tf.get_logger(), logging.getLogger("absl")
-    for logger in loggers:
-        logger.addHandler(handler)
-    yield messages
-    for logger in loggers:
-        logger.removeHandler(handler)
-
-
-@pytest.mark.parametrize("block", list(_readme_blocks()))
-def test_readme_example(block, tmp_path, monkeypatch, logged_warnings):
-    monkeypatch.chdir(tmp_path)
-    if "TPUClusterResolver" in block:
-        # Needs a TPU: that it compiles and that every name in it exists is what
-        # can be held here.
-        compile(block, "README.md", "exec")
-        for dotted in set(re.findall(r"tf(?:\.[A-Za-z_]\w*)+", block)):
-            value = tf
-            for part in dotted.split(".")[1:]:
-                value = getattr(value, part)
-        pytest.skip("the rest needs an accelerator")
-    _needs_libtpu(block)
-    # The tests' devices are made; these would be fewer.
-    monkeypatch.setattr(
-        tf.config,
-        "set_logical_device_configuration",
-        lambda device, logical: tf.config.list_logical_devices()[len(logical)],
-    )
-    scope = dict(GLOBALS)
-    # AutoGraph reads the source of what it converts.
-    program = tmp_path / "readme_example.py"
-    program.write_text(block)
-    exec(compile(block, program, "exec"), scope)
-    if "GroupState" in block:
-        _check_population(scope)
-    assert not logged_warnings
-
-
-def _check_population(scope):
-    """What the README says of the table, and the table that it shows."""
-    table, held_out = scope["table"], scope["held_out"]
-    text = (paths.ROOT / "README.md").read_text()
-    [shown] = re.findall(r"```\n(group .*?)\n```", text, re.S)
-    for line, row in zip(shown.splitlines()[1:], table, strict=True):
-        group, accuracy, loss = line.split()
-        assert group == str(row["group"])
-        assert abs(float(accuracy) - row["accuracy"]) < 0.1, (line, row)
-    slow, good, fast, failed, ensemble = table
-    assert failed["accuracy"] < 0.5 < slow["accuracy"]
-    assert slow["accuracy"] + 0.03 < max(good["accuracy"], fast["accuracy"])
-    assert ensemble["accuracy"] > good["accuracy"] - 0.05
-    assert ensemble["loss"] < slow["loss"]
-    best = table[scope["best"]]
-    loss, accuracy = scope["alone"].evaluate(*held_out, verbose=0)
-    np.testing.assert_allclose(
-        [loss, accuracy], [best["loss"], best["accuracy"]], rtol=1e-5
-    )
-
-
-def test_the_page_on_tf1():
-    """Its blocks are one program."""
-    page = paths.ROOT / "tf_xshard" / "compat" / "v1" / "README.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    assert len(blocks) == 3
-    scope = dict(GLOBALS)
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), scope)
-
-
-def test_readme_has_the_two_commands():
-    text = (paths.ROOT / "README.md").read_text()
-    command = (
-        "python3 -m venv .venv && .venv/bin/python -m pip install"
-        " '.[cpu,{}]' && .venv/bin/python -m {}"
-    )
-    for extra, module in (("demo", "tf_xshard demo"), ("test", "pytest")):
-        assert command.format(extra, module) in text
-    ci = (paths.ROOT / ".ci" / "run").read_text()
-    assert command.format("test", "pytest") in ci
-
-
-@pytest.mark.parametrize(
-    "page", sorted((paths.ROOT / "tf_xshard" / "docs").glob("*.md")), ids=str
-)
-def test_pages_are_true(page, tmp_path, monkeypatch):
-    """Files that they name exist, and their blocks run."""
-    text = page.read_text()
-    assert len(text.splitlines()) < 200
-    for path in re.findall(
-        r"`((?:tf_xshard|tests|benchmarks|\.ci)/[^`* ]+)`", text
-    ):
-        assert (paths.ROOT / path).exists(), path
-    for module in re.findall(r"python -m ((?:tests|benchmarks)[\w.]+)", text):
-        path = paths.ROOT / f"{module.replace('.', '/')}.py"
-        assert path.exists(), module
-    monkeypatch.chdir(tmp_path)
-    for block in re.findall(r"```python\n(.*?)```", text, re.S):
-        exec(compile(block, str(page), "exec"), dict(GLOBALS))
 
 
 def test_the_public_names_stand_once():

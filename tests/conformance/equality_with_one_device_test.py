@@ -1,7 +1,6 @@
 """`fit` on N replicas equals one device with the same global batch."""
 
 import functools
-import itertools
 
 import keras
 import numpy as np
@@ -13,6 +12,8 @@ from tests.support import mutants
 from tests.support import replicas
 from tests.support import training
 from tf_xshard import group_assignment
+
+WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
 
 O = keras.optimizers  # noqa: E741
 
@@ -58,8 +59,14 @@ for _name, _class in (
 # Plain Keras can't trace these under a strategy: see plain_keras_test.py.
 PLAIN_FAILS = ("accumulation",)
 # tests/conformance/groups_test.py permutes 8.
-COUNTS = {"mirrored": (2, 4, 8), "tpu": (4,), "tpu_permuted": (4, 8)}
-IN_DETAIL = ("adam", "global_clipnorm")
+OTHER_COUNTS = (
+    ("mirrored", 2),
+    ("tpu", 4),
+    ("mirrored", 8),
+    ("tpu_permuted", 8),
+    ("tpu_permuted", 4),
+)
+MUTANTS = ("factor_2", "factor_1_n", "no_reduction", "groups_ignored")
 
 
 class TanhDescent(O.Optimizer):
@@ -95,13 +102,14 @@ def _wrapped(optimizer_fn):
 
 @pytest.mark.parametrize(
     "name, kind, num_replicas",
-    replicas.default(
-        [(name, k, n) for name in SETTINGS for k in COUNTS for n in COUNTS[k]],
-        lambda name, kind, num_replicas: (
-            (kind == "mirrored" and (num_replicas == 4 or name in IN_DETAIL))
-            or (kind == "tpu" and name in ("global_clipnorm", "accumulation"))
+    [
+        *((name, "mirrored", 4) for name in SETTINGS),
+        # Every other number and strategy, with some setting or other.
+        *(
+            (name, *other)
+            for name, other in replicas.in_turn(SETTINGS, OTHER_COUNTS)
         ),
-    ),
+    ],
 )
 def test_fit_on_2_4_8_replicas(name, kind, num_replicas, report):
     optimizer_fn = SETTINGS[name]
@@ -119,10 +127,7 @@ def test_fit_on_2_4_8_replicas(name, kind, num_replicas, report):
 
 @pytest.mark.parametrize(
     "name",
-    replicas.default(
-        [(name,) for name in SETTINGS if name not in PLAIN_FAILS],
-        lambda name: name in IN_DETAIL,
-    ),
+    [name for name in SETTINGS if name not in PLAIN_FAILS],
 )
 def test_plain_keras_clips_before_the_sum(name, report):
     """It fails the comparison above exactly where something is clipped."""
@@ -136,14 +141,7 @@ def test_plain_keras_clips_before_the_sum(name, report):
 
 @pytest.mark.parametrize(
     "name, kind",
-    replicas.default(
-        itertools.product(OTHERS, ["mirrored", "tpu"]),
-        # These have slots of the kinds that others have.
-        lambda name, kind: (
-            kind == "mirrored"
-            and name not in ("adadelta", "adamax", "lamb", "lion")
-        ),
-    ),
+    replicas.in_turn(OTHERS, ["mirrored", "mirrored", "tpu"]),
 )
 def test_every_other_optimizer(name, kind, report):
     if name == "muon" and keras.__version__.startswith("3.12."):
@@ -250,7 +248,7 @@ def test_last_batch(num_rows, per_shard, kind):
         assert training.deviation(got, one) <= 1e-6
 
 
-@replicas.on_numberings_in_full
+@replicas.on_mirrored_and_tpu
 def test_frozen_layer(kind):
     def frozen():
         made = training.model()
@@ -267,7 +265,7 @@ def test_frozen_layer(kind):
     assert training.deviation(got, reference) <= 1e-6
 
 
-@replicas.on_numberings_in_full
+@replicas.on_mirrored_and_permuted
 def test_two_levels_are_the_global_reduction(kind):
     """Rows, then columns, of a 2 x 4 grid of replicas."""
 
@@ -287,17 +285,16 @@ def test_two_levels_are_the_global_reduction(kind):
 
 
 @pytest.mark.parametrize(
-    "mutant", ["factor_2", "factor_1_n", "no_reduction", "groups_ignored"]
-)
-@pytest.mark.parametrize(
-    "kind, num_replicas",
-    replicas.default(
-        [
-            ("mirrored", 2),
-            *((k, n) for k in replicas.STRATEGIES for n in (4, 8)),
-        ],
-        lambda kind, num_replicas: num_replicas == 4 and kind != "tpu_permuted",
-    ),
+    "mutant, kind, num_replicas",
+    [
+        *((mutant, "mirrored", 4) for mutant in MUTANTS),
+        *zip(
+            MUTANTS,
+            ("tpu", "tpu_permuted", "mirrored", "tpu"),
+            (4, 8, 2, 4),
+            strict=True,
+        ),
+    ],
 )
 def test_the_assertion_fails_for_mutants(mutant, kind, num_replicas):
     """What is asserted above would notice each of these."""

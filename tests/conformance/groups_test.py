@@ -13,6 +13,8 @@ from tests.support import replicas
 from tests.support import training
 from tests.support.replicas import needs_multi_optimizer
 
+WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
+
 NUM_REPLICAS = 8
 
 
@@ -45,19 +47,19 @@ def _alone(members):
 
 @pytest.mark.parametrize(
     "kind, group_size, layout",
-    replicas.default(
-        itertools.product(
-            replicas.STRATEGIES,
-            (1, 2, 4, 8),
-            ("contiguous", "strided", "shuffled"),
-        ),
-        # Groups of one, and one of all, are the same in every layout.
-        lambda kind, size, layout: (
-            size in (2, 4) and (kind == "mirrored" or size == 2)
-            if layout == "shuffled"
-            else kind == "mirrored" and size == 4
-        ),
-    ),
+    [
+        ("mirrored", 1, "contiguous"),
+        ("mirrored", 2, "shuffled"),
+        ("mirrored", 4, "strided"),
+        ("mirrored", 4, "shuffled"),
+        ("mirrored", 8, "contiguous"),
+        ("tpu", 2, "shuffled"),
+        ("tpu", 4, "contiguous"),
+        ("tpu", 8, "strided"),
+        ("tpu_permuted", 1, "contiguous"),
+        ("tpu_permuted", 2, "shuffled"),
+        ("tpu_permuted", 4, "strided"),
+    ],
 )
 def test_groups_train_apart(layout, group_size, kind, report):
     groups = _groups(layout, group_size)
@@ -84,7 +86,7 @@ def test_groups_train_apart(layout, group_size, kind, report):
         assert np.abs(weights[0][group[0]] - weights[0][other[0]]).max() > 1e-3
 
 
-@replicas.on_all_tpus_in_full
+@replicas.on_mirrored_and_permuted
 def test_moving_averages_of_groups_survive_the_end_of_fit(kind):
     """`fit` ends with each replica's own average in its weights."""
     x, y = training.data()
@@ -108,10 +110,7 @@ def test_moving_averages_of_groups_survive_the_end_of_fit(kind):
     assert np.abs(weights[0][0] - weights[0][1]).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["mirrored", "tpu_permuted", pytest.param("tpu", marks=replicas.in_full)],
-)
+@replicas.on_mirrored_and_permuted
 def test_three_groups_of_two(kind):
     """A number of replicas that is no power of two: the factor is not exact."""
     strategy = replicas.STRATEGIES[kind](6)

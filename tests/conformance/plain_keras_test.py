@@ -15,6 +15,8 @@ import tf_xshard
 from tests.programs import plain_keras_cases as cases
 from tests.support import paths
 
+WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
+
 _MERGE_CALL = "`merge_call` called while defining a new graph or a tf.function"
 _PLACEHOLDER = "You must feed a value for placeholder tensor"
 _INF = float("inf")

@@ -287,7 +287,7 @@ def test_a_nested_function_is_named():
         weight = keras.Variable(1.0)
         optimizer = CrossShardOptimizer(SGD())
 
-    @tf.function
+    @tf.function(autograph=False)
     def nested():
         optimizer.apply([tf.constant(1.0)], [weight])
 

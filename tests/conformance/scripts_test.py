@@ -9,6 +9,8 @@ from tests.support import replicas
 from tests.support import scripts
 from tests.support import transformer_scripts
 
+WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
+
 ALL = (
     own_step_scripts.AdversarialNetwork,
     scripts.CustomLoop,

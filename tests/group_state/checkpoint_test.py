@@ -31,22 +31,7 @@ def _more(model, num_steps=3):
         step(*batch)
 
 
-@pytest.mark.parametrize(
-    "optimizer, kind",
-    [
-        pytest.param(
-            name,
-            kind,
-            marks=(
-                replicas.in_full
-                if (name, kind) not in (("adam", "mirrored"), ("agn", "tpu"))
-                else ()
-            ),
-        )
-        for name in group_training.OPTIMIZERS
-        for kind in ("mirrored", "tpu")
-    ],
-)
+@group_training.on_one_strategy_each
 def test_restored_to_the_bit(kind, optimizer, tmp_path):
     """Of an open round, and so does what comes after it."""
     strategy = replicas.STRATEGIES[kind](4)

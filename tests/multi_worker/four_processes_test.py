@@ -39,15 +39,6 @@ CAUSE = (
 )
 
 
-on_groups_in_full = pytest.mark.parametrize(
-    "groups",
-    [
-        pytest.param(name, marks=() if name == "crossed" else replicas.in_full)
-        for name in program.GROUPS
-    ],
-)
-
-
 class _Workers:
     """Processes of one cluster, with their output in files."""
 
@@ -131,12 +122,10 @@ def test_oracle(results, groups, mode):
         assert table == [[0, 0], [-rows, -rows], [0, 0], [0, 0]]
 
 
-@on_groups_in_full
-def test_compat_v1(results, groups):
-    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+def test_compat_v1(results):
     for rank, result in enumerate(results):
-        [members] = [group for group in assignment if rank in group]
-        weight, other, step = result["compat_v1"][groups]
+        [members] = [group for group in program.CROSSED if rank in group]
+        weight, other, step = result["compat_v1"]
         mean = sum(10**r for r in members) / len(members)
         partly = sum(10**r for r in members if r != 2) / len(members)
         # g, and then 0.5 g + g.
@@ -156,16 +145,14 @@ def test_a_worker_that_traces_again_by_itself(results):
         assert result["retrace"] == [-33 if rank < 2 else -3300]
 
 
-@on_groups_in_full
-def test_towers(results, groups):
-    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
+def test_towers(results):
     for rank, result in enumerate(results):
-        [members] = [group for group in assignment if rank in group]
+        [members] = [group for group in program.CROSSED if rank in group]
         total = sum(10**r for r in members)
         partly = sum(10**r for r in members if r != 2)
         calls = 1 + 10**4 + 10**8
         table = np.array([1, 1 + 2 * 10**4 + 10**8, 10**8, 0]) * total
-        for call, (dense, some, rows) in enumerate(result["towers"][groups]):
+        for call, (dense, some, rows) in enumerate(result["towers"]):
             rounds = (call + 1) // 3
             np.testing.assert_allclose(dense, [-rounds * calls * total] * 2)
             np.testing.assert_allclose(some, -rounds * calls * partly)
@@ -175,14 +162,12 @@ def test_towers(results, groups):
 
 
 @pytest.mark.parametrize("name", agn_oracle.OPTIMIZERS)
-@on_groups_in_full
-def test_agn(results, groups, name):
+def test_agn(results, name):
     oracle = agn_oracle.OPTIMIZERS[name][0]
-    assignment = program.GROUPS[groups] or [[0, 1, 2, 3]]
-    expected = agn_oracle.history(oracle, oracle, 4, assignment, 3, 9)
+    expected = agn_oracle.history(oracle, oracle, 4, program.CROSSED, 3, 9)
     for rank, result in enumerate(results):
         for got, (local, center) in zip(
-            result["agn"][f"{groups}/{name}"], expected, strict=True
+            result["agn"][name], expected, strict=True
         ):
             np.testing.assert_allclose(
                 got, [local[rank], center[rank]], rtol=2e-5, atol=2e-5
@@ -225,7 +210,7 @@ def test_nested_optimizers(results):
 
 def test_training_equals_one_device_on_the_groups_shards(results):
     x, y = training.data()
-    for members in program.GROUPS["crossed"]:
+    for members in program.CROSSED:
         rows = training.shard_rows(len(x), 64, NUM_WORKERS, members)
         reference = training.train(
             lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5),
@@ -343,22 +328,15 @@ def test_fit_equals_one_device(fits, one_device, report):
         assert _deviation(fits[1][mutant], with_sgd) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        "crossed",
-        *(pytest.param(g, marks=replicas.in_full) for g in ("alone", "pairs")),
-    ],
-)
-def test_fit_of_groups_equals_one_device_on_their_shards(fits, groups):
+def test_fit_of_groups_equals_one_device_on_their_shards(fits):
     x, y = training.data()
-    for members in fit_cases.GROUPS[groups]:
+    for members in fit_cases.GROUPS["crossed"]:
         rows = training.shard_rows(len(x), 64, NUM_WORKERS, members)
         reference = training.train(
             fit_cases.adam, xy=(x[rows], y[rows]), batch_size=16 * len(members)
         )[1]
         for rank in range(NUM_WORKERS):
-            deviation = _deviation(fits[rank][groups], reference)
+            deviation = _deviation(fits[rank]["crossed"], reference)
             assert (deviation <= 1e-6) == (rank in members), (rank, deviation)
 
 
@@ -376,9 +354,7 @@ def test_fit_of_agn_equals_one_process(fits):
         assert _deviation(fit["agn"], reference) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    "name", ["classifier", pytest.param("in_twos", marks=replicas.in_full)]
-)
+@pytest.mark.parametrize("name", ["classifier", "in_twos"])
 def test_metrics_are_over_all_workers(fits, name):
     """Class weights, ragged batches and validation: MirroredStrategy's."""
     options = {"steps_per_execution": 2} if name == "in_twos" else {}
@@ -536,12 +512,6 @@ def _check_killed(workers, killed_rank, report):
 def test_a_worker_is_killed(report):
     with contextlib.closing(_Workers("killed")) as workers:
         _check_killed(workers, 3, report)
-
-
-@pytest.mark.full
-def test_the_chief_is_killed(report):
-    with contextlib.closing(_Workers("killed_chief")) as workers:
-        _check_killed(workers, 0, report)
 
 
 def test_a_worker_that_does_not_take_part_is_named(results):

@@ -272,10 +272,7 @@ def _read(process, text):
         seen += text in process.stdout.readline()
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.usefixtures("sigint")
 def test_signals_are_passed_on(script, number):
     process = _launched(script, "told")

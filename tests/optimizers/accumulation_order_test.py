@@ -83,11 +83,11 @@ def test_functions_that_know_nothing_of_each_other_are_refused(make):
     optimizer.build([a, b])
     one = tf.constant(1.0)
 
-    @tf.function
+    @tf.function(autograph=False)
     def first():
         optimizer.apply([one, None], [a, b])
 
-    @tf.function
+    @tf.function(autograph=False)
     def second():
         optimizer.apply([None, one], [a, b])
 
@@ -109,8 +109,8 @@ def test_functions_that_know_nothing_of_each_other_are_refused(make):
     [
         ("momentum", _towers),
         ("weight_decay", _agn),
-        pytest.param(*("momentum", _agn), marks=replicas.in_full),
-        pytest.param(*("weight_decay", _towers), marks=replicas.in_full),
+        ("momentum", _agn),
+        ("weight_decay", _towers),
     ],
 )
 def test_frozen_layers_do_not_move(wanted, make):
@@ -315,7 +315,7 @@ def test_exclude_from_weight_decay(by_name, period):
 # AGN under a strategy, and around the end of fit.
 
 
-@replicas.on_all_tpus_in_full
+@replicas.on_mirrored_and_permuted
 def test_a_moving_average_of_the_center_reaches_all_replicas(kind):
     strategy = replicas.STRATEGIES[kind](2)
     with strategy.scope():
@@ -347,7 +347,7 @@ class _Values(keras.callbacks.Callback):
         self.center = optimizer.center_variables[0].numpy()
 
 
-@replicas.on_tpu_in_full
+@replicas.on_mirrored_and_tpu
 def test_a_file_that_is_saved_while_the_center_is_shown(kind, tmp_path):
     strategy = replicas.STRATEGIES[kind](2)
     path = os.path.join(tmp_path, "model.keras")
@@ -387,7 +387,7 @@ def test_training_goes_on_from_the_local_variables(kind):
         optimizer = _agn(period=4)
         optimizer.build([weight])
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         strategy.run(lambda: optimizer.apply([tf.constant(0.5)], [weight]))
 

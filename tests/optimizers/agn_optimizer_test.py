@@ -30,7 +30,7 @@ def _train(strategy, make, num_steps, graph=True):
 
         strategy.run(on_replica)
 
-    step = tf.function(step) if graph else step
+    step = tf.function(step, autograph=False) if graph else step
     history = []
     for number in range(1, num_steps + 1):
         step(
@@ -65,18 +65,17 @@ def _check(history, expected):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
 
+AGN_GROUPS = [[[0, 1, 2, 3]], [[0, 2], [3, 1]]]
+
+
 @pytest.mark.parametrize(
     "name, groups, kind",
-    replicas.default(
-        itertools.product(
-            agn_oracle.OPTIMIZERS,
-            [[[0, 1, 2, 3]], [[0, 2], [3, 1]]],
-            replicas.STRATEGIES,
+    [
+        *itertools.product(agn_oracle.OPTIMIZERS, AGN_GROUPS, ["mirrored"]),
+        *replicas.in_turn(
+            agn_oracle.OPTIMIZERS, AGN_GROUPS[::-1], replicas.TPUS
         ),
-        lambda name, groups, kind: (
-            kind == "mirrored" or (len(groups) == 2 and name == "nesterov")
-        ),
-    ),
+    ],
     ids=str,
 )
 def test_oracle(name, groups, kind):
@@ -186,7 +185,7 @@ def _locally_trained(make_outer, kind, rate):
         yield [local for local, _ in history]
 
 
-@replicas.on_numberings_in_full
+@replicas.on_mirrored_and_permuted
 def test_local_sgd(kind):
     """SGD(1) on updates averages models; normalized, SGD(period) does."""
     models = [np.array([10.0, -2.0]) for _ in range(4)]
@@ -203,7 +202,7 @@ def test_local_sgd(kind):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@replicas.on_numberings_in_full
+@replicas.on_mirrored_and_permuted
 def test_diloco(kind):
     """Nesterov's momentum on the mean update, as in arXiv 2311.08105.
 
@@ -233,7 +232,7 @@ def test_diloco(kind):
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
-@replicas.on_numberings_in_full
+@replicas.on_mirrored_and_permuted
 def test_period_1_with_sgd_is_cross_shard(kind):
     strategy = replicas.STRATEGIES[kind](4)
     _, agn = training.train(
@@ -244,7 +243,7 @@ def test_period_1_with_sgd_is_cross_shard(kind):
     assert training.deviation(agn, one) <= 1e-6
 
 
-@replicas.on_numberings_in_full
+@replicas.on_mirrored_and_permuted
 @pytest.mark.parametrize("accumulate", ["gradients", "updates"])
 def test_nothing_crosses_between_exchanges(accumulate, kind):
     """Collectives are in the branch of the exchange, which runs when due."""
@@ -307,9 +306,7 @@ def test_two_fits_equal_one_on_a_period_boundary(steps, same):
         np.testing.assert_array_equal(values[0], values[1])
 
 
-@pytest.mark.parametrize(
-    "way", ["keras", pytest.param("checkpoint", marks=replicas.in_full)]
-)
+@pytest.mark.parametrize("way", ["keras", "checkpoint"])
 def test_state_survives_saving(way, tmp_path):
     """At a boundary, where replicas are equal."""
     strategy = replicas.mirrored(2)
@@ -356,9 +353,7 @@ def test_state_survives_saving(way, tmp_path):
     assert largest < 0.05
 
 
-@pytest.mark.parametrize(
-    "steps_per_execution", [4, pytest.param(1, marks=replicas.in_full)]
-)
+@pytest.mark.parametrize("steps_per_execution", [4, 1])
 def test_fit_learns(steps_per_execution):
     model, weights = training.train(
         lambda: tf_xshard.AGNOptimizer(O.Adam(0.01)),
@@ -471,7 +466,7 @@ class _Recorder(keras.callbacks.Callback):
         self._record("train")
 
 
-@replicas.on_tpu_in_full
+@replicas.on_mirrored_and_tpu
 @pytest.mark.parametrize("swap_on_epoch", [True, False])
 def test_the_callback_shows_the_center(swap_on_epoch, kind):
     strategy = replicas.STRATEGIES[kind](2)

@@ -356,7 +356,7 @@ def test_tensorflow_variables_instead_of_keras_variables():
 def test_slots_can_not_be_read_in_a_graph():
     trained = _trained(True)
 
-    @tf.function
+    @tf.function(autograph=False)
     def read():
         return trained.slots()[0].value
 

@@ -57,7 +57,7 @@ def test_a_tower_makes_indices_unique_once():
         optimizer = tf_xshard.TowerOptimizer(keras.optimizers.SGD(1.0), 1)
         optimizer.build([table])
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         def on_replica():
             rows = tf.IndexedSlices(

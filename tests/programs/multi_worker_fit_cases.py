@@ -12,8 +12,6 @@ from tests.support import training
 
 GROUPS = {
     "all": None,
-    "alone": [[0], [1], [2], [3]],
-    "pairs": [[0, 1], [2, 3]],
     "crossed": [[0, 2], [1, 3]],
 }
 NUM_ROWS = 50  # Of the ragged data, which four workers can't share evenly.
@@ -98,12 +96,11 @@ def plain_keras(strategy):
     return None
 
 
-def run(strategy, is_full):
+def run(strategy):
     """All of it; the mutants are what the comparison must notice."""
     result = {"plain": plain_keras(strategy)}
     with tf_xshard.multi_worker_fit() as active:
-        for name in GROUPS if is_full else ("all", "crossed"):
-            groups = GROUPS[name]
+        for name, groups in GROUPS.items():
             result[name] = _weights(
                 strategy,
                 lambda groups=groups: tf_xshard.CrossShardOptimizer(
@@ -119,10 +116,9 @@ def run(strategy, is_full):
             with mutants.mutant(name):
                 result[f"mutant_{name}"] = _weights(strategy, _cross_shard_sgd)
         result["classifier"] = fit_classifier(strategy, _cross_shard)
-        if is_full:
-            result["in_twos"] = fit_classifier(
-                strategy, _cross_shard, steps_per_execution=2
-            )
+        result["in_twos"] = fit_classifier(
+            strategy, _cross_shard, steps_per_execution=2
+        )
         active.undo()
     return result
 

@@ -29,9 +29,9 @@ GROUPS = {
     "pairs": [[0, 1], [2, 3]],
     "crossed": [[0, 2], [1, 3]],
 }
-# `oracle` has all of them; the other cases show that they go through the same.
+# `oracle` has all groups; the other cases, of these, go through the same.
+CROSSED = GROUPS["crossed"]
 FULL = "--full" in sys.argv
-CHOSEN = GROUPS if FULL else {"crossed": GROUPS["crossed"]}
 TIMEOUT_SECONDS = 15  # Where a worker is killed.
 PATIENCE_SECONDS = 120  # Elsewhere: the machine may be busy.
 KILLED_AT_STEP = 20
@@ -88,28 +88,25 @@ def oracle(strategy):
 
 def compat_v1(strategy):
     """TF1's optimizer with momentum, two steps; worker 2 lacks a gradient."""
-    result = {}
-    for name, groups in CHOSEN.items():
-        with strategy.scope():
-            weight, other, step = (tf.Variable(0.0) for _ in range(3))
-            optimizer = tf_xshard.compat.v1.CrossShardOptimizer(
-                tf.compat.v1.train.MomentumOptimizer(1.0, 0.5),
-                group_assignment=groups,
-            )
-        rank = strategy.cluster_resolver.task_id
+    with strategy.scope():
+        weight, other, step = (tf.Variable(0.0) for _ in range(3))
+        optimizer = tf_xshard.compat.v1.CrossShardOptimizer(
+            tf.compat.v1.train.MomentumOptimizer(1.0, 0.5),
+            group_assignment=CROSSED,
+        )
+    rank = strategy.cluster_resolver.task_id
 
-        def on_replica():
-            def loss():
-                both = weight * 10.0**rank
-                return both if rank == 2 else both + other * 10.0**rank
+    def on_replica():
+        def loss():
+            both = weight * 10.0**rank
+            return both if rank == 2 else both + other * 10.0**rank
 
-            optimizer.minimize(loss, step, [weight, other])
+        optimizer.minimize(loss, step, [weight, other])
 
-        run = tf.function(lambda: strategy.run(on_replica))
-        run()
-        run()
-        result[name] = _values([weight, other, step])
-    return result
+    run = tf.function(lambda: strategy.run(on_replica), autograph=False)
+    run()
+    run()
+    return _values([weight, other, step])
 
 
 def loss_scale(strategy):
@@ -138,7 +135,7 @@ def retrace(strategy):
         optimizer = _optimizer(GROUPS["pairs"])
     rank = strategy.cluster_resolver.task_id
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         strategy.run(
             lambda: optimizer.apply(
@@ -165,7 +162,7 @@ def training(strategy):
         )
     loss_fn = keras.losses.MeanSquaredError()
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x, y):
         def on_replica(x, y):
             with tf.GradientTape() as tape:
@@ -186,69 +183,63 @@ def training(strategy):
 
 def towers(strategy):
     """Two rounds of three towers: powers of ten that tell call and worker."""
-    result = {}
-    for name, groups in CHOSEN.items():
-        with strategy.scope():
-            variables = [
-                keras.Variable(np.zeros(shape), dtype="float64")
-                for shape in ((2,), (), (4, 2))
-            ]
-            optimizer = tf_xshard.TowerOptimizer(_optimizer(groups), 3, "sum")
-            optimizer.build(variables)
+    with strategy.scope():
+        variables = [
+            keras.Variable(np.zeros(shape), dtype="float64")
+            for shape in ((2,), (), (4, 2))
+        ]
+        optimizer = tf_xshard.TowerOptimizer(_optimizer(CROSSED), 3, "sum")
+        optimizer.build(variables)
 
-        @tf.function
-        def step(call):
-            def on_replica():
-                r = replicas.replica_id()
-                value = 10.0 ** (tf.cast(r + 4 * call, tf.float64))
-                rows = tf.IndexedSlices(
-                    tf.fill([2, 2], value),
-                    tf.stack([1, call]),
-                    tf.constant([4, 2]),
-                )
-                dense = tf.fill([2], value)
-                optimizer.apply(
-                    [dense, None if r == 2 else value, rows], variables
-                )
+    @tf.function(autograph=False)
+    def step(call):
+        def on_replica():
+            r = replicas.replica_id()
+            value = 10.0 ** (tf.cast(r + 4 * call, tf.float64))
+            rows = tf.IndexedSlices(
+                tf.fill([2, 2], value),
+                tf.stack([1, call]),
+                tf.constant([4, 2]),
+            )
+            dense = tf.fill([2], value)
+            optimizer.apply([dense, None if r == 2 else value, rows], variables)
 
-            strategy.run(on_replica)
+        strategy.run(on_replica)
 
-        values = []
-        for call in range(6):
-            step(tf.constant(call % 3))
-            values.append(_values(variables))
-        result[name] = values
-    return result
+    values = []
+    for call in range(6):
+        step(tf.constant(call % 3))
+        values.append(_values(variables))
+    return values
 
 
 def agn(strategy):
     """Three exchanges of three steps each."""
     result = {}
-    for name, groups in CHOSEN.items():
-        for inner, (_, make) in agn_oracle.OPTIMIZERS.items():
-            with strategy.scope():
-                weight = keras.Variable([10.0, -2.0])
-                optimizer = tf_xshard.AGNOptimizer(
-                    make(),
-                    NUM_WORKERS,
-                    communication_period=3,
-                    group_assignment=groups,
-                    loss_normalization="replica",
-                )
-                optimizer.build([weight])
+    for inner, (_, make) in agn_oracle.OPTIMIZERS.items():
+        with strategy.scope():
+            weight = keras.Variable([10.0, -2.0])
+            optimizer = tf_xshard.AGNOptimizer(
+                make(),
+                NUM_WORKERS,
+                communication_period=3,
+                group_assignment=CROSSED,
+                loss_normalization="replica",
+            )
+            optimizer.build([weight])
 
-            @tf.function
-            def step(gradient):
-                strategy.run(lambda: optimizer.apply([gradient], [weight]))
+        @tf.function(autograph=False)
+        def step(gradient):
+            strategy.run(lambda: optimizer.apply([gradient], [weight]))
 
-            values = []
-            for number in range(1, 10):
-                gradient = agn_oracle.gradient(
-                    strategy.cluster_resolver.task_id, number
-                )
-                step(tf.constant(gradient, tf.float32))
-                values.append(_values([weight, optimizer.center_variables[0]]))
-            result[f"{name}/{inner}"] = values
+        values = []
+        for number in range(1, 10):
+            gradient = agn_oracle.gradient(
+                strategy.cluster_resolver.task_id, number
+            )
+            step(tf.constant(gradient, tf.float32))
+            values.append(_values([weight, optimizer.center_variables[0]]))
+        result[inner] = values
     return result
 
 
@@ -269,7 +260,7 @@ def wire(strategy):
             optimizer = make()
             optimizer.build([weight])
 
-        @tf.function
+        @tf.function(autograph=False)
         def step():
             strategy.run(
                 lambda: optimizer.apply([tf.ones([NUM_FLOATS])], [weight])
@@ -314,7 +305,7 @@ def _nested(strategy, stack, gradients):
         optimizer = stacks.optimizer_of(stack)
         optimizer.build([weight])
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(arriving):
         def on_replica():
             gradient = arriving[replicas.replica_id()] / NUM_WORKERS
@@ -360,7 +351,7 @@ def cases(strategy):
         "wire": wire(strategy),
         "processes": processes(strategy),
         "nesting": nesting(strategy),
-        "fit": multi_worker_fit_cases.run(strategy, FULL),
+        "fit": multi_worker_fit_cases.run(strategy),
         "group_state": multi_worker_group_state.run(strategy, sys.argv[2]),
         "sharded": multi_worker_sharded.run(strategy, sys.argv[2]),
         # The last: workers have traced different numbers of functions then.
@@ -368,15 +359,15 @@ def cases(strategy):
     }
 
 
-def killed(strategy, rank=3):
-    """The worker `rank` dies in the middle of `fit`."""
+def killed(strategy):
+    """Worker 3 dies in the middle of `fit`."""
     from tests.support import training as training_lib
 
     class _Kill(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if (
                 batch == KILLED_AT_STEP
-                and strategy.cluster_resolver.task_id == rank
+                and strategy.cluster_resolver.task_id == 3
             ):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.01)
@@ -401,10 +392,6 @@ def killed(strategy, rank=3):
             verbose=0,
             callbacks=[_Kill()],
         )
-
-
-def killed_chief(strategy):
-    killed(strategy, rank=0)
 
 
 if __name__ == "__main__":

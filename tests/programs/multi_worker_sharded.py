@@ -169,7 +169,7 @@ def _bytes_of_a_step(strategy):
         )
         optimizer.build([weight])
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         strategy.run(lambda: optimizer.apply([tf.ones([NUM_FLOATS])], [weight]))
 

@@ -44,12 +44,14 @@ def trained(strategy, optimizer_fn, num_steps):
 
         is_tpu = replicas.is_tpu(strategy)
         with strategy.capture() if is_tpu else contextlib.nullcontext() as seen:
-            graph = tf.function(step).get_concrete_function().graph
+            graph = (
+                tf.function(step, autograph=False).get_concrete_function().graph
+            )
         graph_def = graph.as_graph_def()
         if is_tpu:
             [extraction] = seen
             graph_def = extraction.program.graph_def
-        run = tf.function(step)
+        run = tf.function(step, autograph=False)
         for _ in range(num_steps):
             run()
         return in_graph(graph_def), [count for count, _ in ran()]

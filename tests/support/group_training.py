@@ -62,15 +62,9 @@ OPTIMIZERS = {
 }
 
 
-# The same state as "agn", filled by other sums.
-on_optimizers_in_full = pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(
-            name, marks=replicas.in_full if name == "agn_updates" else ()
-        )
-        for name in OPTIMIZERS
-    ],
+# Each on one of the two.
+on_one_strategy_each = pytest.mark.parametrize(
+    "optimizer, kind", replicas.in_turn(OPTIMIZERS, ["mirrored", "tpu"])
 )
 
 
@@ -90,7 +84,7 @@ def compiled(strategy, optimizer="adam", groups=GROUPS, seed=1):
 def step_function(model):
     """A training step outside of `fit`, which finalizes AGN's center."""
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x, y):
         def on_replica(x, y):
             with tf.GradientTape() as tape:

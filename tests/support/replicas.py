@@ -1,6 +1,7 @@
 """Strategies over logical CPUs, and the values that every replica holds."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -46,32 +47,56 @@ def tpu_permuted(num_replicas: int) -> tf.distribute.TPUStrategy:
     )
 
 
-# With --full every test of a wrapper's numbers runs on each of these.
+# Every path of the wrappers' numbers: a TPU's without and with an XLA numbering
+# that is not the strategy's.
 STRATEGIES = {"mirrored": mirrored, "tpu": tpu, "tpu_permuted": tpu_permuted}
 TPUS = ("tpu", "tpu_permuted")
 on_every_strategy = pytest.mark.parametrize("kind", STRATEGIES)
-# A sum over all replicas does not depend on how XLA numbers them; what is saved
-# does not depend on the TPU's way of computing.
-in_full = pytest.mark.full
-on_numberings_in_full = pytest.mark.parametrize(
-    "kind", ["mirrored", "tpu", pytest.param("tpu_permuted", marks=in_full)]
+# What does not depend on the numbering.
+on_mirrored_and_tpu = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+on_mirrored_and_permuted = pytest.mark.parametrize(
+    "kind", ["mirrored", "tpu_permuted"]
 )
+# Large counts only: whatever a promise rests on runs by default.
+in_full = pytest.mark.full
 
 
-def default(cases, is_default):
-    """Cases for parametrize, of which --full has all and the default some."""
+def in_turn(values, *others):
+    """Each value with the next one of every other list, which repeat."""
     return [
-        pytest.param(*case, marks=() if is_default(*case) else in_full)
-        for case in cases
+        (value, *(other[index % len(other)] for other in others))
+        for index, value in enumerate(values)
     ]
 
 
-on_all_tpus_in_full = pytest.mark.parametrize(
-    "kind", ["mirrored", *(pytest.param(k, marks=in_full) for k in TPUS)]
-)
-on_tpu_in_full = pytest.mark.parametrize(
-    "kind", ["mirrored", pytest.param("tpu", marks=in_full)]
-)
+def pairwise(*dimensions):
+    """A few of the product's cases, among them every pair of two values.
+
+    A defect nearly always takes one setting or the combination of two, and the
+    product grows with every dimension.
+    """
+    missing = {
+        (i, a, j, b)
+        for (i, one), (j, other) in itertools.combinations(
+            enumerate(dimensions), 2
+        )
+        for a in range(len(one))
+        for b in range(len(other))
+    }
+
+    def found(case):
+        return missing & {
+            (i, a, j, b)
+            for (i, a), (j, b) in itertools.combinations(enumerate(case), 2)
+        }
+
+    product = list(itertools.product(*(range(len(d)) for d in dimensions)))
+    cases = []
+    while missing:
+        best = max(product, key=lambda case: len(found(case)))
+        missing -= found(best)
+        cases.append(tuple(d[i] for d, i in zip(dimensions, best, strict=True)))
+    return cases
 
 
 def is_tpu(strategy) -> bool:
@@ -125,7 +150,7 @@ def apply_once(strategy, optimizer, gradients_of, variables, graph=True):
     def step():
         strategy.run(on_replica)
 
-    (tf.function(step) if graph else step)()
+    (tf.function(step, autograph=False) if graph else step)()
 
 
 def _apply_once_on_tpu(strategy, optimizer, gradients_of, variables):
@@ -159,7 +184,7 @@ def _apply_once_on_tpu(strategy, optimizer, gradients_of, variables):
         ]
     )
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(arguments):
         def on_replica(*arguments):
             made = []
@@ -198,7 +223,7 @@ def run(kind, function, num_replicas=4, value=None):
         value or (lambda c: tf.fill([2], 10.0**c.replica_id_in_sync_group))
     )
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         return strategy.run(function, args=(x,))
 

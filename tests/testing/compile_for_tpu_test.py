@@ -77,14 +77,12 @@ def _fields(compiled):
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "topology",
+    "topology, layout",
     [
-        "v5e:2x4",
-        *(
-            pytest.param(topology, marks=pytest.mark.full)
-            for topology in ("v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+        *(("v5e:2x4", layout) for layout in LAYOUTS),
+        *replicas.in_turn(
+            ("v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"), LAYOUTS
         ),
     ],
 )

@@ -92,22 +92,7 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
     return model, history, evaluated, predicted
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["tpu", pytest.param("tpu_permuted", marks=pytest.mark.full)],
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        # The default run has no time for more than the one with
-        # moving statistics, which Keras lets differ by replica.
-        pytest.param(
-            name,
-            marks=pytest.mark.full if name != "normalization" else (),
-        )
-        for name in LAYERS
-    ],
-)
+@pytest.mark.parametrize("name, kind", replicas.in_turn(LAYERS, replicas.TPUS))
 def test_plain_keras_equals_mirrored_strategy(name, kind, report):
     """`fit` with a ragged last batch, metrics, `evaluate` and `predict`."""
 
@@ -135,9 +120,7 @@ def test_plain_keras_equals_mirrored_strategy(name, kind, report):
     assert np.abs(got[0].get_weights()[0] - first[0]).max() > 1e-3
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("steps_per_execution", [2, 3])
-def test_steps_per_execution(steps_per_execution):
+def test_steps_per_execution():
     def optimizer():
         return O.Adam(0.01)
 
@@ -147,7 +130,7 @@ def test_steps_per_execution(steps_per_execution):
         strategy,
         "dense",
         optimizer,
-        steps_per_execution=steps_per_execution,
+        steps_per_execution=3,
     )
     assert got[0].optimizer.iterations == reference[0].optimizer.iterations
     for mine, theirs in zip(
@@ -163,7 +146,7 @@ def test_dropout_masks_differ_from_step_to_step():
         layer = keras.layers.Dropout(0.5, seed=1)
         layer(tf.ones([1, 64]), training=True)
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         return strategy.run(lambda: layer(tf.ones([1, 64]), training=True))
 
@@ -209,7 +192,7 @@ def test_custom_loop_over_a_distributed_dataset():
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
     distributed = strategy.experimental_distribute_dataset(dataset)
 
-    @tf.function
+    @tf.function(autograph=False)
     def epoch(batches):
         total = 0.0
         for x, y in batches:

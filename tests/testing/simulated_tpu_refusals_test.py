@@ -68,7 +68,7 @@ def test_replicas_with_other_shapes_are_refused():
         tf.distribute.InputOptions(experimental_fetch_to_device=False),
     )
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         return strategy.run(lambda x: tf.reduce_sum(x.flat_values), args=(x,))
 

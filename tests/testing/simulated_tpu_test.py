@@ -98,7 +98,7 @@ def test_a_permutation_that_splits_the_groups():
         4, device_assignment=False, replica_permutation=[0, 2, 1, 3]
     )
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         return strategy.run(
             lambda: _cross_replica_sum(
@@ -166,7 +166,7 @@ def test_variables(kind):
             0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
         )
 
-    @tf.function
+    @tf.function(autograph=False)
     def nested(x):
         own.assign_add(x)
 
@@ -311,7 +311,7 @@ def test_threads():
     """Two threads' programs do not take each other's replicas."""
     strategy = replicas.tpu(4)
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         return strategy.run(
             lambda x: _context().all_reduce("SUM", x), args=(x,)
@@ -333,7 +333,7 @@ def test_variables_created_in_the_step():
     strategy = replicas.tpu(4)
     made = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         def function():
             if not made:
@@ -356,7 +356,7 @@ def test_variables_whose_initial_values_are_arguments():
     strategy = replicas.tpu(4)
     made = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         def function(x):
             if not made:
@@ -445,7 +445,7 @@ def test_graphs_are_freed():
 def test_an_inner_function_outlives_the_one_that_traced_it():
     strategy = replicas.tpu(2)
 
-    @tf.function
+    @tf.function(autograph=False)
     def inner():
         return strategy.run(replicas.power_of_ten)
 
@@ -465,7 +465,7 @@ def test_the_host_side_is_rebuilt_with_its_functions():
     """Replicas with other numbers of rows: padding is a tf.cond on the host."""
     strategy = replicas.tpu(4)
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         return strategy.run(tf.reduce_sum, args=(x,))
 
@@ -478,7 +478,6 @@ def test_the_host_side_is_rebuilt_with_its_functions():
     assert [float(v) for v in got] == [1, 2, 3, 4]
 
 
-@pytest.mark.full
 def test_a_collective_that_some_replicas_miss_ends_the_process():
     """A TPU would hang: one replica's loop runs more often than another's."""
     program = """

@@ -63,19 +63,20 @@ def _placeholders(num_shards):
 
 @pytest.mark.parametrize(
     "num_shards, groups, name, reduction",
-    replicas.default(
-        [
-            (num_shards, groups, name, reduction)
-            for num_shards, every in GROUPS.items()
-            for groups in every
-            for name in v1_oracle.OPTIMIZERS
-            for reduction in (MEAN, SUM)
-        ],
-        lambda num_shards, groups, name, reduction: (
-            (num_shards == 4 and groups == [[3, 0], [1, 2]])
-            or (name == "adam" and reduction == MEAN)
+    [
+        *itertools.product(
+            [4], [[[3, 0], [1, 2]]], v1_oracle.OPTIMIZERS, (MEAN, SUM)
         ),
-    ),
+        *(
+            (*some, name, reduction)
+            for some, name, reduction in replicas.in_turn(
+                [(n, groups) for n, every in GROUPS.items() for groups in every]
+                * 2,
+                list(v1_oracle.OPTIMIZERS),
+                (MEAN, SUM, SUM, MEAN),
+            )
+        ),
+    ],
     ids=str,
 )
 def test_oracle_in_shard(num_shards, groups, name, reduction):
@@ -154,21 +155,22 @@ def _strategy_step(strategy, optimizer, w, e, num, inputs):
 
 @pytest.mark.parametrize(
     "groups, name, reduction, kind",
-    replicas.default(
-        itertools.product(
-            GROUPS[4][:3],
-            v1_oracle.OPTIMIZERS,
-            (MEAN, SUM),
-            replicas.STRATEGIES,
+    [
+        *itertools.product(
+            [[[3, 0], [1, 2]]], v1_oracle.OPTIMIZERS, (MEAN, SUM), ["mirrored"]
         ),
-        lambda groups, name, reduction, kind: (
-            (
-                groups == [[3, 0], [1, 2]]
-                and (kind == "mirrored" or name == "adam")
+        *(
+            (groups, name, reduction, kind)
+            for name, groups, reduction, kind in replicas.in_turn(
+                [*v1_oracle.OPTIMIZERS] * 2,
+                GROUPS[4][:3],
+                (SUM, MEAN),
+                replicas.TPUS[::-1],
             )
-            or (kind == "mirrored" and reduction == MEAN and name == "adam")
         ),
-    ),
+        (GROUPS[4][0], "adam", MEAN, "mirrored"),
+        (GROUPS[4][1], "momentum", SUM, "mirrored"),
+    ],
     ids=str,
 )
 def test_oracle_under_a_strategy(groups, name, reduction, kind):
@@ -182,7 +184,7 @@ def test_oracle_under_a_strategy(groups, name, reduction, kind):
             make(), reduction, group_assignment=groups
         )
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(*inputs):
         _strategy_step(strategy, optimizer, w, e, num, inputs)
 
@@ -274,7 +276,7 @@ def test_a_keras_optimizer_inside(groups, kind, name):
         num = tf.Variable(0)
         optimizer = v1.CrossShardOptimizer(make(), group_assignment=groups)
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(*inputs):
         _strategy_step(strategy, optimizer, w, e, num, inputs)
 

@@ -568,7 +568,7 @@ def test_in_a_function():
             tf1.train.MomentumOptimizer(1.0, 0.5)
         )
 
-        @tf.function
+        @tf.function(autograph=False)
         def step(x):
             def computation(x):
                 return [
@@ -594,7 +594,7 @@ def test_a_keras_optimizer_in_a_function():
             keras.optimizers.SGD(1.0, momentum=0.5)
         )
 
-        @tf.function
+        @tf.function(autograph=False)
         def step(x):
             def computation(x):
                 optimizer.minimize(lambda: tf.reduce_mean(x) * w, var_list=[w])
@@ -665,7 +665,7 @@ def test_in_a_function_a_shared_variable_can_not_be_assigned():
     with tf.__internal__.eager_context.eager_mode():
         step = tf.Variable(0)
 
-        @tf.function
+        @tf.function(autograph=False)
         def run():
             return v1.shard(
                 lambda x: x + tf.cast(step.assign_add(1), tf.float32),
@@ -682,7 +682,7 @@ def test_in_a_function_a_shared_variable_can_be_read(gather):
     with tf.__internal__.eager_context.eager_mode():
         table = tf.Variable([1.0, 10.0, 100.0])
 
-        @tf.function
+        @tf.function(autograph=False)
         def run():
             return v1.shard(
                 lambda x: x + gather(table, [[2]])[0],

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable
-from typing import Any
 
-import keras
 import tensorflow as tf
 
 import tf_xshard
@@ -45,8 +42,15 @@ def show(
             inner, group_assignment=assignment
         )
 
-    losses: list[list[float]] = []
-    watch = _LossOfGroups(groups, digits, options.seed, losses)
+    def validation(model, strategy):
+        del model, strategy
+        # Keras needs a batch that the number of replicas divides.
+        size = len(digits.x_validation) // num_replicas * num_replicas
+        return tf_xshard.GroupValidation(
+            (digits.x_validation[:size], digits.y_validation[:size]),
+            batch_size=size,
+        )
+
     one = training.Trained("One device, the same global batch", digits, options)
     tolerance = one.tolerance()
     plain = training.Trained(
@@ -65,7 +69,7 @@ def show(
         options,
         strategy,
         grouped_by(groups),
-        [watch.bound_to],
+        [validation] if options.plot else [],
     )
     alone = [
         training.Trained(
@@ -124,55 +128,14 @@ def show(
             promises, options, strategy, digits, groups, grouped, tolerances
         )
     if options.plot:
-        _plot(losses, groups, options.plot)
+        _plot(grouped.history, groups, options.plot)
     return promises
 
 
-class _LossOfGroups(keras.callbacks.Callback):
-    """Each group's validation loss after every epoch.
-
-    Args:
-      groups: The groups.
-      digits: The data that validates.
-      seed: The seed of the model.
-      losses: A list that gets each epoch's losses, one per group.
-    """
-
-    def __init__(
-        self,
-        groups: tf_xshard.GroupAssignment,
-        digits: digits_lib.Digits,
-        seed: int,
-        losses: list[list[float]],
-    ) -> None:
-        super().__init__()
-        self._groups, self._digits = groups, digits
-        self._seed, self._loss_curves = seed, losses
-
-    def bound_to(
-        self, model: keras.Model, strategy: tf.distribute.Strategy
-    ) -> _LossOfGroups:
-        """This callback, for a model under a strategy."""
-        self._strategy = strategy
-        return self
-
-    def on_epoch_end(
-        self, epoch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """See the base class."""
-        weights = training.of_replicas(self.model, self._strategy)
-        self._loss_curves.append(
-            [
-                digits_lib.evaluate(
-                    weights[members[0]], self._digits, self._seed
-                )[0]
-                for members in self._groups
-            ]
-        )
-
-
 def _plot(
-    losses: list[list[float]], groups: Iterable[tuple[int, ...]], path: str
+    history: dict[str, list[float]],
+    groups: tf_xshard.GroupAssignment,
+    path: str,
 ) -> None:
     import matplotlib
 
@@ -180,13 +143,21 @@ def _plot(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    epochs = range(1, len(losses) + 1)
+    epochs = range(1, len(history["loss"]) + 1)
     for index, members in enumerate(groups):
         axes.plot(
             epochs,
-            [of_epoch[index] for of_epoch in losses],
+            history[f"val_group_{index}_loss"],
             marker="o",
             label=f"group {index}: replicas {list(members)}",
+        )
+    if groups.num_groups > 1:
+        axes.plot(
+            epochs,
+            history["val_ensemble_loss"],
+            "k--",
+            linewidth=2,
+            label="their ensemble",
         )
     axes.set(
         xlabel="epoch",

@@ -32,6 +32,7 @@ class Trained:
     Attributes:
       model: The model.
       start: The weights that it started from.
+      history: What `fit` and the callbacks logged after each epoch.
       weights: `weights[replica][variable]`, arrays of the model's shapes.
     """
 
@@ -55,13 +56,13 @@ class Trained:
             model.optimizer.build(model.trainable_variables)
         self.start = [np.array(v) for v in model.get_weights()]
         dataset = tf.data.Dataset.from_tensor_slices((digits.x, digits.y))
-        model.fit(
+        self.history = model.fit(
             dataset.batch(digits.batch_size, drop_remainder=True),
             epochs=options.epochs,
             steps_per_epoch=digits.steps_per_epoch,
             shuffle=False,
             callbacks=[one(model, strategy) for one in callbacks],
-        )
+        ).history
         self.model = model
         self._digits, self._options = digits, options
         self.weights = of_replicas(model, strategy)

@@ -1,0 +1,195 @@
+"""README.md and the guides: what they name exists, and every block runs."""
+
+import ast
+import json
+import logging
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.programs import write_api_page
+from tests.support import paths
+
+WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
+
+README = paths.ROOT / "README.md"
+DOCS = paths.ROOT / "tf_xshard" / "docs"
+NOTEBOOK = DOCS / "digits.ipynb"
+PAGES = [README, paths.ROOT / "benchmarks" / "README.md", *DOCS.glob("*.md")]
+# Blocks that import these are read only: they need a TPU, or another
+# environment.
+NOT_RUN = ("TPUClusterResolver", "import horovod", "import torch")
+# TensorFlow's, of a collective strategy that is made after something has run.
+_TENSORFLOWS_OWN = ("Collective ops is not configured at program startup.",)
+
+
+def _blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
+@pytest.fixture
+def logged_warnings():
+    """What TensorFlow and absl log; AutoGraph's complaints for example."""
+    messages = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            message = record.getMessage()
+            if not message.startswith(_TENSORFLOWS_OWN):
+                messages.append(message)
+
+    handler = Handler(logging.WARNING)
+    loggers = tf.get_logger(), logging.getLogger("absl")
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield messages
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def _run(blocks, tmp_path, monkeypatch):
+    """Runs the blocks of a page, in order, as one program."""
+    monkeypatch.chdir(tmp_path)
+    # The tests' devices are made; these would be fewer.
+    monkeypatch.setattr(
+        tf.config,
+        "set_logical_device_configuration",
+        lambda device, logical: tf.config.list_logical_devices()[
+            len(logical) - 1
+        ],
+    )
+    scope = {"keras": keras, "np": np, "tf": tf, "tf_xshard": tf_xshard}
+    for index, block in enumerate(blocks):
+        if any(name in block for name in NOT_RUN):
+            _check_names(block)
+            continue
+        if "compile_for_tpu(" in block:
+            pytest.importorskip(
+                "libtpu", reason="libtpu is for Linux on x86-64"
+            )
+        # AutoGraph reads the source of what it converts.
+        program = tmp_path / f"block{index}.py"
+        program.write_text(block)
+        exec(compile(block, program, "exec"), scope)
+    return scope
+
+
+def _check_names(block):
+    """That it compiles, and that TensorFlow has every name in it."""
+    ast.parse(block)
+    if "import horovod" in block:  # For another TensorFlow.
+        return
+    for dotted in set(re.findall(r"\btf(?:\.[A-Za-z_]\w*)+", block)):
+        value = tf
+        for part in dotted.split(".")[1:]:
+            value = getattr(value, part)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if _blocks(page)],
+    ids=lambda page: page.name,
+)
+def test_blocks_run(page, tmp_path, monkeypatch, logged_warnings):
+    scope = _run(_blocks(page), tmp_path, monkeypatch)
+    assert not logged_warnings
+    if page.name == "groups.md":
+        _check_population(page, scope)
+
+
+def _check_population(page, scope):
+    """What the page says of the table, and the table that it shows."""
+    table, held_out = scope["table"], scope["held_out"]
+    [shown] = re.findall(r"```\n(group .*?)\n```", page.read_text(), re.S)
+    for line, row in zip(shown.splitlines()[1:], table, strict=True):
+        group, accuracy, _ = line.split()
+        assert group == str(row["group"])
+        assert abs(float(accuracy) - row["accuracy"]) < 0.1, (line, row)
+    slow, good, fast, failed, ensemble = table
+    assert failed["accuracy"] < 0.5 < slow["accuracy"]
+    assert slow["accuracy"] + 0.03 < max(good["accuracy"], fast["accuracy"])
+    assert ensemble["accuracy"] > good["accuracy"] - 0.05
+    assert ensemble["loss"] < slow["loss"]
+    best = table[scope["best"]]
+    loss, accuracy = scope["alone"].evaluate(*held_out, verbose=0)
+    np.testing.assert_allclose(
+        [loss, accuracy], [best["loss"], best["accuracy"]], rtol=1e-5
+    )
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """And prints what it shows, except for numbers."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in code[1:])
+    pictures = [
+        output
+        for cell in code
+        for output in cell["outputs"]
+        if "image/png" in output.get("data", {})
+    ]
+    assert len(pictures) >= 3
+    _run(["".join(cell["source"]) for cell in code], tmp_path, monkeypatch)
+
+
+def test_readme():
+    """Its length, and the two commands."""
+    text = README.read_text()
+    assert len(text.splitlines()) <= 170
+    command = (
+        "python3 -m venv .venv && .venv/bin/python -m pip install"
+        " '.[cpu,{}]' && .venv/bin/python -m {}"
+    )
+    for extra, module in (("demo", "tf_xshard demo"), ("test", "pytest")):
+        assert command.format(extra, module) in text
+    ci = (paths.ROOT / ".ci" / "run").read_text()
+    assert command.format("test", "pytest") in ci
+
+
+def test_guides_are_short():
+    for page in DOCS.glob("*.md"):
+        assert len(page.read_text().splitlines()) < 200, page.name
+
+
+def test_what_pages_name_exists():
+    """Links, files and modules."""
+    for page in PAGES:
+        text = page.read_text()
+        for path in re.findall(
+            r"`((?:tf_xshard|tests|benchmarks|\.ci)/[^`* ]+)`", text
+        ):
+            assert (paths.ROOT / path).exists(), (page.name, path)
+        for module in re.findall(
+            r"python -m ((?:tests|benchmarks)[\w.]+)", text
+        ):
+            path = paths.ROOT / f"{module.replace('.', '/')}.py"
+            assert path.exists(), (page.name, module)
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), (page.name, link)
+
+
+def test_every_guide_is_linked_from_the_readme():
+    """Directly, or from a page that is."""
+    seen, pages = set(), [README]
+    while pages:
+        page = pages.pop()
+        for link in re.findall(r"\]\(([^)#]+\.md)[^)]*\)", page.read_text()):
+            target = (page.parent / link).resolve()
+            if not link.startswith("http") and target not in seen:
+                seen.add(target)
+                pages.append(target)
+    assert {page.resolve() for page in DOCS.glob("*.md")} <= seen
+
+
+def test_the_api_page_is_what_the_docstrings_say():
+    assert write_api_page.PAGE.read_text() == write_api_page.page(), (
+        "Run python -m tests.programs.write_api_page."
+    )
