@@ -152,6 +152,7 @@ def check_names(names: tuple) -> None:
             f"tf_xshard depends on {missing}, which this TensorFlow or Keras"
             f" does not have. Proven: TensorFlow"
             f" {proven_range('tensorflow')}, Keras {proven_range('keras')}."
+            " Install these: pip install 'tf_xshard[cpu,proven]'."
         )
 
 

@@ -255,7 +255,8 @@ class GroupAssignment:
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(
-            f"GroupAssignment is frozen: {name!r} can't be deleted."
+            f"GroupAssignment is frozen: {name!r} can't be deleted. Create"
+            " another."
         )
 
     def __reduce__(self) -> tuple:

@@ -97,6 +97,26 @@ def test_the_groups_are_exactly_the_assignment(topology, layout, report):
     report(f"{layout}, compiled for TPU: {compiled}".replace("\n", "\n    "))
 
 
+def test_a_sharded_update_is_two_all_reduces():
+    """Of the gradients, and of the weights: README and the guide say so."""
+    strategy = replicas.tpu(8)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Input((16,)), keras.layers.Dense(24)]
+        )
+        model.compile(
+            tf_xshard.CrossShardOptimizer(
+                keras.optimizers.Adam(), shard_update=True
+            ),
+            "mse",
+        )
+    x = np.zeros([16, 16], "float32")
+    compiled = testing.compile_for_tpu(model, x, np.zeros([16, 24], "float32"))
+    assert [c.kind for c in compiled.collectives] == ["all-reduce"] * 2
+    for collective in compiled.collectives:
+        assert collective.num_bytes >= 4 * (16 * 24 + 24)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("topology", ["v5e:16x16", "v6e:16x16"])

@@ -78,7 +78,7 @@ class ProcessGather:
                     f" {timeout_seconds} seconds (Communication."
                     "timeout_seconds). Each worker holds a part, so all of"
                     " them have to: call it on every worker, not only on the"
-                    " chief."
+                    " chief. If that worker has ended, see its output."
                 ) from error
         with _lock:
             _rounds[what] = number + 1

@@ -138,7 +138,8 @@ class Catalog:
                 )
         if not self.entries:
             raise ValueError(
-                f"GroupState found no variables in {list(self.holders)}."
+                f"GroupState found no variables in {list(self.holders)}. Build"
+                " the model first."
             )
 
     def communication(self) -> communication_lib.Communication:

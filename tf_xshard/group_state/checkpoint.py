@@ -152,7 +152,8 @@ def _read(
         raise ValueError(
             f"{directory!r} was saved from other optimizers: it has {its}, but"
             f" this model has {own} (for nested models and attributes only"
-            " those that are built)."
+            " those that are built). Compile it with the same optimizers,"
+            " nested in the same way."
         )
     pairs = checkpoint_matching.matched(
         catalog.variables(), manifest["variables"], directory

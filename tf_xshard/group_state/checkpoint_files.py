@@ -157,18 +157,20 @@ def read_manifest(directory: str) -> dict[str, Any]:
         manifest = json.loads(text) if is_whole else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is damaged, or not a group state's manifest: {error}"
+            f"{path} is damaged, or not a group state's manifest: {error}."
+            " Restore another save."
         ) from error
     if not is_whole:
         raise ValueError(
             f"{path} is damaged: its content does not match its checksum."
+            " Restore another save."
         )
     if manifest.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a group state's manifest.")
     if manifest.get("version") != _VERSION:
         raise ValueError(
             f"{path} has version {manifest.get('version')}, but this tf_xshard"
-            f" reads version {_VERSION}."
+            f" reads version {_VERSION}. Use the tf_xshard that wrote it."
         )
     return manifest
 
@@ -192,10 +194,13 @@ def read_values(
     for name, checksum in sorted(manifest["files"].items()):
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
-            raise ValueError(f"{path} is missing: the save is incomplete.")
+            raise ValueError(
+                f"{path} is missing: the save is incomplete. Restore another."
+            )
         if _checksum(path) != checksum:
             raise ValueError(
                 f"{path} is damaged: its content does not match its checksum."
+                " Restore another save."
             )
     wanted, values = set(names), {}
     prefixes = {name.partition(".")[0] for name in manifest["files"]}

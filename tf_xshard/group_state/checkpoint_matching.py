@@ -38,7 +38,8 @@ def matched(
         first = next(a for a, b in zip(mine, theirs, strict=True) if a != b)
         raise ValueError(
             f"{directory!r} was saved from a model whose variables are in"
-            f" another order; the first that differs is {first!r}."
+            f" another order; the first that differs is {first!r}. Build the"
+            " layers in the order in which they were saved."
         )
     for one, (_, other) in zip(own, its, strict=False):
         here = (

@@ -31,6 +31,7 @@ def as_type(value: Any, like: np.dtype, name: str) -> np.ndarray:
     ):
         raise ValueError(
             f"{name!r} has dtype {like.name}, got values of {value.dtype.name}."
+            f" Convert them: values.astype({like.name!r})."
         )
     return value.astype(like)
 

@@ -200,7 +200,8 @@ class GroupState(files.GroupFiles):
         if not isinstance(self._holder, keras.Model):
             raise ValueError(
                 "GroupState was created without a keras.Model, so there is"
-                " nothing to evaluate, predict with or export."
+                " nothing to evaluate, predict with or export. Use"
+                " GroupState(model)."
             )
         return self._holder
 

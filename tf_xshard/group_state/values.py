@@ -196,7 +196,8 @@ class GroupValues:
             if len(own) != len(values):
                 raise ValueError(
                     f"{part!r} has {len(own)} variables, got"
-                    f" {len(values)} values."
+                    f" {len(values)} values. Pass one for each, as"
+                    " get_weights(group) returns them."
                 )
             for one, shown, value in zip(
                 own, catalog.shown(own), values, strict=True

@@ -74,7 +74,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     hosts = _checked_hosts(options, parser)
     program = ["-m"] * options.module + [options.script, *options.arguments]
     if not options.module and not os.path.isfile(options.script):
-        parser.error(f"{options.script!r} is not a file")
+        parser.error(
+            f"{options.script!r} is not a file; for a module, put -m before it"
+        )
     received = worker_process.Signals()
     with received:
         for restart in range(options.max_restarts + 1):
@@ -120,9 +122,10 @@ def _checked_hosts(
     if len(set(hosts)) < len(hosts):
         parser.error(f"--hosts: {options.hosts} has the same address twice")
     if options.rank is None or not 0 <= options.rank < len(hosts):
+        got = "" if options.rank is None else f", got {options.rank}"
         parser.error(
-            f"--rank {options.rank}: must be 0 to {len(hosts) - 1}, the index"
-            " of this machine in --hosts"
+            f"--hosts needs a --rank of 0 to {len(hosts) - 1}, the index of"
+            f" this machine in --hosts{got}"
         )
     return hosts
 

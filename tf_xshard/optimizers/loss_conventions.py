@@ -102,18 +102,18 @@ class LossConventions(delegation.Delegation):
             )
         )
         remedy = (
-            f"write {name}(keras.optimizers.LossScaleOptimizer(inner)) and"
+            f"Instead, write {name}(keras.optimizers.LossScaleOptimizer(inner))"
+            " and"
             if self._supports_loss_scaling
             else (
-                "it does not support loss scaling. Use the dtype policy"
+                f"{name} does not support loss scaling: use the dtype policy"
                 " mixed_bfloat16, which needs none, or"
             )
         )
         return (
             f"A LossScaleOptimizer wraps {name}. {why} (Under the dtype policy"
             " mixed_float16 model.compile() adds a LossScaleOptimizer by"
-            f" itself.) Instead, {remedy} model.compile(...,"
-            " auto_scale_loss=False)."
+            f" itself.) {remedy} model.compile(..., auto_scale_loss=False)."
         )
 
     @property

@@ -198,7 +198,7 @@ class TowerOptimizer(aggregation.Aggregating):
         if len(towers) != self._num_towers:
             raise ValueError(
                 f"{self.name} has {self._num_towers} towers, got gradients of"
-                f" {len(towers)}."
+                f" {len(towers)}. Pass a list of gradients for each tower."
             )
         for gradients in towers:
             variables = self._checked_variables(gradients, trainable_variables)

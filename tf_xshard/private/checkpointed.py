@@ -130,7 +130,8 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
             raise RuntimeError(
                 f"TensorFlow {tf.__version__} reads checkpoints in another way"
                 f" than tf_xshard knows, so {self.name} can't be restored from"
-                f" {path}. Use the versions that setup.cfg names as proven."
+                f" {path}. Proven: TensorFlow"
+                f" {dependencies.proven_range('tensorflow')}."
             )
         nodes = {
             child.local_name: position.checkpoint.object_graph_proto.nodes[

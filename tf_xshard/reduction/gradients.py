@@ -38,7 +38,8 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
             raise TypeError(
                 f"The gradient for variable {variable.name!r} has type"
                 f" {gradient.dtype.name}. Supported:"
-                f" {[dtype.name for dtype in _SUMMABLE]}."
+                f" {[dtype.name for dtype in _SUMMABLE]}. Cast it:"
+                " tf.cast(gradient, tf.float32)."
             )
         if not gradient.shape.is_compatible_with(variable.shape):
             raise ValueError(

@@ -158,7 +158,7 @@ class AGNOptimizer(wrapper.Wrapper):
         if not copies:
             raise ValueError(
                 "No gradients provided for any variable:"
-                f" {[v.name for _, v in pairs]}"
+                f" {[v.name for _, v in pairs]}. The loss must depend on them."
             )
         with agn_operations.creating_local_variables():
             local = self._inner.apply(pairs, None)

@@ -70,11 +70,16 @@ def select_predictions(
     if keys is None:
         return predictions
     keys = [keys] if isinstance(keys, str) else list(keys)
-    known = list(predictions) if isinstance(predictions, dict) else []
-    unknown = [key for key in keys if key not in known]
+    if not isinstance(predictions, dict):
+        raise ValueError(
+            "predict_keys is for predictions that are a dict, but model_fn's"
+            " are one tensor. Leave it out."
+        )
+    unknown = [key for key in keys if key not in predictions]
     if unknown:
         raise ValueError(
-            f"predict_keys has {unknown}, but the predictions are {known}."
+            f"predict_keys has {unknown}, but the predictions are"
+            f" {list(predictions)}."
         )
     return {key: predictions[key] for key in keys}
 

@@ -122,7 +122,10 @@ class Keras:
         variables = [v for _, v in grads_and_vars]
         if not any(g is not None for g, _ in grads_and_vars):
             names = [v.name for v in variables]
-            raise ValueError(f"No gradients provided for any variable: {names}")
+            raise ValueError(
+                f"No gradients provided for any variable: {names}. The loss"
+                " must depend on them."
+            )
         if not self.optimizer.built:
             with tf.init_scope():
                 self.optimizer.build(variables)

@@ -137,8 +137,8 @@ def _weights(
     ]
     if unknown:
         raise ValueError(
-            f"names has {unknown}. The model has {sorted(paths)}, and the"
-            f" checkpoint {sorted(stored)}."
+            f"names has pairs whose path or name does not exist: {unknown}. The"
+            f" model has {sorted(paths)}, and the checkpoint {sorted(stored)}."
         )
     placed: list[tuple[keras.Variable, str]] = []
     unplaced: list[Any] = []

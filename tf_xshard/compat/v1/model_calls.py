@@ -61,6 +61,7 @@ class ModelCalls:
         if size is not None and size % num_shards:
             raise ValueError(
                 f"{name}={size} cannot be divided by the {num_shards} shards."
+                " Take a multiple."
             )
         self._model_fn = model_fn
         self._accepted = _accepted_arguments(model_fn)
@@ -105,7 +106,8 @@ class ModelCalls:
             if len(data) != 2:
                 raise ValueError(
                     "input_fn must give features, or a pair of features and"
-                    f" labels, got {len(data)} values."
+                    f" labels, got {len(data)} values. Put several features"
+                    " into a dict."
                 )
             return tuple(data)
         return data, None
@@ -138,6 +140,7 @@ class ModelCalls:
         if labels is not None and "labels" not in arguments:
             raise ValueError(
                 "input_fn gives labels, but model_fn has no argument `labels`."
+                " Add the argument, or give no labels."
             )
         spec = self._model_fn(features, **arguments)
         required = _REQUIRED[mode]
@@ -174,7 +177,10 @@ class ModelCalls:
                 " over shards. Make it dense."
             )
         if value is None:
-            raise ValueError("input_fn gives None where a tensor is expected.")
+            raise ValueError(
+                "input_fn gives None where a tensor is expected. Leave that"
+                " feature out."
+            )
         shape = tf.convert_to_tensor(value).shape
         if shape.rank == 0 or (
             shape.rank and (shape[0] or 0) % self._num_shards

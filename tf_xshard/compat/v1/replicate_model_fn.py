@@ -241,7 +241,12 @@ def _split_tensor(value: Any, num_towers: int) -> list[Any]:
     if not is_sparse:
         value = tf.convert_to_tensor(value)
     size = value.shape[0] if value.shape.rank else None
-    if value.shape.rank == 0 or (size is not None and size % num_towers):
+    if value.shape.rank == 0:
+        raise ValueError(
+            f"A feature or label is a scalar, which can't be split over"
+            f" {num_towers} towers. Give it a batch dimension."
+        )
+    if size is not None and size % num_towers:
         raise ValueError(
             f"Batch size {size} of shape {value.shape} needs to be divisible by"
             f" the number of towers, {num_towers}."

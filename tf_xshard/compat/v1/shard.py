@@ -164,7 +164,10 @@ def shard(
     operations = [op for _, ops in outputs for op in ops]
     counts = {len(t) for t, _ in outputs}
     if len(counts) > 1:
-        raise ValueError(f"Shards return {sorted(counts)} tensors.")
+        raise ValueError(
+            f"Shards return different numbers of tensors, {sorted(counts)}. The"
+            " computation must be the same on all shards."
+        )
     of_shards = [t for t, _ in outputs]
     tensors = [list(column) for column in zip(*of_shards, strict=True)]
     if not tensors:

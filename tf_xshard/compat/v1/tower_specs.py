@@ -43,7 +43,8 @@ def evaluation(
         raise ValueError(
             "Towers make different metric variables. Expected the same local"
             f" variables in each, but got {[len(vs) for vs in metrics]}:"
-            f" {[[v.name for v in vs] for vs in metrics]}."
+            f" {[[v.name for v in vs] for vs in metrics]}. model_fn must make"
+            " the same metrics each time it is called."
         )
     first = specs[0].eval_metric_ops or {}
     updates = []

@@ -90,7 +90,8 @@ def building(num_towers: int, loss_reduction: str) -> Iterator[Towers]:
     graph = tf.compat.v1.get_default_graph()
     if graph in _states:
         raise RuntimeError(
-            "A replicated model_fn is called inside another one."
+            "A replicated model_fn is called inside another one. Call"
+            " replicate_model_fn once, on the outermost."
         )
     _states[graph] = towers = Towers(num_towers, loss_reduction)
     _used_in.discard(graph)

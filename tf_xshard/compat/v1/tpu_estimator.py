@@ -240,7 +240,10 @@ class TPUEstimator(model_directory.ModelDirectory):
                         break
                     count += 1
                 if not count:
-                    raise ValueError("input_fn gives no batch to evaluate.")
+                    raise ValueError(
+                        "input_fn gives no batch to evaluate: with"
+                        " drop_remainder=True the data must fill one."
+                    )
                 results = session.run_step_fn(
                     lambda step_context: step_context.session.run(values)
                 )

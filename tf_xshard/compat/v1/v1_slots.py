@@ -46,11 +46,17 @@ def innermost(optimizer: Any) -> keras.optimizers.Optimizer:
         for one in tree.descendants(optimizer)
         if not list(tree.children(one))
     ]
-    # By its own name: a subclass of another name may have other slots.
-    if len(leaves) > 1 or leaves[0].__class__.__name__ not in _SLOTS:
+    names = [one.__class__.__name__ for one in leaves]
+    if len(leaves) > 1:
         raise TypeError(
-            f"{[one.__class__.__name__ for one in leaves]} has no counterpart"
-            f" among TF1's optimizers. Supported: {sorted(_SLOTS)}."
+            f"The model has several optimizers, {names}, but a TF1 checkpoint"
+            " has the slots of one. Compile the model with one of them."
+        )
+    # By its own name: a subclass of another name may have other slots.
+    if names[0] not in _SLOTS:
+        raise TypeError(
+            f"{names[0]} has no counterpart among TF1's optimizers. Supported:"
+            f" {sorted(_SLOTS)}."
         )
     return leaves[0]
 
