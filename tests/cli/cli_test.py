@@ -14,6 +14,7 @@ from tests.support import paths
 from tests.support import replicas
 from tf_xshard import __main__ as cli
 from tf_xshard.cli import doctor
+from tf_xshard.cli import logical_devices
 from tf_xshard.cli.demo import promises
 
 
@@ -26,6 +27,27 @@ def _run(*arguments, timeout_seconds=170):
         timeout=timeout_seconds,
         cwd=paths.ROOT,
     )
+
+
+@pytest.fixture
+def demo(monkeypatch, capfd):
+    """Runs one epoch in this process: its exit code and output."""
+    monkeypatch.setattr(
+        logical_devices,
+        "use_logical_cpus",  # There are enough.
+        lambda count: [f"CPU:{index}" for index in range(count)],
+    )
+
+    def run(wrapper, num_replicas=2):
+        options = (
+            f"--optimizer-wrapper={wrapper}",
+            f"--replicas={num_replicas}",
+            *("--epochs=1", "--optimizer=sgd"),
+        )
+        code = cli.main(["demo", *options])
+        return code, capfd.readouterr().out
+
+    return run
 
 
 def test_demo(tmp_path):
@@ -74,17 +96,11 @@ def test_demo(tmp_path):
     ],
     ids=["tower", "agn"],
 )
-def test_demo_of_the_other_wrappers(wrapper, equal, wrong):
-    run = _run(
-        "demo",
-        f"--optimizer-wrapper={wrapper}",
-        "--replicas=2",
-        "--epochs=1",
-        "--optimizer=sgd",
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert "All promises hold." in run.stdout
-    rows = run.stdout.splitlines()
+def test_demo_of_the_other_wrappers(wrapper, equal, wrong, demo):
+    code, output = demo(wrapper)
+    assert code == 0, output[-3000:]
+    assert "All promises hold." in output
+    rows = output.splitlines()
     for title in equal:
         assert [r for r in rows if r.startswith(title) and "equal" in r], title
     assert [r for r in rows if r.startswith(wrong) and "WRONG" in r]
@@ -99,24 +115,14 @@ def test_demo_of_the_other_wrappers(wrapper, equal, wrong):
     ],
     ids=["cross_shard", "tower", "agn"],
 )
-def test_demo_notices_a_wrong_reduction(wrapper, num_replicas, mutant, failure):
+def test_demo_notices_a_wrong_reduction(
+    wrapper, num_replicas, mutant, failure, demo
+):
     """The exit code depends on the numbers."""
-    program = (
-        "import sys; from tests.support import mutants; from tf_xshard import"
-        f" __main__\nwith mutants.mutant('{mutant}'):"
-        f" sys.exit(__main__.main(['demo', '--optimizer-wrapper={wrapper}',"
-        f" '--replicas={num_replicas}', '--epochs=1', '--optimizer=sgd']))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=170,
-        cwd=paths.ROOT,
-    )
-    assert run.returncode == 1, run.stdout[-3000:]
-    assert f"FAILED: {failure}" in run.stdout
+    with mutants.mutant(mutant):
+        code, output = demo(wrapper, num_replicas)
+    assert code == 1, output[-3000:]
+    assert f"FAILED: {failure}" in output
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -13,7 +13,7 @@ from tests.support import moving
 @moving.between_all
 def test_training_goes_on_as_if_nothing_had_moved(source, target):
     weights, _, expected = moving.saved_after_training(source)
-    moved = moving.start(target, 2)
+    moved = moving.target(target)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         moved.load_weights(weights)

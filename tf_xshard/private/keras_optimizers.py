@@ -209,6 +209,7 @@ class _Local(
 class _LocalLossScale(
     keras_saving.SavedElsewhere,
     keras_moving_averages.SwappableAverages,
+    keras_shards.TracksWholes,
     keras.optimizers.LossScaleOptimizer,
 ):
     """A LossScaleOptimizer that decides on each replica separately.

@@ -176,7 +176,22 @@ def _converted(
     return variable
 
 
-class UpdatesShards(keras.optimizers.Optimizer):
+class TracksWholes(keras.optimizers.Optimizer):
+    """For a checkpoint, an optimizer has whole weights, not their shards.
+
+    It would restore a weight into its shards, which are no state, and then
+    leave the model's own as it is.
+    """
+
+    def _track_trackable(
+        self, trackable: Any, name: str, overwrite: bool = False
+    ) -> Any:
+        if name == "_trainable_variables":
+            trackable = _of_wholes(trackable)
+        return super()._track_trackable(trackable, name, overwrite)
+
+
+class UpdatesShards(TracksWholes):
     """An optimizer that can be built with `Sharded` variables.
 
     Its slot variables are then sharded as well, and it knows a weight by its
@@ -247,6 +262,17 @@ class UpdatesShards(keras.optimizers.Optimizer):
         if clip is None:
             return super()._clip_gradients(grads)
         return clip(self, grads)
+
+
+def _of_wholes(variables: Sequence) -> Sequence:
+    """Weights in place of their shards, in a list that can be tracked."""
+    if not any(isinstance(one, Sharded) for one in variables):
+        return variables
+    tracked = tf.Module()
+    tracked.wholes = [
+        one.whole if isinstance(one, Sharded) else one for one in variables
+    ]
+    return tracked.wholes
 
 
 def clip_with(optimizer: keras.optimizers.Optimizer, clip: Callable) -> None:
