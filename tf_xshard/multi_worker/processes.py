@@ -20,7 +20,8 @@ def rank(strategy: tf.distribute.Strategy | None = None) -> int:
       An int from 0, the chief's, to the number of processes - 1.
 
     Raises:
-      ValueError: If the strategy is not supported.
+      ValueError: If the strategy is not supported, or there is none and
+        TF_CONFIG names several workers.
 
     Example:
 
@@ -29,7 +30,7 @@ def rank(strategy: tf.distribute.Strategy | None = None) -> int:
 
     Source: `horovod.tensorflow.rank`.
     """
-    return replica_context.rank(_checked(strategy))
+    return replica_context.rank(_checked(strategy, "rank"))
 
 
 def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
@@ -42,7 +43,8 @@ def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
       Whether its rank is 0.
 
     Raises:
-      ValueError: If the strategy is not supported.
+      ValueError: If the strategy is not supported, or there is none and
+        TF_CONFIG names several workers.
 
     Example:
 
@@ -51,7 +53,7 @@ def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
 
     Source: `TF_CONFIG`, whose first worker is the chief if no task is.
     """
-    return rank(strategy) == 0
+    return replica_context.rank(_checked(strategy, "is_chief")) == 0
 
 
 def barrier(
@@ -69,8 +71,8 @@ def barrier(
 
     Raises:
       RuntimeError: In replica context.
-      TypeError, ValueError: If an argument is invalid or the strategy is not
-        supported.
+      TypeError, ValueError: If an argument is invalid, the strategy is not
+        supported, or there is none and TF_CONFIG names several workers.
       tf.errors.DeadlineExceededError: If a process does not call it in time.
         Collectives of this process fail from then on: restart it.
 
@@ -81,7 +83,7 @@ def barrier(
     Source: `MPI_Barrier`.
     """
     replica_context.refuse_replica_context("barrier()")
-    strategy = _checked(strategy)
+    strategy = _checked(strategy, "barrier")
     communication = communication_lib.Communication(
         timeout_seconds=timeout_seconds
     )
@@ -108,8 +110,17 @@ def barrier(
 
 
 def _checked(
-    strategy: tf.distribute.Strategy | None,
+    strategy: tf.distribute.Strategy | None, caller: str
 ) -> tf.distribute.Strategy:
     strategy = strategy or tf.distribute.get_strategy()
     replica_context.kind_of(strategy)
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    jobs = resolver.cluster_spec().as_dict()
+    num_workers = len(jobs.get("chief", [])) + len(jobs.get("worker", []))
+    if num_workers > 1 and replica_context.is_default(strategy):
+        raise ValueError(
+            f"{caller}() is called outside of a strategy's scope, where each of"
+            f" the {num_workers} workers of TF_CONFIG would be alone. Pass the"
+            f" strategy, {caller}(strategy)."
+        )
     return strategy
