@@ -436,6 +436,13 @@ def test_loss_normalization_of_a_stack():
     assert CrossShardOptimizer(inner).loss_normalization == "replica"
 
 
+def test_devices_that_do_not_exist():
+    """TensorFlow accepts them, and its collectives wait forever."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:9"])
+    with strategy.scope(), pytest.raises(ValueError, match="CPU:9.*logical"):
+        tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
+
+
 @pytest.mark.parametrize(
     "version, outcome",
     [

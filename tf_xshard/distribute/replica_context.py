@@ -61,6 +61,37 @@ def kind_of(strategy: tf.distribute.Strategy) -> str:
     )
 
 
+def check_devices(strategy: tf.distribute.Strategy) -> None:
+    """Refuses a MirroredStrategy on devices that do not exist.
+
+    TensorFlow accepts it, and its collectives wait forever.
+
+    Args:
+      strategy: Any strategy.
+
+    Raises:
+      ValueError: If a replica's device does not exist.
+    """
+    if kind_of(strategy) != "mirrored":
+        return
+    existing = [_device(one.name) for one in tf.config.list_logical_devices()]
+    wanted = [_device(name) for name in strategy.extended.worker_devices]
+    if missing := sorted(set(wanted) - set(existing)):
+        raise ValueError(
+            f"The strategy has replicas on {missing}, but TensorFlow has only"
+            f" {existing}, so they would wait for each other forever. Make"
+            " logical CPUs at the start of the program: tf.config."
+            "set_logical_device_configuration(tf.config.list_physical_devices("
+            f"'CPU')[0], [tf.config.LogicalDeviceConfiguration()] *"
+            f" {len(wanted)})."
+        )
+
+
+def _device(name: str) -> str:
+    spec = tf.DeviceSpec.from_string(name)
+    return f"{spec.device_type}:{spec.device_index}"
+
+
 def spans_processes(strategy: tf.distribute.Strategy) -> bool:
     """Whether a strategy's replicas are spread over several processes.
 

@@ -170,7 +170,8 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             raise ValueError(
                 f"{self.name} has shard_update=True, but its inner optimizer"
                 f" {inner.name!r} has been built with whole variables. Pass one"
-                " that has not been built."
+                " that has not been built; to keep the state, build this"
+                " optimizer and call set_weights, or load the file it is in."
             )
         sharded = sharded_update.ShardedUpdate(
             inner, variables, self._reducer, self._strategy

@@ -117,6 +117,7 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
             raise ValueError(
                 f"shard_update=True can't be used with {of.__name__}:"
                 f" {_REASONS[of.__name__]}, and would see only a shard of it."
+                " Leave shard_update out, or use AdamW, for example."
             )
         raise ValueError(
             f"shard_update=True: it is not known whether {of.__name__} computes"

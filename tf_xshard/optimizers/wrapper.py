@@ -68,7 +68,7 @@ class OptimizerWrapper(saved_state.Saved):
             loss_normalization,
             kwargs,
         )
-        replica_context.kind_of(tf.distribute.get_strategy())
+        replica_context.check_devices(tf.distribute.get_strategy())
         self._set_untracked(
             "_own_part",
             save_warning.LossySaveWarning(
