@@ -114,7 +114,7 @@ def of_replicas(
     if strategy is None:
         return [model.get_weights()]
     of_variables = [
-        [np.array(one) for one in strategy.experimental_local_results(v.value)]
+        [one.numpy() for one in strategy.experimental_local_results(v.value)]
         for v in model.weights
     ]
     return [list(of_replica) for of_replica in zip(*of_variables, strict=True)]
