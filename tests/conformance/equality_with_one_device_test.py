@@ -106,9 +106,13 @@ def _wrapped(optimizer_fn):
         *((name, "mirrored", 4) for name in SETTINGS),
         # Every other number and strategy, with some setting or other.
         *(
-            (name, *other)
+            pytest.param(
+                *(name, *other),
+                marks=replicas.in_full if other[0] in replicas.TPUS else (),
+            )
             for name, other in replicas.in_turn(SETTINGS, OTHER_COUNTS)
         ),
+        ("global_clipnorm", "tpu", 4),
     ],
 )
 def test_fit_on_2_4_8_replicas(name, kind, num_replicas, report):
@@ -141,7 +145,7 @@ def test_plain_keras_clips_before_the_sum(name, report):
 
 @pytest.mark.parametrize(
     "name, kind",
-    replicas.in_turn(OTHERS, ["mirrored", "mirrored", "tpu"]),
+    replicas.in_turn(OTHERS, ["mirrored"]),
 )
 def test_every_other_optimizer(name, kind, report):
     if name == "muon" and keras.__version__.startswith("3.12."):

@@ -54,11 +54,19 @@ def _alone(members):
         ("mirrored", 4, "shuffled"),
         ("mirrored", 8, "contiguous"),
         ("tpu", 2, "shuffled"),
-        ("tpu", 4, "contiguous"),
-        ("tpu", 8, "strided"),
-        ("tpu_permuted", 1, "contiguous"),
+        pytest.param(
+            *("tpu_permuted", 1, "contiguous"), marks=replicas.in_full
+        ),
         ("tpu_permuted", 2, "shuffled"),
-        ("tpu_permuted", 4, "strided"),
+        *(
+            pytest.param(*case, marks=replicas.in_full)
+            for case in (
+                ("tpu", 4, "contiguous"),
+                ("tpu", 8, "strided"),
+                ("tpu_permuted", 1, "contiguous"),
+                ("tpu_permuted", 4, "strided"),
+            )
+        ),
     ],
 )
 def test_groups_train_apart(layout, group_size, kind, report):

@@ -62,9 +62,15 @@ OPTIMIZERS = {
 }
 
 
-# Each on one of the two.
+# Each on one of the two; the second two with --full.
 on_one_strategy_each = pytest.mark.parametrize(
-    "optimizer, kind", replicas.in_turn(OPTIMIZERS, ["mirrored", "tpu"])
+    "optimizer, kind",
+    [
+        pytest.param(*case, marks=replicas.in_full if index > 1 else ())
+        for index, case in enumerate(
+            replicas.in_turn(OPTIMIZERS, ["mirrored", "tpu"])
+        )
+    ],
 )
 
 

@@ -52,13 +52,14 @@ def tpu_permuted(num_replicas: int) -> tf.distribute.TPUStrategy:
 STRATEGIES = {"mirrored": mirrored, "tpu": tpu, "tpu_permuted": tpu_permuted}
 TPUS = ("tpu", "tpu_permuted")
 on_every_strategy = pytest.mark.parametrize("kind", STRATEGIES)
-# What does not depend on the numbering.
-on_mirrored_and_tpu = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
-on_mirrored_and_permuted = pytest.mark.parametrize(
-    "kind", ["mirrored", "tpu_permuted"]
-)
-# Large counts only: whatever a promise rests on runs by default.
 in_full = pytest.mark.full
+# What does not depend on the numbering; on a TPU with --full.
+on_mirrored_and_tpu = pytest.mark.parametrize(
+    "kind", ["mirrored", pytest.param("tpu", marks=in_full)]
+)
+on_mirrored_and_permuted = pytest.mark.parametrize(
+    "kind", ["mirrored", pytest.param("tpu_permuted", marks=in_full)]
+)
 
 
 def in_turn(values, *others):

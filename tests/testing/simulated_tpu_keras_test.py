@@ -92,7 +92,16 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
     return model, history, evaluated, predicted
 
 
-@pytest.mark.parametrize("name, kind", replicas.in_turn(LAYERS, replicas.TPUS))
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        # A second each of tracing, compiling and four replicas.
+        pytest.param(
+            *case, marks=() if case[0] == "normalization" else replicas.in_full
+        )
+        for case in replicas.in_turn(LAYERS, replicas.TPUS)
+    ],
+)
 def test_plain_keras_equals_mirrored_strategy(name, kind, report):
     """`fit` with a ragged last batch, metrics, `evaluate` and `predict`."""
 
@@ -192,7 +201,7 @@ def test_custom_loop_over_a_distributed_dataset():
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
     distributed = strategy.experimental_distribute_dataset(dataset)
 
-    @tf.function(autograph=False)
+    @tf.function
     def epoch(batches):
         total = 0.0
         for x, y in batches:

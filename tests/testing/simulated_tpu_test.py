@@ -478,6 +478,7 @@ def test_the_host_side_is_rebuilt_with_its_functions():
     assert [float(v) for v in got] == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_a_collective_that_some_replicas_miss_ends_the_process():
     """A TPU would hang: one replica's loop runs more often than another's."""
     program = """
