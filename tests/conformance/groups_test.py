@@ -54,9 +54,6 @@ def _alone(members):
         ("mirrored", 4, "shuffled"),
         ("mirrored", 8, "contiguous"),
         ("tpu", 2, "shuffled"),
-        pytest.param(
-            *("tpu_permuted", 1, "contiguous"), marks=replicas.in_full
-        ),
         ("tpu_permuted", 2, "shuffled"),
         *(
             pytest.param(*case, marks=replicas.in_full)
