@@ -185,6 +185,7 @@ def test_an_order_is_right(order, scale_at):
     _check_order(order, scale_at, GROUPS, None, "mirrored")
 
 
+@replicas.in_full
 @pytest.mark.parametrize(
     "case, groups, accumulation, kind",
     [

@@ -121,6 +121,7 @@ def _check_population(page, scope):
     )
 
 
+@pytest.mark.full
 def test_the_notebook_runs(tmp_path, monkeypatch):
     """And prints what it shows, except for numbers."""
     from matplotlib import pyplot
