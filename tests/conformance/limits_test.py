@@ -40,7 +40,9 @@ def test_a_boolean_input():
         return [keras.layers.Input((3,), dtype="bool"), keras.layers.Dense(1)]
 
     positive = X[:8] > 0
-    with pytest.raises(Exception, match="Value for attr 'T' of bool"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="Value for attr 'T' of bool"
+    ):
         _compiled(layers).fit(positive, X[:8, :1], batch_size=8, verbose=0)
     _compiled(_dense).fit(
         positive.astype("int32"), X[:8, :1], batch_size=8, verbose=0

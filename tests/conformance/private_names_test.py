@@ -15,6 +15,8 @@ from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_optimizers
 from tf_xshard.private import keras_saving
+from tf_xshard.private import keras_sharded_updates
+from tf_xshard.private import keras_shards
 from tf_xshard.private import keras_training_loops
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.private import tensorflow_v1 as compat_internals
@@ -27,6 +29,8 @@ from tf_xshard.private import tpu_simulation
     private_tensorflow.TF_PRIVATE_NAMES
     + keras_optimizers.KERAS_PRIVATE_NAMES
     + keras_training_loops.KERAS_PRIVATE_NAMES
+    + keras_shards.KERAS_PRIVATE_NAMES
+    + keras_sharded_updates.KERAS_PRIVATE_NAMES
     + compat_internals.TF_PRIVATE_NAMES
     + checkpointed.TF_PRIVATE_NAMES
     + tpu_iterators.TF_PRIVATE_NAMES

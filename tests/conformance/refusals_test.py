@@ -441,6 +441,9 @@ def test_devices_that_do_not_exist():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:9"])
     with strategy.scope(), pytest.raises(ValueError, match="CPU:9.*logical"):
         tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
+    step = tf.function(lambda: strategy.run(tf_xshard.group_reduce, ([1.0],)))
+    with pytest.raises(ValueError, match="CPU:9.*logical"):
+        step()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.support import replicas
 from tests.support import sharded
 from tf_xshard.collectives import subgroups
 from tf_xshard.distribute import shards
-from tf_xshard.private import keras_shards
+from tf_xshard.private import keras_sharded_updates
 from tf_xshard.reduction import group_sum
 
 O = keras.optimizers  # noqa: E741
@@ -427,7 +427,12 @@ MUTANTS = {
         lambda self, tensor, here: tensor,
         "global_clipnorm",
     ),
-    "decay": (keras_shards.UpdatesShards, "_var_key", None, "decay_but_list"),
+    "decay": (
+        keras_sharded_updates.UpdatesShards,
+        "_var_key",
+        None,
+        "decay_but_list",
+    ),
 }
 
 
@@ -438,7 +443,7 @@ def test_mutants_are_noticed(name, monkeypatch):
         _check_exclusion_by_list()
         # The shards' own keys, which the user never named.
         wrong = lambda self, variable: super(
-            keras_shards.UpdatesShards, self
+            keras_sharded_updates.UpdatesShards, self
         )._var_key(getattr(variable, "shards", variable))
         monkeypatch.setattr(owner, attribute, wrong)
         with pytest.raises(AssertionError):

@@ -95,7 +95,7 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
 @pytest.mark.parametrize(
     "name, kind",
     [
-        # A second each of tracing, compiling and four replicas.
+        # Moving statistics are what Keras lets differ by replica.
         pytest.param(
             *case, marks=() if case[0] == "normalization" else replicas.in_full
         )

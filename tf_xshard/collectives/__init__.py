@@ -47,7 +47,11 @@ def choose(
 
     Returns:
       A `Transport`, bound to this replica.
+
+    Raises:
+      ValueError: If a replica's device does not exist.
     """
+    replica_context.check_devices(here.strategy)
     return _path(here, groups)(here, groups, communication, owner)
 
 

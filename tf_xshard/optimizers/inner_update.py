@@ -16,7 +16,7 @@ from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizers
-from tf_xshard.private import keras_shards
+from tf_xshard.private import keras_sharded_updates
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_sum
 
@@ -55,7 +55,9 @@ def changing_when_chosen(
     """
     with contextlib.ExitStack() as stack:
         for one in tree.with_local_optimizers(optimizer):
-            stack.enter_context(keras_shards.changes_when_chosen(one, change))
+            stack.enter_context(
+                keras_sharded_updates.changes_when_chosen(one, change)
+            )
         yield
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf_xshard.distribute import replica_context
 from tf_xshard.private import keras_optimizer_state
-from tf_xshard.private import keras_shards
+from tf_xshard.private import keras_sharded_updates
 from tf_xshard.reduction import group_sum
 
 
@@ -28,7 +28,7 @@ def use(
       reducer: Sums over the groups that share a gradient.
     """
     num_variables = len(keras_optimizer_state.trainable_variables(optimizer))
-    keras_shards.clip_with(
+    keras_sharded_updates.clip_with(
         optimizer, functools.partial(_clipped, reducer, num_variables)
     )
 

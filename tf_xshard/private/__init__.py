@@ -9,6 +9,8 @@ belongs here. Imports only the modules beside the folders.
 - `keras_optimizers`: optimizers made local (the class swap).
 - `keras_optimizer_state`: attributes that a wrapper has to keep in order.
 - `keras_moving_averages`: those of the weights, as SwapEMAWeights finds them.
+- `keras_shards`: variables of which each replica holds a shard;
+  `keras_sharded_updates`: optimizers of these.
 - `keras_saving`: what Keras' files hold, and where.
 - `keras_models`: attributes of a model while `fit` runs and while it is saved.
 - `keras_training_loops`: the loops of `fit` over several processes.

@@ -35,6 +35,7 @@ from keras.src.utils import tracking as _tracking
 from tf_xshard import dependencies
 from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_saving
+from tf_xshard.private import keras_sharded_updates
 from tf_xshard.private import keras_shards
 
 # Keras' private names, each with the reason. Present in 3.12 to 3.15.
@@ -146,7 +147,7 @@ def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
 class _Local(
     keras_saving.SavedElsewhere,
     keras_moving_averages.Averages,
-    keras_shards.UpdatesShards,
+    keras_sharded_updates.UpdatesShards,
     keras.optimizers.Optimizer,
 ):
     """Comes between an optimizer's class and `keras.optimizers.Optimizer`.
@@ -209,7 +210,7 @@ class _Local(
 class _LocalLossScale(
     keras_saving.SavedElsewhere,
     keras_moving_averages.SwappableAverages,
-    keras_shards.TracksWholes,
+    keras_sharded_updates.TracksWholes,
     keras.optimizers.LossScaleOptimizer,
 ):
     """A LossScaleOptimizer that decides on each replica separately.

@@ -241,8 +241,7 @@ class TPUEstimator(model_directory.ModelDirectory):
                     count += 1
                 if not count:
                     raise ValueError(
-                        "input_fn gives no batch to evaluate: with"
-                        " drop_remainder=True the data must fill one."
+                        "input_fn gives no batch to evaluate: too few rows."
                     )
                 results = session.run_step_fn(
                     lambda step_context: step_context.session.run(values)
