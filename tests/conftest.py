@@ -1,5 +1,6 @@
 """Process state has one owner: devices, seeds and options are set here."""
 
+import gc
 import os
 
 # The replicas of most tests are logical CPUs of this process, and each has a
@@ -8,6 +9,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 import tensorflow as tf
+
+# A million objects of TensorFlow's, which no garbage collection needs to see.
+gc.freeze()
 
 NUM_LOGICAL_CPUS = 8
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.programs import resume_program
+from tests.support import forked
 from tests.support import group_training
 from tests.support import replicas
 
@@ -108,11 +109,12 @@ def test_an_epoch_that_is_no_multiple_of_what_one_call_takes(stop, tmp_path):
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
-    model = group_training.compiled(replicas.mirrored(4))
+    strategy = replicas.mirrored(2)
+    model = group_training.compiled(strategy, groups=[[0], [1]])
     checkpoint = tf_xshard.GroupCheckpoint(tmp_path)
     group_training.fit(model, [checkpoint])
     before = group_training.values(model)
-    again = group_training.compiled(replicas.mirrored(4), seed=9)
+    again = group_training.compiled(strategy, groups=[[0], [1]], seed=9)
     assert group_training.fit(again, [checkpoint]) == {}
     # Metrics are made by the first step.
     weights = len(group_training.variables(again)) - len(
@@ -125,8 +127,8 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
         strict=True,
     ):
         group_training.assert_same(
-            [replicas.values(replicas.mirrored(4), mine)],
-            [replicas.values(replicas.mirrored(4), theirs)],
+            [replicas.values(strategy, mine)],
+            [replicas.values(strategy, theirs)],
         )
     group_training.assert_same(group_training.values(model), before)
 
@@ -198,7 +200,7 @@ def test_steps_per_execution_and_regroup(tmp_path):
 
 def _killed_and_resumed(tmp_path):
     def run(*arguments, code=0):
-        done = subprocess.run(
+        done = forked.run(
             [
                 sys.executable,
                 "-m",

@@ -11,8 +11,6 @@ from tests.support import group_training
 from tests.support import replicas
 from tf_xshard.group_state import divergence
 
-ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
-
 
 @pytest.fixture
 def logged(monkeypatch):
@@ -65,12 +63,11 @@ class _SpoilAt(keras.callbacks.Callback):
             )
 
 
-@ON
 @pytest.mark.parametrize(
-    "variable_of",
+    "kind, variable_of",
     [
-        lambda model: model.layers[0].kernel,
-        lambda model: model.optimizer.variables[-1],
+        ("mirrored", lambda model: model.layers[0].kernel),
+        ("tpu", lambda model: model.optimizer.variables[-1]),
     ],
     ids=["weight", "slot"],
 )

@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 
+from tests.support import forked
 from tests.support import mutants
 from tests.support import paths
 from tests.support import replicas
@@ -19,7 +20,7 @@ from tf_xshard.cli.demo import promises
 
 
 def _run(*arguments, timeout_seconds=170):
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "tf_xshard", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,7 +1,6 @@
 """A collective that waits too long fails, and the timeout costs no threads."""
 
 import os
-import subprocess
 import sys
 import threading
 
@@ -10,12 +9,13 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import forked
 from tests.support import paths
 from tests.support import replicas
 
 
 def _run(program):
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,

@@ -280,7 +280,9 @@ def test_two_models_in_one_process():
     strategy = replicas.mirrored(4)
     for _ in range(2):
         got = training.train(
-            lambda: tf_xshard.CrossShardOptimizer(SGD(0.05)), strategy
+            lambda: tf_xshard.CrossShardOptimizer(SGD(0.05)),
+            strategy,
+            fit=True,
         )[1]
         assert training.deviation(got, reference) <= 1e-6
 

@@ -1,4 +1,4 @@
-"""`fit` on N replicas equals one device with the same global batch."""
+"""Training on N replicas equals one device with the same global batch."""
 
 import functools
 
@@ -115,11 +115,14 @@ def _wrapped(optimizer_fn):
         ("global_clipnorm", "tpu", 4),
     ],
 )
-def test_fit_on_2_4_8_replicas(name, kind, num_replicas, report):
+def test_on_2_4_8_replicas(name, kind, num_replicas, report):
+    """On 4, by `fit`."""
     optimizer_fn = SETTINGS[name]
     reference, tolerance, moved = _reference(optimizer_fn)
     _, got = training.train(
-        _wrapped(optimizer_fn), replicas.STRATEGIES[kind](num_replicas)
+        _wrapped(optimizer_fn),
+        replicas.STRATEGIES[kind](num_replicas),
+        fit=num_replicas == 4,
     )
     difference = training.deviation(got, reference)
     report(
@@ -189,6 +192,7 @@ def test_compile_options(kind, compile_options):
     _, got = training.train(
         _wrapped(optimizer_fn),
         replicas.STRATEGIES[kind](4),
+        fit=True,
         **compile_options,
     )
     assert training.deviation(got, reference) <= tolerance
@@ -225,6 +229,7 @@ def test_last_batch(num_rows, per_shard, kind):
         (x, y),
         batch_size=16,
         num_steps=6,
+        fit=True,
     )[1]
     model = training.model()
     optimizer = SETTINGS["sgd"]()

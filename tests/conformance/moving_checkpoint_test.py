@@ -31,12 +31,12 @@ def test_a_checkpoint_of_tensorflow(source, target):
 def test_an_open_round_in_a_checkpoint(is_built, tmp_path):
     model = moving.open_round()
     path = moving.checkpoint_of(model).save(tmp_path / "state")
-    expected = moving.fit(model, 1)
+    expected = moving.train(model, 1)
     nested = moving.start_with(
         lambda: tf_xshard.CrossShardOptimizer(moving.two_towers()), 1, is_built
     )
     moving.checkpoint_of(nested).restore(path).expect_partial()
-    for value, want in zip(moving.fit(nested, 1), expected, strict=True):
+    for value, want in zip(moving.train(nested, 1), expected, strict=True):
         np.testing.assert_allclose(value, want, atol=1e-6)
 
     cross = moving.start_with(moving.OPTIMIZERS["cross"], 1, is_built)
@@ -49,13 +49,13 @@ def test_an_open_round_in_a_checkpoint(is_built, tmp_path):
     towers = moving.start_with(moving.two_towers, 1, is_built)
     with pytest.warns(UserWarning, match="'TowerOptimizer'. start fresh"):
         moving.checkpoint_of(towers).restore(path).expect_partial()
-        moving.fit(towers, 1)
+        moving.train(towers, 1)
 
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_checkpoint_into_and_out_of_agn(is_built, tmp_path):
     plain = moving.start("plain")
-    moving.fit(plain, 3)
+    moving.train(plain, 3)
     path = moving.checkpoint_of(plain).save(tmp_path / "plain")
     agn = moving.start_with(moving.agn, 1, is_built)
     with pytest.warns(UserWarning, match="'AGNOptimizer'. start fresh"):
@@ -66,7 +66,7 @@ def test_a_checkpoint_into_and_out_of_agn(is_built, tmp_path):
         agn.optimizer.local_optimizer.variables[2:],
         plain.optimizer.variables[2:],
     )
-    moving.fit(agn, 1)
+    moving.train(agn, 1)
     path = moving.checkpoint_of(agn).save(tmp_path / "agn")
     again = moving.start_with(moving.agn, 1, is_built)
     moving.checkpoint_of(again).restore(path).expect_partial()
@@ -86,12 +86,12 @@ def test_a_checkpoint_of_several_optimizers(tmp_path):
         )
 
     model = moving.start_with(maker)
-    moving.fit(model, 3)
+    moving.train(model, 3)
     path = moving.checkpoint_of(model).save(tmp_path / "state")
-    expected = moving.fit(model, 1)
+    expected = moving.train(model, 1)
     again = moving.start_with(maker)
     moving.checkpoint_of(again).restore(path).assert_consumed()
-    for value, want in zip(moving.fit(again, 1), expected, strict=True):
+    for value, want in zip(moving.train(again, 1), expected, strict=True):
         np.testing.assert_array_equal(value, want)
     # Any wrapper around it has them, so nothing is lost and nothing named.
     towers = moving.start_with(
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_several_optimizers(tmp_path):
         path = moving.checkpoint_of(towers).save(tmp_path / "towers")
         moving.checkpoint_of(back).restore(path).expect_partial()
     for moved in (towers, back):
-        for value, want in zip(moving.fit(moved, 1), expected, strict=True):
+        for value, want in zip(moving.train(moved, 1), expected, strict=True):
             np.testing.assert_array_equal(value, want)
     # Without a wrapper nothing has saved them.
     plain = moving.start_with(lambda: O.MultiOptimizer(lambda _: O.Adam(0.05)))
@@ -116,13 +116,13 @@ def test_a_checkpoint_of_several_optimizers(tmp_path):
             path
         ).expect_partial()
     # Keras' files have them.
-    moving.fit(plain, 3)
+    moving.train(plain, 3)
     plain.save_weights(tmp_path / "plain.weights.h5")
     moved = moving.start_with(maker)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         moved.load_weights(tmp_path / "plain.weights.h5")
     for value, want in zip(
-        moving.fit(moved, 1), moving.fit(plain, 1), strict=True
+        moving.train(moved, 1), moving.train(plain, 1), strict=True
     ):
         np.testing.assert_array_equal(value, want)

@@ -24,13 +24,13 @@ def test_an_open_round_moves_between_towers_and_is_named_elsewhere(tmp_path):
     path = tmp_path / "model.weights.h5"
     model = moving.open_round()
     model.save_weights(path)
-    expected = moving.fit(model, 1)
+    expected = moving.train(model, 1)
 
     nested = moving.start_with(
         lambda: tf_xshard.CrossShardOptimizer(moving.two_towers())
     )
     nested.load_weights(path)
-    for value, want in zip(moving.fit(nested, 1), expected, strict=True):
+    for value, want in zip(moving.train(nested, 1), expected, strict=True):
         np.testing.assert_allclose(value, want, atol=1e-6)
 
     cross = moving.start("cross")
@@ -54,7 +54,7 @@ def test_into_and_out_of_agn(tmp_path):
     """The local optimizer's slots are those of the training."""
     path = tmp_path / "model.weights.h5"
     plain = moving.start("plain")
-    moving.fit(plain, 3)
+    moving.train(plain, 3)
     plain.save_weights(path)
     agn = moving.start_with(moving.agn)
     with pytest.warns(UserWarning, match="AGNOptimizer.* start fresh|Skipping"):
@@ -78,12 +78,12 @@ def test_into_and_out_of_agn(tmp_path):
 def test_a_whole_model_of_plain_keras(tmp_path):
     path = tmp_path / "model.keras"
     model = moving.start("plain")
-    moving.fit(model, 3)
+    moving.train(model, 3)
     model.save(path)
     moved = moving.start("cross")
     moved.load_weights(path)
-    expected = moving.fit(model, 2)
-    for value, want in zip(moving.fit(moved, 2), expected, strict=True):
+    expected = moving.train(model, 2)
+    for value, want in zip(moving.train(moved, 2), expected, strict=True):
         np.testing.assert_allclose(value, want, atol=1e-6)
 
 

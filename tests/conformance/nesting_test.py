@@ -93,10 +93,10 @@ def _random_cases(seed, number, kind="mirrored"):
         stacks.check(got, stack, gradients, f"seed {seed}, sequence {index}")
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", range(0, 30, 10))
 def test_300_random_cases(first):
-    for seed in range(first, first + 20):
-        _random_cases(seed, 5)
+    for seed in range(first, first + 10):
+        _random_cases(seed, 10)
 
 
 @replicas.in_full

@@ -13,6 +13,7 @@ import pytest
 
 import tf_xshard
 from tests.programs import plain_keras_cases as cases
+from tests.support import forked
 from tests.support import paths
 
 WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
@@ -60,7 +61,7 @@ def _mended(case):
 def test_plain_keras(case):
     expected, right = ROWS[case]
     if case in _OWN_PROCESS:
-        run = subprocess.run(
+        run = forked.run(
             [sys.executable, "-m", "tests.programs.plain_keras_cases", case],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -134,7 +134,9 @@ def test_an_outer_loss_scale_optimizer(auto):
     if auto:
         keras.mixed_precision.set_global_policy("mixed_float16")
         with pytest.raises(ValueError, match=message):
-            training.train(lambda: CrossShardOptimizer(SGD(0.1)), strategy)
+            training.train(
+                lambda: CrossShardOptimizer(SGD(0.1)), strategy, fit=True
+            )
         return
     with strategy.scope():
         weight = keras.Variable(1.0)
@@ -151,13 +153,13 @@ def test_agn_under_mixed_float16_names_a_way_that_works():
     keras.mixed_precision.set_global_policy("mixed_float16")
     make = lambda: tf_xshard.AGNOptimizer(SGD(0.1))
     with pytest.raises(ValueError, match="AGNOptimizer") as caught:
-        training.train(make, replicas.mirrored(2))
+        training.train(make, replicas.mirrored(2), fit=True)
     message = str(caught.value)
     assert "compile() adds a LossScaleOptimizer by itself" in message
     assert "AGNOptimizer(keras.optimizers.LossScale" not in message
     assert "mixed_bfloat16" in message and "auto_scale_loss=False" in message
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    training.train(make, replicas.mirrored(2))
+    training.train(make, replicas.mirrored(2), fit=True)
 
 
 def test_an_outer_loss_scale_optimizer_on_one_device_is_fine():

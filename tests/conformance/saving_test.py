@@ -49,7 +49,7 @@ def _state(model):
 
 def _more_steps(model):
     x, y = training.data()
-    model.fit(x, y, batch_size=64, epochs=1, shuffle=False, verbose=0)
+    training.run_steps(model, zip(np.split(x, 4), np.split(y, 4), strict=True))
 
 
 def _assert_continues(model, restored):
@@ -333,12 +333,16 @@ _MAKERS = {
 }
 
 
+_WAYS = ["keras", "h5", "weights.h5", "checkpoint"]
+
+
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 @pytest.mark.parametrize(
     "name, way",
-    list(
-        itertools.product(_MAKERS, ["keras", "h5", "weights.h5", "checkpoint"])
-    ),
+    [
+        *itertools.product(["groups"], _WAYS),
+        *replicas.in_turn(["groups_in_towers", "agn", "one_group"], _WAYS),
+    ],
 )
 def test_a_save_that_loses_something_says_so_once(
     name, way, tmp_path, monkeypatch

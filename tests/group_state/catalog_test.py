@@ -97,12 +97,16 @@ def test_reading_changes_nothing(recompiled, name):
         np.testing.assert_array_equal(got, values)
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_one_walk_over_the_model_for_each_call(name, monkeypatch):
-    model = group_training.trained(
+@pytest.fixture(scope="module")
+def trained():
+    return group_training.trained(
         replicas.mirrored(4), groups=FOUR, num_steps=1
     )
-    state = tf_xshard.GroupState(model)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_one_walk_over_the_model_for_each_call(name, trained, monkeypatch):
+    state = tf_xshard.GroupState(trained)
     walked = []
     held = walk.held
 
@@ -117,7 +121,7 @@ def test_one_walk_over_the_model_for_each_call(name, monkeypatch):
         state.predict(group_training.data(16)[0], group=1)
     else:
         READERS[name](state, None)
-    assert len(walked) == 1 and walked[0] is model
+    assert len(walked) == 1 and walked[0] is trained
 
 
 def test_a_catalog_is_frozen():

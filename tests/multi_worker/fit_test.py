@@ -58,6 +58,7 @@ def test_nothing_changes_for_other_strategies():
             lambda: tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()),
             replicas.mirrored(2),
             num_steps=2,
+            fit=True,
         )[1]
 
     expected = fit()

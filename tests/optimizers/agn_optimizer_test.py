@@ -486,7 +486,7 @@ def test_the_callback_shows_the_center(swap_on_epoch, kind):
             x,
             y,
             batch_size=64,  # Four steps an epoch: never at a boundary.
-            epochs=3,
+            epochs=2,
             shuffle=False,
             verbose=0,
             validation_data=(x[:64], y[:64]),

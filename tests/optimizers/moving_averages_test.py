@@ -1,5 +1,7 @@
 """Moving averages of the weights (`use_ema`) and SwapEMAWeights."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -35,6 +37,11 @@ def _fit(make, strategy):
     return history.history["val_loss"], model.get_weights()[0]
 
 
+@functools.cache
+def _alone():
+    return _fit(_averaging, replicas.mirrored(1))
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -47,8 +54,8 @@ def _fit(make, strategy):
 )
 def test_swapped_through_a_loss_scale_optimizer(make):
     """`evaluate` sees the averages, as with plain Keras on one device."""
-    losses, weights = _fit(make, replicas.mirrored(4))
-    want_losses, want_weights = _fit(_averaging, replicas.mirrored(1))
+    losses, weights = _fit(make, replicas.mirrored(2))
+    want_losses, want_weights = _alone()
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     np.testing.assert_allclose(weights, want_weights, atol=1e-6)
 
@@ -60,4 +67,4 @@ def test_agn_refuses_to_swap_them(is_nested):
         return tf_xshard.TowerOptimizer(agn, 1) if is_nested else agn
 
     with pytest.raises(ValueError, match="SwapEMAWeights can't .*AGNOptimizer"):
-        _fit(make, replicas.mirrored(4))
+        _fit(make, replicas.mirrored(2))

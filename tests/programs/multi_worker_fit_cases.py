@@ -82,8 +82,8 @@ def fit_classifier(strategy, optimizer, callbacks=(), **options):
     }
 
 
-def _weights(strategy, optimizer, **options):
-    model = training.train(optimizer, strategy, **options)[0]
+def _weights(strategy, optimizer, fit=True, **options):
+    model = training.train(optimizer, strategy, fit=fit, **options)[0]
     return [np.float64(v.numpy()).tolist() for v in model.trainable_variables]
 
 
@@ -114,7 +114,9 @@ def run(strategy):
         result["sgd"] = _weights(strategy, _cross_shard_sgd)
         for name in ("factor_2", "no_reduction"):
             with mutants.mutant(name):
-                result[f"mutant_{name}"] = _weights(strategy, _cross_shard_sgd)
+                result[f"mutant_{name}"] = _weights(
+                    strategy, _cross_shard_sgd, fit=False
+                )
         result["classifier"] = fit_classifier(strategy, _cross_shard)
         result["in_twos"] = fit_classifier(
             strategy, _cross_shard, steps_per_execution=2

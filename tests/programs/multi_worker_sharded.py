@@ -63,7 +63,6 @@ def run(strategy, directory):
             )
         },
         "saved": _saved(strategy, directory),
-        "resumed": _resumed(strategy, directory),
         "alone": _alone(strategy),
         "wire": _bytes_of_a_step(strategy),
     }
@@ -88,55 +87,44 @@ def _steps(strategy, inner_fn, graph):
 
 
 def _saved(strategy, directory):
-    """Every worker saves; the chief's files are what is loaded."""
+    """Every worker saves; the chief's files are what is loaded.
+
+    Returns:
+      The weights after two more epochs: of the model itself, and of models that
+      begin with what GroupState, `save` and two callbacks have saved.
+    """
     rank = tf_xshard.rank(strategy)
-    trained = model(strategy, shard_update=True, communication=COMMUNICATION)
+
+    def path(name):
+        return os.path.join(directory, f"sharded_{name}")
+
+    def start():
+        return model(strategy, shard_update=True, communication=COMMUNICATION)
+
+    callbacks = (
+        lambda: tf_xshard.GroupCheckpoint(path("callback")),
+        lambda: keras.callbacks.BackupAndRestore(
+            path("backup"), delete_checkpoint=False
+        ),
+    )
     with tf_xshard.multi_worker_fit():
-        fit(trained, 3)
-        trained.save(os.path.join(directory, f"sharded_{rank}.keras"))
-        trained.save_weights(
-            os.path.join(directory, f"sharded_{rank}.weights.h5")
-        )
+        trained = start()
+        best = keras.callbacks.ModelCheckpoint(path("best.keras"))
+        fit(trained, 3, [*(make() for make in callbacks), best])
+        trained.save(path(f"{rank}.keras"))
+        trained.save_weights(path(f"{rank}.weights.h5"))
         tf.train.Checkpoint(model=trained, optimizer=trained.optimizer).write(
-            os.path.join(directory, f"sharded_{rank}_state")
+            path(f"{rank}_state")
         )
-        state = tf_xshard.GroupState(trained)
-        state.save(os.path.join(directory, "sharded_groups"))
-        expected = fit(trained, 2)
-        again = model(strategy, shard_update=True, communication=COMMUNICATION)
-        tf_xshard.GroupState(again).restore(
-            os.path.join(directory, "sharded_groups")
-        )
-        restored = fit(again, 2)
+        tf_xshard.GroupState(trained).save(path("groups"))
+        result = [fit(trained, 2)]
+        again = start()
+        tf_xshard.GroupState(again).restore(path("groups"))
         with strategy.scope():
-            loaded = keras.saving.load_model(
-                os.path.join(directory, f"sharded_{rank}.keras")
-            )
-        return [expected, restored, fit(loaded, 2)]
-
-
-def _resumed(strategy, directory):
-    """Two epochs with each callback, and the other three in a new model."""
-    result = []
-    with tf_xshard.multi_worker_fit():
-        for make in (
-            lambda: tf_xshard.GroupCheckpoint(
-                os.path.join(directory, "sharded_callback")
-            ),
-            lambda: keras.callbacks.BackupAndRestore(
-                os.path.join(directory, "sharded_backup"),
-                delete_checkpoint=False,
-            ),
-        ):
-            saves = keras.callbacks.ModelCheckpoint(
-                os.path.join(directory, "sharded_best.keras")
-            )
-            first, second = (
-                model(strategy, shard_update=True, communication=COMMUNICATION)
-                for _ in range(2)
-            )
-            fit(first, 2, [make(), saves])
-            result.append(fit(second, 5, [make()]))
+            loaded = keras.saving.load_model(path(f"{rank}.keras"))
+        result += [fit(again, 2), fit(loaded, 2)]
+        for make in callbacks:
+            result.append(fit(start(), 5, [make()]))
     return result
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import training
 
 O = keras.optimizers  # noqa: E741
 OPTIMIZERS = {
@@ -43,7 +44,7 @@ def start_with(optimizer_fn, num_replicas=1, is_built=True):
     keras.utils.set_random_seed(3)
     with replicas.mirrored(num_replicas).scope():
         model = keras.Sequential(
-            [keras.layers.Input((3,)), keras.layers.Dense(2)]
+            [keras.layers.Input((3,)), keras.layers.Dense(3)]
         )
         model.compile(optimizer_fn(), "mse", auto_scale_loss=False)
         if is_built:
@@ -64,10 +65,8 @@ def target(name):
     return model
 
 
-def fit(model, epochs):
-    model.fit(
-        X, X[:, :2], batch_size=8, epochs=epochs, shuffle=False, verbose=0
-    )
+def train(model, num_steps):
+    training.run_steps(model, [(X, X)] * num_steps)
     return model.get_weights()
 
 
@@ -98,16 +97,16 @@ def saved_after_training(name):
     """Files of a model that was trained on two replicas, and what comes next.
 
     Returns:
-      A file of weights, a checkpoint, and the weights after three more epochs.
+      A file of weights, a checkpoint, and the weights after three more steps.
     """
     directory = tempfile.TemporaryDirectory()
     atexit.register(directory.cleanup)
     model = start(name, 2)
-    fit(model, 3)
+    train(model, 3)
     weights = f"{directory.name}/model.weights.h5"
     model.save_weights(weights)
     checkpoint = checkpoint_of(model).save(f"{directory.name}/state")
-    return weights, checkpoint, fit(model, 3)
+    return weights, checkpoint, train(model, 3)
 
 
 def check_equal(variables, others):
@@ -124,7 +123,7 @@ def check_it_goes_on(moved, expected):
         assert len(others) + 1 == strategy.num_replicas_in_sync
         for other in others:
             np.testing.assert_array_equal(other, first)
-    fit(moved, 3)
+    train(moved, 3)
     for variable, want in zip(moved.weights, expected, strict=True):
         for value in replicas.values(strategy, variable):
             np.testing.assert_allclose(value, want, atol=1e-6)
@@ -141,5 +140,5 @@ def agn():
 
 def open_round():
     model = start_with(two_towers)
-    fit(model, 3)
+    train(model, 3)
     return model

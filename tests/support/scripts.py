@@ -56,7 +56,8 @@ class Script:
 
     def fit(self, model):
         x, y = self.data()
-        model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+        dataset = tf.data.Dataset.from_tensor_slices(x if y is None else (x, y))
+        model.fit(dataset.batch(BATCH_SIZE), shuffle=False, verbose=0)
 
 
 CLASSES = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -38,9 +39,14 @@ def train(
     batch_size=BATCH_SIZE,
     num_steps=NUM_STEPS,
     model_fn=model,
+    fit=False,
     **compile_options,
 ):
-    """`fit`s a model; the optimizer is built eagerly, before the first step.
+    """Trains a model; the optimizer is built eagerly, before the first step.
+
+    Args:
+      fit: Whether by `fit`, as with options of `compile`. Otherwise by the step
+        that `fit` runs: see `run_steps`.
 
     Returns:
       The model and the weights of every replica: `weights[variable][replica]`.
@@ -54,14 +60,55 @@ def train(
             **compile_options,
         )
         trained.optimizer.build(trained.trainable_variables)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
-    trained.fit(
-        dataset.repeat(),
-        shuffle=False,
-        steps_per_epoch=num_steps,
-        verbose=0,
-    )
+    if fit or compile_options:
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+        trained.fit(
+            dataset.repeat(),
+            shuffle=False,
+            steps_per_epoch=num_steps,
+            verbose=0,
+        )
+    else:
+        starts = itertools.cycle(range(0, len(x), batch_size))
+        run_steps(
+            trained,
+            (
+                (x[start : start + batch_size], y[start : start + batch_size])
+                for start in itertools.islice(starts, num_steps)
+            ),
+        )
     return trained, weights(trained, strategy)
+
+
+def run_steps(trained, batches):
+    """What `fit` runs, in a loop of its own, for batches of equal size.
+
+    `fit` under a strategy makes three iterators, for which TensorFlow traces
+    eight functions a replica: most of the time of a small training.
+    """
+    strategy = trained.distribute_strategy
+    step = step_of(trained)
+    for batch in batches:
+        step(*(distributed(strategy, one) for one in batch))
+    trained.optimizer.finalize_variable_values(trained.trainable_variables)
+
+
+@functools.lru_cache(64)
+def step_of(trained):
+    """A function of the replicas' parts of a batch."""
+    strategy = trained.distribute_strategy
+    return tf.function(
+        lambda *batch: strategy.run(trained.train_step, (batch,)),
+        autograph=False,
+    )
+
+
+def distributed(strategy, rows):
+    """Equal parts of a batch, one for each replica."""
+    parts = np.split(rows, strategy.num_replicas_in_sync)
+    return strategy.experimental_distribute_values_from_function(
+        lambda replica: tf.constant(parts[replica.replica_id_in_sync_group])
+    )
 
 
 @functools.cache

@@ -282,7 +282,7 @@ def test_fit_on_several_hosts_is_one_device():
         strategy = testing.simulated_tpu_strategy(
             8, num_hosts=2, device_assignment=device_assignment
         )
-        got = training.train(lambda: O.SGD(0.05), strategy)[1]
+        got = training.train(lambda: O.SGD(0.05), strategy, fit=True)[1]
         assert training.deviation(got, reference) <= 1e-6
 
 

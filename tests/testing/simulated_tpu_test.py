@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support import forked
 from tests.support import paths
 from tests.support import replicas
 from tests.support import training
@@ -494,7 +495,7 @@ def on_replica():
     )[1]
 tf.function(lambda: strategy.run(on_replica))()
 """
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, "-c", program],
         cwd=paths.ROOT,
         capture_output=True,
