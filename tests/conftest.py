@@ -90,5 +90,8 @@ def _seeds_and_policy():
     import keras
 
     keras.utils.set_random_seed(1)
+    # TensorFlow's own collectives of two strategies in one process would meet
+    # under one key: those of the demo and of a page, for example.
+    tf.distribute.MirroredStrategy._collective_key_base += 100_000
     yield
     keras.mixed_precision.set_global_policy("float32")

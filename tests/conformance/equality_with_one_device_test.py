@@ -139,29 +139,24 @@ def test_on_2_4_8_replicas(name, kind, num_replicas, report):
 def test_plain_keras_clips_before_the_sum(name, report):
     """It fails the comparison above exactly where something is clipped."""
     reference = training.alone(SETTINGS[name])
-    _, plain = training.train(SETTINGS[name], replicas.mirrored(4))
+    _, plain = training.train(SETTINGS[name], replicas.mirrored(2))
     difference = training.deviation(plain, reference)
-    report(f"{name}, plain Keras on 4 replicas: {difference:.1e}")
+    report(f"{name}, plain Keras on 2 replicas: {difference:.1e}")
     # Keras mended this: remove the row.
     assert (difference > 1e-3) == ("clip" in name)
 
 
-@pytest.mark.parametrize(
-    "name, kind",
-    replicas.in_turn(OTHERS, ["mirrored"]),
-)
-def test_every_other_optimizer(name, kind, report):
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_optimizer(name, report):
     if name == "muon" and keras.__version__.startswith("3.12."):
         pytest.skip("Keras 3.12's Muon fails on one device")
     optimizer_fn = OTHERS[name]
     reference, tolerance, moved = _reference(optimizer_fn)
-    _, got = training.train(
-        _wrapped(optimizer_fn), replicas.STRATEGIES[kind](4)
-    )
+    _, got = training.train(_wrapped(optimizer_fn), replicas.mirrored(2))
     difference = training.deviation(got, reference)
     report(
-        f"{name}, {kind}: moved {moved:.3f}, tolerance {tolerance:.1e};"
-        f" 4 replicas {difference:.1e}"
+        f"{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
+        f" 2 replicas {difference:.1e}"
     )
     assert difference <= tolerance
 
@@ -191,7 +186,7 @@ def test_compile_options(kind, compile_options):
     reference, tolerance, _ = _reference(optimizer_fn)
     _, got = training.train(
         _wrapped(optimizer_fn),
-        replicas.STRATEGIES[kind](4),
+        replicas.STRATEGIES[kind](2),
         fit=True,
         **compile_options,
     )
@@ -296,11 +291,11 @@ def test_two_levels_are_the_global_reduction(kind):
 @pytest.mark.parametrize(
     "mutant, kind, num_replicas",
     [
-        *((mutant, "mirrored", 4) for mutant in MUTANTS),
+        *((mutant, "mirrored", 2) for mutant in MUTANTS),
         *zip(
             MUTANTS,
             ("tpu", "tpu_permuted", "mirrored", "tpu"),
-            (4, 8, 2, 4),
+            (4, 8, 4, 4),
             strict=True,
         ),
     ],

@@ -1,5 +1,6 @@
 """What each group holds: read, set, merged, compared, evaluated, exported."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -17,13 +18,18 @@ ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 MEMBERS = group_training.GROUPS
 
 
-@pytest.fixture(scope="module", params=["mirrored", "tpu"])
-def model(request):
-    """One trained model per strategy; a test leaves it as it was."""
-    model = group_training.trained(replicas.STRATEGIES[request.param](4))
+@functools.cache
+def _trained(kind):
+    model = group_training.trained(replicas.STRATEGIES[kind](4))
     x, y = group_training.data(16)
     model.evaluate(x, y, verbose=0)  # Makes the metrics.
     return model
+
+
+@pytest.fixture(params=["mirrored", "tpu"])
+def model(request):
+    """One trained model per strategy; a test leaves it as it was."""
+    return _trained(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -347,15 +353,16 @@ def _single(weights):
     return single
 
 
-@pytest.fixture(scope="module")
-def state(model):
+@functools.cache
+def _state(model):
     """One for all tests that evaluate: what it has traced stays."""
     return tf_xshard.GroupState(model)
 
 
-@pytest.fixture(scope="module")
-def singles(state):
-    return [_single(state.get_weights(g)["model"]) for g in range(2)]
+@functools.cache
+def _singles(model):
+    weights = [_state(model).get_weights(group)["model"] for group in range(2)]
+    return [_single(one) for one in weights]
 
 
 @pytest.mark.parametrize(
@@ -363,13 +370,14 @@ def singles(state):
     [
         ("mirrored", "dataset"),
         ("mirrored", "weights"),
+        ("mirrored", "tuple"),
         ("tpu", "arrays"),
-        ("tpu", "tuple"),
     ],
     indirect=["model"],
 )
-def test_evaluate_equals_one_device(model, state, singles, form):
+def test_evaluate_equals_one_device(model, form):
     """Also on a last batch that replicas can't share evenly."""
+    state, singles = _state(model), _singles(model)
     x, y = group_training.data(50)
     before = group_training.values(model)
     weights = np.linspace(0.0, 2.0, 50).astype("float32")
@@ -411,8 +419,9 @@ def test_evaluate_equals_one_device(model, state, singles, form):
     group_training.assert_same(group_training.values(model), before)
 
 
-def test_predict_equals_one_device(model, state, singles):
+def test_predict_equals_one_device(model):
     """A group, and the ensemble."""
+    state, singles = _state(model), _singles(model)
     x, y = group_training.data(50)
     before = group_training.values(model)
     # What plain Keras says mixes the groups.

@@ -229,6 +229,7 @@ def test_a_worker_that_is_cut_off(tmp_path, uninterrupted, report):
                         *(str(tmp_path / "saves"), "cut:2:13"),
                     ],
                     {"TF_XSHARD_TEST_NAMESPACE": "1"},
+                    subprocess.Popen,
                 ),
                 range(NUM_WORKERS),
             )

@@ -357,7 +357,7 @@ def test_state_survives_saving(way, tmp_path):
 def test_fit_learns(steps_per_execution):
     model, weights = training.train(
         lambda: tf_xshard.AGNOptimizer(O.Adam(0.01)),
-        replicas.mirrored(4),
+        replicas.mirrored(2),
         num_steps=40,
         steps_per_execution=steps_per_execution,
     )

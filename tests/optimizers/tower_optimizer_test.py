@@ -26,7 +26,7 @@ SETTINGS = {
     ),
     "adagrad": lambda: O.Adagrad(0.05),
 }
-NUM_REPLICAS = 4
+NUM_REPLICAS = 2
 
 
 def _towers(optimizer_fn, num_towers, reduction="mean", **kwargs):
@@ -125,7 +125,7 @@ def test_mutants_fail(mutant):
     reference = training.alone(SETTINGS["sgd"])
     _, got = training.train(
         mutant,
-        replicas.mirrored(NUM_REPLICAS),
+        replicas.mirrored(4),
         batch_size=training.BATCH_SIZE // 2,
         num_steps=training.NUM_STEPS * 2,
     )
@@ -190,11 +190,15 @@ def test_oracle(reduction, groups, graph):
 
         return of
 
+    steps = [
+        replicas.applying(
+            strategy, optimizer, gradients(call), variables, graph
+        )
+        for call in range(2)
+    ]
     for round_number in range(3):
-        for call in range(2):
-            replicas.apply_once(
-                strategy, optimizer, gradients(call), variables, graph
-            )
+        for call, step in enumerate(steps):
+            step()
             expected_rounds = round_number + call
             assert inner.iterations.numpy() == expected_rounds
     rows = [[r] for r in range(2)] if groups == [[0], [1]] else [[0, 1]] * 2

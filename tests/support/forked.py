@@ -142,6 +142,7 @@ def _connection():
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
         )
     atexit.register(importing.communicate)
+    atexit.register(here.close)
     return here
 
 

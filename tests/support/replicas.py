@@ -143,7 +143,12 @@ def apply_once(strategy, optimizer, gradients_of, variables, graph=True):
     """Applies `gradients_of(replica_id)` on every replica."""
     if is_tpu(strategy):
         _apply_once_on_tpu(strategy, optimizer, gradients_of, variables)
-        return
+    else:
+        applying(strategy, optimizer, gradients_of, variables, graph)()
+
+
+def applying(strategy, optimizer, gradients_of, variables, graph=True):
+    """A function that does so, each time it is called."""
 
     def on_replica():
         optimizer.apply(gradients_of(replica_id()), variables)
@@ -151,7 +156,7 @@ def apply_once(strategy, optimizer, gradients_of, variables, graph=True):
     def step():
         strategy.run(on_replica)
 
-    (tf.function(step, autograph=False) if graph else step)()
+    return tf.function(step, autograph=False) if graph else step
 
 
 def _apply_once_on_tpu(strategy, optimizer, gradients_of, variables):
