@@ -1,6 +1,5 @@
 """Process state has one owner: devices, seeds and options are set here."""
 
-import gc
 import os
 
 # The replicas of most tests are logical CPUs of this process, and each has a
@@ -10,8 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import pytest
 import tensorflow as tf
 
-# A million objects of TensorFlow's, which no garbage collection needs to see.
-gc.freeze()
+from tests.support import iterators
 
 NUM_LOGICAL_CPUS = 8
 
@@ -20,9 +18,7 @@ tf.config.set_logical_device_configuration(
     [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
 )
 
-# The threads that tune tf.data's buffers end only after they have slept, for
-# seconds at the end of many a `fit`; debug mode has none.
-tf.data.experimental.enable_debug_mode()
+iterators.without_autotuning()
 
 
 def pytest_addoption(parser):

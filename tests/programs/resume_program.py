@@ -72,8 +72,6 @@ def main(directory, case):
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * 4,
     )
-    # Ends iterators at once.
-    tf.data.experimental.enable_debug_mode()
     strategy = replicas.mirrored(4)
     saves = os.path.join(directory, "saves")
     checkpoint = tf_xshard.GroupCheckpoint(saves, every=5)

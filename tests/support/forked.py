@@ -179,8 +179,10 @@ def _main(connection):
     import tensorflow as tf
 
     import tf_xshard
+    from tests.support import iterators
 
     del keras, tf, tf_xshard
+    iterators.without_autotuning()
     request, fds = _next_program(connection)
     if request["start_new_session"]:
         os.setsid()

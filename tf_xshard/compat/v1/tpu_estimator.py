@@ -241,7 +241,7 @@ class TPUEstimator(model_directory.ModelDirectory):
                     count += 1
                 if not count:
                     raise ValueError(
-                        "input_fn gives no batch to evaluate: too few rows."
+                        "input_fn gives no batch: lower eval_batch_size."
                     )
                 results = session.run_step_fn(
                     lambda step_context: step_context.session.run(values)
