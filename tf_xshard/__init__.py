@@ -47,6 +47,7 @@ from tf_xshard.version import __version__
 _PUBLIC = {
     "AGNOptimizer": "optimizers.agn_optimizer",
     "Communication": "communication",
+    "CommunicationLedger": "callbacks.communication_ledger",
     "CrossShardOptimizer": "optimizers.cross_shard_optimizer",
     "DivergenceSentinel": "callbacks.divergence_sentinel",
     "GroupAssignment": "group_assignment",
@@ -61,6 +62,7 @@ _PUBLIC = {
     "clip_by_global_norm": "reduction.clipping",
     "clip_by_norm": "reduction.clipping",
     "clip_by_value": "reduction.clipping",
+    "communication_plan": "planning.communication_plan",
     "compat": "compat",
     "elementwise": "optimizers.elementwise",
     "group_reduce": "reduction.group_reduce",
@@ -73,6 +75,9 @@ __all__ = ("__version__", *_PUBLIC)
 
 if TYPE_CHECKING:
     from tf_xshard import compat as compat
+    from tf_xshard.callbacks.communication_ledger import (
+        CommunicationLedger as CommunicationLedger,
+    )
     from tf_xshard.callbacks.divergence_sentinel import (
         DivergenceSentinel as DivergenceSentinel,
     )
@@ -106,6 +111,9 @@ if TYPE_CHECKING:
     )
     from tf_xshard.optimizers.tower_train_step import (
         tower_train_step as tower_train_step,
+    )
+    from tf_xshard.planning.communication_plan import (
+        communication_plan as communication_plan,
     )
     from tf_xshard.reduction.clipping import (
         clip_by_global_norm as clip_by_global_norm,

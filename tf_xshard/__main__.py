@@ -1,4 +1,4 @@
-"""`python -m tf_xshard demo | doctor | launch`, installed as `tf-xshard`."""
+"""`python -m tf_xshard demo | doctor | launch | plan`; also `tf-xshard`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ _COMMANDS = {
     "launch": (
         "tf_xshard.multi_worker.launch",
         "run a script on several workers that train together",
+    ),
+    "plan": (
+        "tf_xshard.cli.plan",
+        "what the first model that a script compiles would communicate",
     ),
 }
 

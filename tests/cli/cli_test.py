@@ -197,3 +197,50 @@ def test_doctor_finds_a_wrong_sum(capsys):
     with mutants.mutant("no_reduction"):
         assert not doctor.check_strategy("broken", replicas.mirrored(4))
     assert "FAIL  broken, tf.function, [[" in capsys.readouterr().out
+
+
+_COMPILES = """
+import sys
+import keras, tensorflow as tf, tf_xshard
+[cpu] = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((8,)),
+                              keras.layers.Dense(int(sys.argv[1]))])
+    try:
+        model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()))
+    except Exception:
+        pass
+print("it goes on")
+"""
+
+
+def test_plan_of_a_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_COMPILES)
+    run = _run("plan", "--gigabytes-per-second=2,1", str(script), "100")
+    assert run.returncode == 0, run.stdout
+    assert "it goes on" not in run.stdout
+    lines = run.stdout.splitlines()
+    # 8 * 100 + 100 floats; half of an all-reduce's factor 2 with two replicas.
+    assert "bytes_per_step: 3.6 kB" in lines
+    assert "seconds_per_step: 0.0018 ms" in lines
+
+
+@pytest.mark.parametrize(
+    "script, arguments, match",
+    [
+        ("", [], "ended without compiling a model"),
+        (None, [], "there is no script"),
+        ("", ["--gigabytes-per-second=fast"], "must be a number, or two"),
+    ],
+)
+def test_plan_refuses(tmp_path, capsys, script, arguments, match):
+    path = tmp_path / "script.py"
+    if script is not None:
+        path.write_text(script)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *arguments, str(path)])
+    assert match in capsys.readouterr().err

@@ -192,7 +192,7 @@ try:
 except tf.errors.OpError as error:
     assert "of one replica" in str(error), error
 [first, *_] = watchdog.WATCHDOG.lanes.values()
-assert first.counts() == (3, 2)
+assert first.counters.num_begun_and_ended() == (3, 2)
 time.sleep(4.0)
 step(tf.constant(0.0))
 print([float(v) for v in strategy.experimental_local_results(weight.value)])

@@ -18,6 +18,7 @@ FOLDERS = (
     "collectives",
     "reduction",
     "optimizers",
+    "planning",
     "multi_worker",
     "group_state",
     "callbacks",

@@ -16,7 +16,8 @@ from tests.support import paths
 
 _DOCS = paths.ROOT / "tf_xshard" / "docs"
 PAGES = tuple(
-    _DOCS / f"troubleshooting{suffix}.md" for suffix in ("", "_tf1", "_tpus")
+    _DOCS / f"troubleshooting{suffix}.md"
+    for suffix in ("", "_commands", "_tf1", "_tpus")
 )
 # Entries of this section are about messages that are not in the code.
 _FOREIGN = "Errors of Keras and TensorFlow"

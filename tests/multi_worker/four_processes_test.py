@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.programs import multi_worker_fit_cases as fit_cases
+from tests.programs import multi_worker_ledger as ledger_cases
 from tests.programs import multi_worker_program as program
 from tests.programs import multi_worker_sharded as sharded_cases
 from tests.support import agn_oracle
@@ -296,6 +297,31 @@ def test_bytes_of_a_sharded_update(results, report):
     sent = results[0]["sharded"]["wire"]
     report(f"sharded update: {sent / least:.3f} of a ring's bytes")
     assert 0.98 * least < sent < 1.05 * least
+
+
+@pytest.mark.parametrize("name", ledger_cases.OPTIMIZERS)
+def test_plan_ledger_and_wire_agree(results, name, report):
+    sent = results[0]["ledger"]["sent"][name]
+    planned, counted, wire = (
+        sent[key] for key in ("planned", "counted", "wire")
+    )
+    report(f"{name}: {wire / planned:.3f} of the planned bytes on the wire")
+    assert counted == planned
+    assert sent["collectives"][0] == sent["collectives"][1]
+    assert 0.99 * planned < wire < 1.02 * planned
+
+
+def test_the_ledger_of_fit(results):
+    for result in results:
+        planned, logged = (
+            result["ledger"]["fit"][key] for key in ("planned", "logged")
+        )
+        collectives, *sizes, seconds = logged
+        # `multi_worker_fit` averages the replicas' metrics after each step.
+        assert collectives == [2 * planned[0]] * 2
+        for logged_bytes, planned_bytes in zip(sizes, planned[1:], strict=True):
+            np.testing.assert_allclose(logged_bytes, planned_bytes, rtol=0.01)
+        assert min(seconds) > 0
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.programs import multi_worker_fit_cases
 from tests.programs import multi_worker_group_state
+from tests.programs import multi_worker_ledger
 from tests.programs import multi_worker_sharded
 from tests.support import agn_oracle
 from tests.support import counting
@@ -353,6 +354,7 @@ def cases(strategy):
         "nesting": nesting(strategy),
         "fit": multi_worker_fit_cases.run(strategy),
         "group_state": multi_worker_group_state.run(strategy, sys.argv[2]),
+        "ledger": multi_worker_ledger.run(strategy),
         "sharded": multi_worker_sharded.run(strategy, sys.argv[2]),
         # The last: workers have traced different numbers of functions then.
         "absent": absent(strategy),

@@ -164,6 +164,8 @@ def _bytes_of_a_step(strategy):
     step()
     tf_xshard.barrier(strategy)
     before = counting.loopback_bytes()
+    # None of the others begins before that was read.
+    tf_xshard.barrier(strategy)
     for _ in range(NUM_STEPS):
         step()
     # The others may be later than this one.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 from absl import logging
 
+from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport
 
 # The types that TensorFlow's CrossReplicaSum supports.
@@ -46,6 +47,10 @@ class _CrossReplicaSum(transport.Transport):
         """See `Transport.check_dtype`."""
         check_dtype(dtype)
 
+    def _note_all(self, tensors: Sequence[tf.Tensor]) -> None:
+        for position, tensor in enumerate(tensors):
+            self._note(recorder.ALL_REDUCE, tensor, position)
+
 
 class OverAllReplicas(_CrossReplicaSum):
     """One group of all replicas."""
@@ -53,6 +58,7 @@ class OverAllReplicas(_CrossReplicaSum):
     name = "the strategy's all_reduce (CrossReplicaSum)"
 
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        self._note_all(tensors)
         return tf.distribute.get_replica_context().all_reduce(
             tf.distribute.ReduceOp.SUM, list(tensors)
         )
@@ -64,6 +70,7 @@ class InGroups(_CrossReplicaSum):
     name = "CrossReplicaSum with a group assignment"
 
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        self._note_all(tensors)
         return [
             tf.raw_ops.CrossReplicaSum(
                 input=tensor, group_assignment=self.groups.to_list()

@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_xshard.collectives import counters
+from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport
 
 
@@ -23,20 +25,24 @@ class MergeCall(transport.Transport):
     gathers = True
 
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._combined(tf.add_n, tensors)
+        return self._combined(recorder.ALL_REDUCE, tf.add_n, tensors)
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.gather`."""
-        return self._combined(lambda values: tf.concat(values, 0), tensors)
+        return self._combined(
+            recorder.ALL_GATHER, lambda values: tf.concat(values, 0), tensors
+        )
 
     def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_gather`."""
-        return self._combined(tf.stack, shards)
+        return self._combined(recorder.ALL_GATHER, tf.stack, shards)
 
     def _combined(
-        self, combine: Callable, tensors: Sequence[tf.Tensor]
+        self, operation: str, combine: Callable, tensors: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Applies a function to the tensors of each group."""
+        for position, tensor in enumerate(tensors):
+            counters.count_in_python(self._note(operation, tensor, position))
 
         def in_cross_replica_context(
             strategy: tf.distribute.Strategy, *per_replica: Any

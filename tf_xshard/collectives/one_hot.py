@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import cross_replica_sum
+from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport
 from tf_xshard.collectives import watchdog
 
@@ -58,15 +60,23 @@ class OneHot(transport.Transport):
                 self.here.device,
                 "0",
                 float(self.communication.timeout_seconds),
+                self._note(recorder.ALL_REDUCE, one, position),
             )
-            for one in stacks
+            for position, one in enumerate(stacks)
         ]
+
+    def _participants(self) -> group_assignment_lib.GroupAssignment:
+        return group_assignment_lib.GroupAssignment.single(
+            self.here.num_replicas
+        )
 
 
 class OneHotOnTPU(OneHot):
     """The same on a TPU, whose interconnect does not support a timeout."""
 
     def _all_reduce(self, stacks: list[tf.Tensor]) -> list[tf.Tensor]:
+        for position, one in enumerate(stacks):
+            self._note(recorder.ALL_REDUCE, one, position)
         return tf.distribute.get_replica_context().all_reduce(
             tf.distribute.ReduceOp.SUM, stacks
         )

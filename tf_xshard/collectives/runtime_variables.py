@@ -7,6 +7,7 @@ reset (as tests of TensorFlow and Keras do), after which they are made anew.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,13 +19,16 @@ _handles: dict[tuple[str, str], tf.Tensor] = {}
 _context: Any = None
 
 
-def handle(device: str, name: str, dtype: tf.DType) -> tf.Tensor:
-    """The handle of a scalar variable, which is zero when it is created.
+def handle(
+    device: str, name: str, dtype: tf.DType, shape: Sequence[int] = ()
+) -> tf.Tensor:
+    """The handle of a variable, which is zero when it is created.
 
     Args:
       device: Where it lives.
       name: A name, unique on its device.
       dtype: Its dtype.
+      shape: Its shape. Default: a scalar.
 
     Returns:
       A resource tensor, the same for each call until the context is reset.
@@ -35,16 +39,18 @@ def handle(device: str, name: str, dtype: tf.DType) -> tf.Tensor:
             _handles.clear()
             _context = private_tensorflow.context()
         if (device, name) not in _handles:
-            _handles[device, name] = _created(device, name, dtype)
+            _handles[device, name] = _created(device, name, dtype, shape)
         return _handles[device, name]
 
 
-def _created(device: str, name: str, dtype: tf.DType) -> tf.Tensor:
+def _created(
+    device: str, name: str, dtype: tf.DType, shape: Sequence[int]
+) -> tf.Tensor:
     with tf.init_scope(), tf.device(device):
         created = tf.raw_ops.VarHandleOp(
-            dtype=dtype, shape=[], container="", shared_name=name
+            dtype=dtype, shape=shape, container="", shared_name=name
         )
         tf.raw_ops.AssignVariableOp(
-            resource=created, value=tf.constant(0, dtype)
+            resource=created, value=tf.zeros(shape, dtype)
         )
     return created

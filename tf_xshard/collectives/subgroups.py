@@ -23,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_xshard.collectives import recorder
 from tf_xshard.collectives import runtime_variables
 from tf_xshard.collectives import transport
 from tf_xshard.collectives import watchdog
@@ -101,7 +102,8 @@ class Subgroups(transport.Transport):
         """See `Transport.gather`."""
         num_rows = tf.stack([tf.shape(t, tf.int64)[0] for t in tensors])
         # [group_size, len(tensors)]: each member's number of rows, per tensor.
-        all_rows = self._all_gather(0, num_rows[tf.newaxis])
+        with recorder.labelled("numbers of rows", counts=[0]):
+            all_rows = self._all_gather(0, num_rows[tf.newaxis])
         gathered = []
         for position, tensor in enumerate(tensors):
             rows = all_rows[:, position]
@@ -123,6 +125,7 @@ class Subgroups(transport.Transport):
                 final_op="Id",
                 **self._common,
             ),
+            recorder.ALL_REDUCE,
             position,
             tensor,
             lambda lane: (
@@ -135,6 +138,7 @@ class Subgroups(transport.Transport):
         """Sends row i to the group's replica i."""
         received = self._run(
             functools.partial(tf.raw_ops.CollectiveAllToAllV2, **self._common),
+            recorder.REDUCE_SCATTER,
             position,
             rows,
             lambda lane: (
@@ -166,17 +170,20 @@ class Subgroups(transport.Transport):
         operation = functools.partial(
             tf.raw_ops.CollectiveGatherV2, **self._common
         )
-        return tf.bitcast(
-            self._run(operation, position, tensor, instance_key), dtype
+        gathered = self._run(
+            operation, recorder.ALL_GATHER, position, tensor, instance_key
         )
+        return tf.bitcast(gathered, dtype)
 
     def _run(
         self,
         operation: Callable,
+        kind: str,
         position: int,
         tensor: tf.Tensor,
         instance_key: Callable[[str], Any],
     ) -> tf.Tensor:
+        cost = self._note(kind, tensor, position)
         device = self.here.device
         lane = f"{self._owner}_{position % self._lanes}"
         # Without a token per device, automatic control dependencies would
@@ -195,6 +202,7 @@ class Subgroups(transport.Transport):
             device,
             lane,
             float(self.communication.timeout_seconds),
+            cost,
         )
 
 

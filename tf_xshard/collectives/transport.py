@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import recorder
 from tf_xshard.distribute import replica_context
 
 _observers: list[Callable[[Transport, Sequence[tf.Tensor]], None]] = []
@@ -139,6 +140,38 @@ class Transport(abc.ABC):
         Raises:
           ValueError: If there is no operation for it.
         """
+
+    def _participants(self) -> group_assignment_lib.GroupAssignment:
+        """The replicas that take part in one operation together."""
+        return self.groups
+
+    def _note(
+        self, operation: str, tensor: tf.Tensor, position: int
+    ) -> recorder.Cost:
+        """Records an operation that is being created.
+
+        Args:
+          operation: See `recorder.Collective`.
+          tensor: What this replica hands in.
+          position: Which of the operations of this call it is.
+
+        Returns:
+          What it costs.
+        """
+        groups = self._participants()
+        recorder.note(
+            operation,
+            self.name,
+            groups,
+            self.here.replica_id,
+            tensor,
+            position,
+        )
+        num_elements = tensor.shape.num_elements()
+        if num_elements is None:
+            num_elements = tf.size(tensor, tf.int64)
+        num_bytes = tensor.dtype.size * num_elements
+        return recorder.cost(operation, num_bytes, groups.group_size)
 
     @abc.abstractmethod
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from absl import logging
 
-from tf_xshard.collectives import runtime_variables
+from tf_xshard.collectives import counters
+from tf_xshard.collectives import recorder
 from tf_xshard.private import tensorflow as private_tensorflow
 
 _LOOKS_PER_TIMEOUT = 20
@@ -56,23 +57,13 @@ class _Clock:
 class _Lane:
     """The collectives of one lane of one device."""
 
-    begun: tf.Tensor
-    ended: tf.Tensor
+    counters: counters.Counters
     device: str
     timeout_seconds: float
     context: object
     num_cancelled: int = 0
     num_ended: int = 0
     waiting_since: float | None = None
-
-    def counts(self) -> tuple[int, int]:
-        """How many collectives have begun and how many have ended."""
-        # In this order, a collective that ends meanwhile counts as ended.
-        begun, ended = (
-            int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
-            for handle in (self.begun, self.ended)
-        )
-        return begun, ended
 
     def is_overdue(self, now: float) -> bool:
         """Whether a collective has waited longer than the timeout.
@@ -83,7 +74,7 @@ class _Lane:
         Returns:
           A bool.
         """
-        begun, ended = self.counts()
+        begun, ended = self.counters.num_begun_and_ended()
         if begun - self.num_cancelled <= ended:
             self.waiting_since = None
         elif self.waiting_since is None or ended != self.num_ended:
@@ -95,9 +86,8 @@ class _Lane:
         ):
             return False
         # A step that fails on one replica cancels the others' collectives.
-        if private_tensorflow.nothing_computes() and self.counts() == (
-            begun,
-            ended,
+        if private_tensorflow.nothing_computes() and (
+            self.counters.num_begun_and_ended() == (begun, ended)
         ):
             self.num_cancelled = begun - ended
             self.waiting_since = None
@@ -174,17 +164,26 @@ class Watchdog:
                 spec = tf.DeviceSpec.from_string(device)
                 host = spec.replace(device_type="CPU", device_index=0)
                 name = "tf_xshard_" + "_".join(map(str, key))
-                begun, ended = (
-                    runtime_variables.handle(
-                        host.to_string(), f"{name}_{what}", tf.int64
-                    )
-                    for what in ("begun", "ended")
-                )
                 self.lanes[key] = _Lane(
-                    begun, ended, device, timeout_seconds, context
+                    counters.Counters(host.to_string(), name),
+                    device,
+                    timeout_seconds,
+                    context,
                 )
             self._start_thread()
             return self.lanes[key]
+
+    def totals(self) -> counters.Totals:
+        """What the collectives of this process have cost, of all replicas."""
+        context = private_tensorflow.context()
+        with self._lock:
+            lanes = [
+                one for one in self.lanes.values() if one.context is context
+            ]
+        return counters.added(
+            [counters.counted_in_python()]
+            + [one.counters.totals() for one in lanes]
+        )
 
     def add(self, batch: WatchedBatch) -> None:
         """Starts watching a batch."""
@@ -269,6 +268,7 @@ def run(
     device: str,
     lane: str,
     timeout_seconds: float,
+    cost: recorder.Cost,
 ) -> tf.Tensor:
     """Runs a collective with a timeout, eagerly or in a graph.
 
@@ -279,19 +279,17 @@ def run(
       lane: Collectives of one lane run one after another.
       timeout_seconds: If it takes longer than this, all collectives of this
         process are aborted with a DeadlineExceededError.
+      cost: What it costs, which is counted.
 
     Returns:
       The result of `collective`.
     """
-    watched = WATCHDOG.lane(device, lane, timeout_seconds)
-    one = tf.constant(1, tf.int64)
+    watched = WATCHDOG.lane(device, lane, timeout_seconds).counters
     with tf.control_dependencies([after]):
-        begin = tf.raw_ops.AssignAddVariableOp(
-            resource=watched.begun, value=one
-        )
+        begin = watched.begin()
     # In eager mode it has already run; there is nothing to depend on.
     with tf.control_dependencies([] if begin is None else [begin]):
         result = collective()
     with tf.control_dependencies([result]):
-        tf.raw_ops.AssignAddVariableOp(resource=watched.ended, value=one)
+        watched.end(cost)
     return result

@@ -6,9 +6,10 @@ replica. Where possible, sums of IndexedSlices stay IndexedSlices.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -75,6 +76,16 @@ class SeenVariables:
         self._seen.add(index)
         if not sparse:
             self._dense.add(index)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What is traced in this context is forgotten afterwards."""
+        before = set(self._seen), set(self._dense), self._updates
+        self._updates = weakref.WeakSet()
+        try:
+            yield
+        finally:
+            self._seen, self._dense, self._updates = before
 
     def _has_other_updates(self) -> bool:
         here = replica_context.outermost_graph()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
+from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
@@ -20,6 +22,11 @@ class Aggregating(wrapper.OptimizerWrapper):
     """The part of TowerOptimizer that applies what towers have added up."""
 
     _reduces = False
+    _seen: accumulation.SeenVariables
+
+    def forgetting_traces(self) -> contextlib.AbstractContextManager:
+        """See the base class."""
+        return self._seen.unchanged()
 
     def _weight(self, here: replica_context.Here) -> int:
         """`GroupReducer.weight` for the reduction that comes after a round."""

@@ -195,7 +195,7 @@ class AGNOptimizer(local_training.LocalTraining):
         replica_variables.cond(
             # Greater if steps of a longer period were loaded.
             pending + 1 >= self._period,
-            lambda: self._exchange(pending + 1, indices, here),
+            lambda: self._exchange_in_step(pending + 1, indices, here),
         )
 
     def _begin_step(self) -> tf.Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 from tf_xshard import checks
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import recorder
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import elementwise
 from tf_xshard.optimizers import hooks
@@ -210,7 +211,8 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             multiplier,
             self._post_hook.bound_to(variables, inner.scale_loss),
         )
-        gradients += self._reducer.reduce(*statistics, here, "mean")
+        with recorder.labelled("statistics"):
+            gradients += self._reducer.reduce(*statistics, here, "mean")
         variables += statistics.variables
         finite = None
         if tree.has_loss_scale_optimizer(inner):

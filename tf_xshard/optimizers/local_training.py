@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_xshard.collectives import recorder
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import center as center_lib
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
@@ -28,6 +31,12 @@ class LocalTraining(wrapper.OptimizerWrapper):
     _center: list[keras.Variable]
     _center_pairs: center_lib.Center
     _exchanges: keras.Variable
+    _seen: accumulation.SeenVariables
+    communication_period: Any
+
+    def forgetting_traces(self) -> contextlib.AbstractContextManager:
+        """See the base class."""
+        return self._seen.unchanged()
 
     @property
     def center_variables(self) -> list[keras.Variable]:
@@ -153,6 +162,10 @@ class LocalTraining(wrapper.OptimizerWrapper):
         self.inner_optimizer.finalize_variable_values(self._center)
         if self.inner_optimizer.use_ema:
             self._center_pairs.copy_into_model()
+
+    def _exchange_in_step(self, *args: Any) -> None:
+        with recorder.labelled("exchange", every=self.communication_period):
+            self._exchange(*args)
 
     def _exchange(
         self,

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_xshard import checks
+from tf_xshard.collectives import recorder
 from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import accumulation
@@ -235,9 +236,10 @@ class TowerOptimizer(aggregation.Aggregating):
         """
         self._seen.note_update()
         totals, variables = self._accumulator.pop_all(indices)
-        self._apply_aggregate(
-            totals, variables, here, count, self._weight(here)
-        )
+        with recorder.labelled(every=self._num_towers):
+            self._apply_aggregate(
+                totals, variables, here, count, self._weight(here)
+            )
 
     def reset(self) -> None:
         """Discards the open round, on all replicas.

@@ -6,6 +6,7 @@ has what they forward.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -190,6 +191,12 @@ class OptimizerWrapper(saved_state.Saved):
             variables.append(variable)
         self.apply(grads, variables)
         return self.iterations
+
+    # Queried by communication_plan.
+
+    def forgetting_traces(self) -> contextlib.AbstractContextManager:
+        """A context in which tracing a step leaves no trace in this object."""
+        return contextlib.nullcontext()
 
     # Queried by GroupState.
 

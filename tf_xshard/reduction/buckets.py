@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import shards
 
@@ -46,7 +47,8 @@ def sum_dense(
         _to_wire(_packed([tensors[i] for i in bucket]), transport)
         for bucket in buckets
     ]
-    sums = transport.sum(packed)
+    with recorder.labelled(counts=[len(bucket) for bucket in buckets]):
+        sums = transport.sum(packed)
     result: list[tf.Tensor] = [None] * len(tensors)
     for members, total in zip(buckets, sums, strict=True):
         total = tf.cast(total, tensors[members[0]].dtype)
@@ -89,12 +91,12 @@ def scatter_dense(
         transport,
         _bytes_not_packed(transport),
     )
-    sums = transport.reduce_scatter(
-        [
-            _to_wire(_concatenated([rows[i] for i in bucket], 1), transport)
-            for bucket in buckets
-        ]
-    )
+    packed = [
+        _to_wire(_concatenated([rows[i] for i in bucket], 1), transport)
+        for bucket in buckets
+    ]
+    with recorder.labelled(counts=[len(bucket) for bucket in buckets]):
+        sums = transport.reduce_scatter(packed)
     result: list[tf.Tensor] = [None] * len(tensors)
     for bucket, total in zip(buckets, sums, strict=True):
         total = tf.cast(total, tensors[bucket[0]].dtype)
@@ -130,9 +132,13 @@ def gather_dense(
         transport,
         _bytes_not_packed(transport),
     )
-    stacks = transport.all_gather(
-        [_concatenated([parts[i] for i in bucket], 0) for bucket in buckets]
-    )
+    packed = [
+        _concatenated([parts[i] for i in bucket], 0) for bucket in buckets
+    ]
+    with recorder.labelled(
+        "variables", counts=[len(bucket) for bucket in buckets]
+    ):
+        stacks = transport.all_gather(packed)
     result: list[tf.Tensor] = [None] * len(parts)
     for bucket, stack in zip(buckets, stacks, strict=True):
         rows = _split(stack, [layouts[i].size for i in bucket], 1)

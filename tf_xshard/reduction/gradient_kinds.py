@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.reduction import negotiation
@@ -103,7 +104,9 @@ def _sum_sparse(
         dtype = transport.communication.dtype or one.dtype
         tensors.append(tf.cast(one.values, dtype))
         tensors.append(tf.cast(one.indices, tf.int64))
-    gathered = transport.gather(tensors)
+    # For each variable its rows and their indices.
+    with recorder.labelled(counts=[1, 0] * len(slices)):
+        gathered = transport.gather(tensors)
     return [
         indexed_slices.unique(
             tf.IndexedSlices(

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import recorder
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_context
 
@@ -86,7 +87,9 @@ class FiniteVote:
             self._communication,
             self._owner,
         )
-        [count] = transport.sum([tf.cast(tf.logical_not(finite), tf.float32)])
+        overflows = tf.cast(tf.logical_not(finite), tf.float32)
+        with recorder.labelled("finite vote", counts=[0]):
+            [count] = transport.sum([overflows])
         return tf.equal(count, 0)
 
     def apply(self, gradients: Sequence) -> list:

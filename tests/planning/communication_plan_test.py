@@ -1,0 +1,292 @@
+"""A plan is what runs: counted, and by the formulas that a person would use."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import collective_counts
+from tests.support import replicas
+from tests.support import training
+from tf_xshard.collectives import watchdog
+
+SGD = keras.optimizers.SGD
+PAIRS = [[0, 1], [2, 3]]
+# Of training.model(): 8 * 16 + 16 + 16 + 1 floats.
+NUM_BYTES = 4 * 161
+PADDED = 4 * (128 + 16 + 16 + 4)
+
+
+def _cross_shard(inner=None, **kwargs):
+    return tf_xshard.CrossShardOptimizer(inner or SGD(0.1), **kwargs)
+
+
+def _sharded(inner=None, **kwargs):
+    return _cross_shard(inner, shard_update=True, **kwargs)
+
+
+def _bfloat16():
+    return _cross_shard(communication=tf_xshard.Communication(dtype="bfloat16"))
+
+
+# Per step of four replicas: (operation, purpose, dtype, bytes, sent, every).
+CASES = {
+    "all": (
+        _cross_shard,
+        [("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 1)],
+    ),
+    "groups": (
+        lambda: _cross_shard(group_assignment=PAIRS),
+        [("all-reduce", "gradients", "float32", NUM_BYTES, 1.0, 1)],
+    ),
+    "bfloat16": (
+        _bfloat16,
+        [("all-reduce", "gradients", "bfloat16", NUM_BYTES // 2, 1.5, 1)],
+    ),
+    "sharded": (
+        lambda: _sharded(SGD(0.1, global_clipnorm=1.0)),
+        [
+            ("reduce-scatter", "gradients", "float32", PADDED, 0.75, 1),
+            ("all-reduce", "norms", "float32", 16, 1.5, 1),
+            ("all-gather", "variables", "float32", PADDED // 4, 3, 1),
+        ],
+    ),
+    "loss scale": (
+        lambda: _cross_shard(keras.optimizers.LossScaleOptimizer(SGD(0.1))),
+        [
+            ("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 1),
+            ("all-reduce", "finite vote", "float32", 4, 1.5, 1),
+        ],
+    ),
+    "towers": (
+        lambda: tf_xshard.TowerOptimizer(SGD(0.1), 4),
+        [("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 4)],
+    ),
+    "agn": (
+        lambda: tf_xshard.AGNOptimizer(SGD(0.1), communication_period=2),
+        [("all-reduce", "exchange", "float32", NUM_BYTES, 1.5, 2)],
+    ),
+    "nested": (
+        lambda: _cross_shard(
+            _cross_shard(group_assignment=[[0, 2], [1, 3]]),
+            group_assignment=PAIRS,
+        ),
+        [("all-reduce", "gradients", "float32", NUM_BYTES, 1.0, 1)] * 2,
+    ),
+    "identity": (
+        lambda: _cross_shard(group_assignment=[[0], [1], [2], [3]]),
+        [],
+    ),
+}
+
+
+def _model(strategy, make):
+    with strategy.scope():
+        model = training.model()
+        model.compile(make(), "mse")
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operations_bytes_and_counters(name):
+    """On Mirrored: as written above, and counted while eight steps run."""
+    make, expected = CASES[name]
+    strategy = replicas.mirrored(4)
+    model = _model(strategy, make)
+    plan = tf_xshard.communication_plan(model)
+    found = [
+        (p.operation, p.purpose, p.dtype, p.num_bytes, p.bytes_sent, p.every)
+        for p in plan.operations
+    ]
+    assert found == [
+        (operation, purpose, dtype, size, size * factor, every)
+        for operation, purpose, dtype, size, factor, every in expected
+    ]
+    x, y = training.data()
+    batches = [(x[:64], y[:64])] * 8
+    before = watchdog.WATCHDOG.totals()
+    model.optimizer.build(model.trainable_variables)
+    training.run_steps(model, batches)
+    ran = np.subtract(watchdog.WATCHDOG.totals(), before)
+    planned = [
+        plan.collectives_per_step,
+        plan.bytes_per_step,
+        plan.bytes_sent_per_step,
+    ]
+    np.testing.assert_array_equal(ran[:3], 8 * 4 * np.array(planned))
+
+
+def test_eager_steps_are_counted():
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = _cross_shard(group_assignment=PAIRS)
+    before = watchdog.WATCHDOG.totals()
+    strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight]))
+    ran = np.subtract(watchdog.WATCHDOG.totals(), before)
+    np.testing.assert_array_equal(ran, [4, 4 * 8, 4 * 8, 0])
+
+
+@pytest.mark.parametrize(
+    "kind, sent",
+    [("tpu", NUM_BYTES * 1.0), ("tpu_permuted", 2 * NUM_BYTES * 1.5)],
+)
+def test_tpus(kind, sent):
+    """Without a device assignment groups are a stack of all replicas."""
+    strategy = replicas.STRATEGIES[kind](4)
+    make = lambda: _cross_shard(group_assignment=PAIRS)
+    plan = tf_xshard.communication_plan(_model(strategy, make))
+    assert plan.bytes_sent_per_step == sent
+    # One variable: the program that is compiled has as many.
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = make()
+    plan = tf_xshard.communication_plan(optimizer, [weight])
+    in_graph, _ = collective_counts.trained(strategy, make, 0)[0], None
+    assert plan.collectives_per_step == sum(in_graph)
+
+
+def test_sparse_gradients():
+    """Their rows are padded to a power of two, and padding is sent."""
+    strategy = replicas.mirrored(2)
+
+    def model():
+        with strategy.scope():
+            made = keras.Sequential(
+                [
+                    keras.layers.Input((3,), dtype="int32"),
+                    keras.layers.Embedding(50, 4),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(1, use_bias=False),
+                ]
+            )
+            made.compile(_cross_shard(), "mse")
+        return made
+
+    made = model()
+    with pytest.raises(ValueError, match="Pass rows_per_step"):
+        tf_xshard.communication_plan(made)
+    plan = tf_xshard.communication_plan(made, rows_per_step=6)
+    sizes = {(p.operation, p.dtype, p.num_bytes) for p in plan.operations}
+    assert sizes == {
+        ("all-reduce", "float32", 4 * 12),
+        ("all-gather", "int64", 2 * 8),  # The numbers of rows.
+        ("all-gather", "float32", 8 * 16),
+        ("all-gather", "int64", 8 * 8),
+    }
+    # Each replica has two rows of three ids, all different.
+    x = np.arange(12).reshape(4, 3).astype("int32")
+    before = watchdog.WATCHDOG.totals()
+    training.run_steps(made, [(x, np.ones([4, 1], "float32"))])
+    ran = np.subtract(watchdog.WATCHDOG.totals(), before)
+    assert ran[2] == 2 * plan.bytes_sent_per_step
+
+
+def test_nothing_runs_and_nothing_is_remembered():
+    """AGN's record of gradients is not that of the plan's trace."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        first, second = keras.Variable([1.0]), keras.Variable([1.0])
+        optimizer = tf_xshard.AGNOptimizer(SGD(1.0), communication_period=1)
+        optimizer.build([first, second])
+    before = [v.numpy().tolist() for v in optimizer.variables]
+    tf_xshard.communication_plan(optimizer)
+    assert [v.numpy().tolist() for v in optimizer.variables] == before
+    assert not len(optimizer._seen)
+
+    @tf.function(autograph=False)
+    def step():
+        strategy.run(
+            lambda: optimizer.apply([tf.ones([1]), None], [first, second])
+        )
+
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        step()
+    assert first.numpy() == -1.0  # The gradient, 1 / N undone.
+    assert second.numpy() == 1.0
+
+
+def test_memory():
+    """Adam has two slots for each weight; a shard of them with two replicas."""
+    strategy = replicas.mirrored(4)
+    scalars = 4 + 8  # The learning rate, iterations.
+    for make, slots in ((_cross_shard, NUM_BYTES), (_sharded, PADDED // 4)):
+        plan = tf_xshard.communication_plan(
+            _model(strategy, lambda make=make: make(keras.optimizers.Adam(0.1)))
+        )
+        assert abs(plan.slot_bytes - 2 * slots) <= 2 * scalars
+    assert plan.bucket_bytes == PADDED + PADDED // 4
+
+
+def test_times_and_the_table():
+    strategy = replicas.mirrored(4)
+    plan = tf_xshard.communication_plan(
+        _model(strategy, CASES["sharded"][0]), gigabytes_per_second=(0.001, 1)
+    )
+    # One process is one host: 0.001 GB/s, and compute is ignored.
+    sent = 0.75 * PADDED + 24 + 3 * PADDED // 4
+    assert plan.seconds_per_step == pytest.approx(sent / 1e6)
+    lines = str(plan).splitlines()
+    assert lines[1].split()[:5] == [
+        "reduce-scatter",
+        "gradients",
+        "all",
+        "4",
+        "float32",
+    ]
+    assert "bytes_per_step: 836 B" in lines
+    assert "seconds_per_step: 1.01 ms" in lines
+
+
+def test_a_difference():
+    strategy = replicas.mirrored(4)
+    plans = [
+        tf_xshard.communication_plan(_model(strategy, CASES[name][0]))
+        for name in ("all", "towers", "identity")
+    ]
+    difference = plans[0].difference(plans[1])
+    assert difference.ratio("bytes_per_step") == 0.25
+    assert difference.ratio("bucket_bytes") == 1.0
+    assert "bytes_per_step        644 B" in str(difference)
+    assert plans[2].difference(plans[0]).ratio("bytes_per_step") == float("inf")
+    with pytest.raises(TypeError, match="compares with a plan"):
+        plans[0].difference(None)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, match",
+    [
+        (lambda: (SGD(),), ValueError, "got <keras"),
+        (lambda: (_cross_shard(),), ValueError, "Pass its variables"),
+        (lambda: (keras.Sequential(),), ValueError, "keras.layers.Input"),
+        (lambda: (training.model(), []), ValueError, "model's own variables"),
+    ],
+)
+def test_refusals(arguments, error, match):
+    with pytest.raises(error, match=match):
+        tf_xshard.communication_plan(*arguments())
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, match",
+    [
+        (dict(gigabytes_per_second="x"), TypeError, "number or a pair"),
+        (dict(gigabytes_per_second=0), ValueError, "gigabytes_per_second"),
+        (dict(gigabytes_per_second=(1, 2, 3)), TypeError, "pair"),
+        (dict(rows_per_step=0), ValueError, "rows_per_step"),
+    ],
+)
+def test_bad_numbers(kwargs, error, match):
+    with pytest.raises(error, match=match):
+        tf_xshard.communication_plan(
+            _cross_shard(), [keras.Variable(1.0)], **kwargs
+        )
+
+
+def test_inside_strategy_run():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        optimizer, weight = _cross_shard(), keras.Variable(1.0)
+    with pytest.raises(RuntimeError, match="outside of strategy.run"):
+        strategy.run(lambda: tf_xshard.communication_plan(optimizer, [weight]))

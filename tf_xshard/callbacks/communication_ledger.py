@@ -1,0 +1,165 @@
+"""A callback that logs what was communicated."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.collectives import counters
+from tf_xshard.collectives import watchdog
+from tf_xshard.distribute import replica_context
+from tf_xshard.planning import communication_plan
+
+
+class CommunicationLedger(keras.callbacks.Callback):
+    """Adds what was really communicated to the logs of `fit`.
+
+    For each epoch, of one replica (the mean over those of this process):
+
+    - `communication_collectives`: how many collectives ended;
+    - `communication_bytes`: what the replica handed in to them;
+    - `communication_bytes_sent`: what it sent by the rule of the ring, see
+      `communication_plan`;
+    - `communication_seconds`: the time from when an input of a collective was
+      ready until its result was. Of collectives in flight at the same time each
+      counts, so the sum may exceed the time that training waited.
+
+    They are counted beside each operation as it runs, also for what happens
+    only sometimes (AGN's exchanges, rounds of towers, rows of an Embedding).
+    Only this package's collectives count, not those with which Keras reduces
+    metrics. Seconds need two more operations for each collective, beside the
+    path of a step, so `fit` traces its step anew; without this callback there
+    are none. Later callbacks, such as `TensorBoard`, see the numbers too.
+
+    On TPUs, where a step is one program without counters, the numbers are the
+    plan's, times the steps that ran; there are no seconds.
+
+    Args:
+      rows_per_step: See `communication_plan`; only used on TPUs.
+
+    Attributes:
+      totals: The sums over all epochs so far, a dict with the names above.
+
+    Example:
+
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Input((3,)),
+    ...                               keras.layers.Dense(2)])
+    ...     model.compile(tf_xshard.CrossShardOptimizer(
+    ...         keras.optimizers.SGD()), "mse")
+    >>> ledger = tf_xshard.CommunicationLedger()
+    >>> history = model.fit(np.ones([8, 3]), np.ones([8, 2]), batch_size=4,
+    ...                     verbose=0, callbacks=[ledger])
+    >>> history.history["communication_bytes"]
+    [64.0]
+
+    Source: Horovod's timeline and `NCCL_DEBUG`, as numbers.
+    """
+
+    def __init__(self, rows_per_step: int | None = None) -> None:
+        super().__init__()
+        self._rows_per_step = rows_per_step
+        self._before = counters.Totals()
+        self._num_steps = 0
+        self._plan: Any = None
+        self._untimed: Any = None
+        self._timed: Any = None
+        self._timing = contextlib.ExitStack()
+        self.totals: dict[str, float] = {}
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Begins to count.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        if isinstance(
+            self.model.distribute_strategy, tf.distribute.TPUStrategy
+        ):
+            self._plan = communication_plan.communication_plan(
+                self.model, rows_per_step=self._rows_per_step
+            )
+            return
+        self._timing.enter_context(counters.timing())
+        # A function that was traced before counts no seconds.
+        self._untimed = self.model.train_function
+        if self._timed is None:
+            self.model.make_train_function(force=True)
+            self._timed = self.model.train_function
+        self.model.train_function = self._timed
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Reads the counters.
+
+        Args:
+          epoch: Index of the epoch.
+          logs: From Keras; not used.
+        """
+        del epoch, logs
+        self._num_steps = 0
+        self._before = self._counted()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Counts steps.
+
+        Args:
+          batch: Index of the last batch.
+          logs: From Keras; not used.
+        """
+        del logs
+        # The last execution of several steps may have had fewer.
+        self._num_steps = min(batch + 1, self.params.get("steps") or batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Adds the numbers.
+
+        Args:
+          epoch: Index of the epoch.
+          logs: From Keras; gets the numbers.
+        """
+        del epoch
+        ran = {
+            f"communication_{name}": float(after - before)
+            for name, before, after in zip(
+                ("collectives", "bytes", "bytes_sent", "seconds"),
+                self._before,
+                self._counted(),
+                strict=True,
+            )
+        }
+        if self._plan is not None:
+            del ran["communication_seconds"]
+        for name, value in ran.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+        if logs is not None:
+            logs.update(ran)
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Ends timing: the model's next `fit` has no more operations for it.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        self._timing.close()
+        if self.model.train_function is self._timed:
+            self.model.train_function = self._untimed
+
+    def _counted(self) -> counters.Totals:
+        """Of one replica, so far."""
+        if self._plan is not None:
+            steps = self._num_steps
+            return counters.Totals(
+                self._plan.collectives_per_step * steps,
+                self._plan.bytes_per_step * steps,
+                self._plan.bytes_sent_per_step * steps,
+            )
+        strategy = self.model.distribute_strategy
+        num_local = len(replica_context.local_replica_ids(strategy))
+        totals = watchdog.WATCHDOG.totals()
+        return counters.Totals(*(one / num_local for one in totals))

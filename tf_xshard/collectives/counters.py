@@ -1,0 +1,146 @@
+"""What the collectives of this process have cost, counted as they run.
+
+The counters are updated beside each operation: nothing waits for them. Bytes
+are added with the number of collectives, in one operation; seconds are only
+counted by functions that are traced while somebody wants them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard.collectives import recorder
+from tf_xshard.collectives import runtime_variables
+
+
+class Totals(NamedTuple):
+    """Sums over all collectives of one replica, or of a process's replicas.
+
+    Attributes:
+      collectives: How many have ended.
+      num_bytes: What was handed in to them.
+      bytes_sent: What they sent by the ring's rule, see `recorder.bytes_sent`.
+      seconds: The time from when an input was ready until the result was; of
+        collectives that run at the same time, each counts.
+    """
+
+    collectives: float = 0
+    num_bytes: float = 0
+    bytes_sent: float = 0
+    seconds: float = 0
+
+
+class Counters:
+    """Those of the collectives that run one after another on one device.
+
+    Args:
+      host: The CPU on which the counters are.
+      name: Their name, unique on the host.
+    """
+
+    def __init__(self, host: str, name: str) -> None:
+        self._host, self._name = host, name
+        self._begun = runtime_variables.handle(host, f"{name}_begun", tf.int64)
+        # How many, their bytes, and the bytes sent.
+        self._ended = runtime_variables.handle(
+            host, f"{name}_ended", tf.int64, [3]
+        )
+
+    def begin(self) -> tf.Operation | None:
+        """Counts a collective whose input is ready.
+
+        Returns:
+          The operation, which the collective is to wait for; None if it has
+          run, in eager mode.
+        """
+        if _is_timing():
+            tf.raw_ops.AssignSubVariableOp(
+                resource=self._seconds(), value=tf.timestamp()
+            )
+        return tf.raw_ops.AssignAddVariableOp(
+            resource=self._begun, value=tf.constant(1, tf.int64)
+        )
+
+    def end(self, cost: recorder.Cost) -> None:
+        """Counts a collective whose result is there."""
+        tf.raw_ops.AssignAddVariableOp(
+            resource=self._ended,
+            value=tf.convert_to_tensor([1, *cost], tf.int64),
+        )
+        if _is_timing():
+            tf.raw_ops.AssignAddVariableOp(
+                resource=self._seconds(), value=tf.timestamp()
+            )
+
+    def _seconds(self) -> tf.Tensor:
+        return runtime_variables.handle(
+            self._host, f"{self._name}_seconds", tf.float64
+        )
+
+    def num_begun_and_ended(self) -> tuple[int, int]:
+        """How many collectives have begun and how many have ended."""
+        # In this order, a collective that ends meanwhile counts as ended.
+        begun = _read(self._begun, tf.int64)
+        return int(begun), int(_read(self._ended, tf.int64)[0])
+
+    def totals(self) -> Totals:
+        """What the collectives that have ended have cost."""
+        seconds = _read(self._seconds(), tf.float64)
+        ended, num_bytes, bytes_sent = map(int, _read(self._ended, tf.int64))
+        return Totals(ended, num_bytes, bytes_sent, float(seconds))
+
+
+def _read(handle: tf.Tensor, dtype: tf.DType) -> np.ndarray:
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
+
+
+def added(totals: Iterable[Totals]) -> Totals:
+    """The sums of several `Totals`."""
+    # Of every attribute, those of all.
+    columns = list(map(sum, zip(Totals(), *totals, strict=True)))
+    return Totals(*columns)
+
+
+# Those that run in Python, in eager mode.
+_lock = threading.Lock()
+_in_python = Totals()
+
+
+def count_in_python(cost: recorder.Cost) -> None:
+    """Counts a collective that runs now, without waiting for others."""
+    global _in_python
+    with _lock:
+        _in_python = added(
+            [_in_python, Totals(1, cost.num_bytes, cost.bytes_sent)]
+        )
+
+
+def counted_in_python() -> Totals:
+    """What was counted by `count_in_python`, of all replicas."""
+    return _in_python
+
+
+_num_timing = 0
+
+
+def _is_timing() -> bool:
+    return _num_timing > 0
+
+
+@contextlib.contextmanager
+def timing() -> Iterator[None]:
+    """Functions that are traced in this context count seconds, too."""
+    global _num_timing
+    with _lock:
+        _num_timing += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_timing -= 1

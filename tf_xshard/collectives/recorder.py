@@ -1,0 +1,208 @@
+"""What a step communicates, recorded while it is traced.
+
+Every transport notes each collective where it creates the operation, so what is
+recorded is what will run, not a copy of the rules that lead to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_xshard import group_assignment as group_assignment_lib
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One operation of one replica.
+
+    Attributes:
+      operation: `"all-reduce"`, `"reduce-scatter"` or `"all-gather"`.
+      purpose: What it is for, such as `"gradients"`.
+      path: The name of the transport.
+      groups: The replicas that take part together.
+      dtype: The name of the dtype in which it communicates.
+      num_variables: How many variables' values are in it.
+      num_bytes: What the replica hands in, in bytes; None if the number of
+        rows is only known when the operation runs.
+      bytes_per_row: Bytes of one row, the first dimension.
+      every: It runs in one of this many steps.
+    """
+
+    operation: str
+    purpose: str
+    path: str
+    groups: group_assignment_lib.GroupAssignment
+    dtype: str
+    num_variables: int
+    num_bytes: int | None
+    bytes_per_row: int
+    every: int
+
+
+def bytes_sent(operation: str, num_bytes: Any, group_size: int) -> Any:
+    """What a replica sends to others by the rule of the ring.
+
+    An all-reduce is a reduce-scatter and an all-gather of what it leaves.
+
+    Args:
+      operation: See `Collective`.
+      num_bytes: What the replica hands in, in bytes: a number or a tensor.
+      group_size: The number of replicas that take part.
+
+    Returns:
+      A number of bytes, or a tensor.
+    """
+    others = group_size - 1
+    if operation == ALL_GATHER:
+        return num_bytes * others
+    passes = 2 if operation == ALL_REDUCE else 1
+    return passes * num_bytes * others / group_size
+
+
+class Cost(NamedTuple):
+    """What one operation costs a replica: ints, or scalar int64 tensors.
+
+    Attributes:
+      num_bytes: See `Collective`.
+      bytes_sent: See `bytes_sent`.
+    """
+
+    num_bytes: Any
+    bytes_sent: Any
+
+
+def cost(operation: str, num_bytes: Any, group_size: int) -> Cost:
+    """The `Cost` of an operation.
+
+    Args:
+      operation: See `Collective`.
+      num_bytes: An int, or a scalar int64 tensor.
+      group_size: See `bytes_sent`.
+
+    Returns:
+      A `Cost`.
+    """
+    sent = bytes_sent(operation, num_bytes, group_size)
+    return Cost(num_bytes, int(sent) if isinstance(sent, float) else sent)
+
+
+_recorders: list[Callable[[Collective, int | None], None]] = []
+
+
+class _Labels(threading.local):
+    """What the code around a collective says of it; replicas are threads."""
+
+    purpose = "gradients"
+    every = 1
+    counts: Sequence[int] = ()
+
+
+_labels = _Labels()
+
+
+@contextlib.contextmanager
+def labelled(
+    purpose: str | None = None,
+    every: int = 1,
+    counts: Sequence[int] | None = None,
+) -> Iterator[None]:
+    """Describes the collectives that are created in this context.
+
+    Args:
+      purpose: See `Collective`. None (default) for that of the context around.
+      every: See `Collective`; multiplies that of the context around.
+      counts: The number of variables in each of them, in order. None (default)
+        for those of the context around.
+
+    Yields:
+      None.
+    """
+    before = _labels.purpose, _labels.every, _labels.counts
+    _labels.purpose = purpose or before[0]
+    _labels.every = before[1] * every
+    _labels.counts = before[2] if counts is None else counts
+    try:
+        yield
+    finally:
+        _labels.purpose, _labels.every, _labels.counts = before
+
+
+def note(
+    operation: str,
+    path: str,
+    groups: group_assignment_lib.GroupAssignment,
+    replica_id: int | None,
+    tensor: tf.Tensor,
+    position: int,
+) -> None:
+    """Records a collective that is being created.
+
+    Args:
+      operation: See `Collective`.
+      path: See `Collective`.
+      groups: See `Collective`.
+      replica_id: The replica that creates it; None for all at once.
+      tensor: What the replica hands in.
+      position: Which of the collectives of this context it is.
+    """
+    if not _recorders:
+        return
+    counts = _labels.counts
+    collective = Collective(
+        operation,
+        _labels.purpose,
+        path,
+        groups,
+        tensor.dtype.name,
+        counts[position] if position < len(counts) else 0,
+        _num_bytes(tensor, tensor.shape),
+        _num_bytes(tensor, tensor.shape[1:]) or 0,
+        _labels.every,
+    )
+    for recorder in tuple(_recorders):
+        recorder(collective, replica_id)
+
+
+def _num_bytes(tensor: tf.Tensor, shape: tf.TensorShape) -> int | None:
+    if not shape.is_fully_defined():
+        return None
+    return tensor.dtype.size * shape.num_elements()
+
+
+def is_recording() -> bool:
+    """Whether a step is traced only to see what it communicates."""
+    return bool(_recorders)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[Collective, int | None]]]:
+    """Records the collectives that are created, by all threads.
+
+    What is traced meanwhile must not run: replicas of other processes are taken
+    to do the same as this one's, without asking them.
+
+    Yields:
+      A list that fills with (collective, id of the replica or None).
+    """
+    found: list[tuple[Collective, int | None]] = []
+
+    def append(collective: Collective, replica_id: int | None) -> None:
+        found.append((collective, replica_id))
+
+    _recorders.append(append)
+    try:
+        yield found
+    finally:
+        _recorders.remove(append)

@@ -1,0 +1,6 @@
+"""What a step communicates, known before it runs.
+
+Enters: a model or an optimizer under its strategy. Leaves: a
+`CommunicationPlan` of the collectives that its step has. Imports `optimizers`
+and above.
+"""

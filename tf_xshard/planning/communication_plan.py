@@ -1,0 +1,225 @@
+"""`communication_plan`: traces a step, and lists what it would communicate.
+
+The step is the optimizer's own, with the gradients that the model has. Each
+collective is recorded where its operation is created (`collectives.recorder`);
+the traced function is then dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard import checks
+from tf_xshard.collectives import recorder
+from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import replica_variables
+from tf_xshard.optimizers import tree
+from tf_xshard.planning import plan
+from tf_xshard.private import keras_optimizer_state
+
+_BYTES_PER_GIGABYTE = 1e9
+
+
+def communication_plan(
+    model: keras.Model | keras.optimizers.Optimizer,
+    variables: Sequence | None = None,
+    *,
+    rows_per_step: int | None = None,
+    gigabytes_per_second: float | tuple[float, float] | None = None,
+) -> plan.CommunicationPlan:
+    """What a training step would communicate, with nothing run.
+
+    Traces the optimizer's step under its strategy, and records each collective
+    as it is created. Builds the optimizer if it has not been built; over
+    several processes, call it on all of them then.
+
+    Args:
+      model: A compiled and built model, whose own gradients (dense,
+        IndexedSlices or None) are planned; or one of this package's optimizers.
+        Of a model without `inputs` (a subclass with a `call` of its own), and
+        of an optimizer, all gradients are taken to be dense.
+      variables: The variables to train, for an optimizer; None (default) for
+        those that it was built with. Not for a model.
+      rows_per_step: How many different rows of an Embedding a replica's batch
+        has, which is only known when it runs. An int; None (default) if no
+        gradient is IndexedSlices.
+      gigabytes_per_second: The speed of a link, to show the time with compute
+        ignored: a number, or a pair for within a host and across hosts (of
+        processes). Default: None, no time.
+
+    Returns:
+      A `CommunicationPlan`: `operations`, `bytes_per_step`,
+      `bytes_sent_per_step`, `slot_bytes`, ...; `print` it for a table.
+
+    Raises:
+      RuntimeError: If it is called inside `strategy.run`.
+      TypeError: If an argument has the wrong type.
+      ValueError: If the model is not compiled with an optimizer of this
+        package, has not been built, or has an Embedding and `rows_per_step` is
+        None.
+
+    Example:
+
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Input((3,)),
+    ...                               keras.layers.Dense(2)])
+    ...     model.compile(tf_xshard.CrossShardOptimizer(
+    ...         keras.optimizers.SGD()), "mse")
+    >>> plan = tf_xshard.communication_plan(model)
+    >>> int(plan.bytes_per_step), plan.operations[0].num_variables
+    (32, 2)
+
+    Source: the bytes of a ring, as in Patarasuk and Yuan, 2009.
+    """
+    replica_context.refuse_replica_context("communication_plan()")
+    speeds = _speeds(gigabytes_per_second)
+    if rows_per_step is not None:
+        checks.positive_integer("rows_per_step", rows_per_step)
+    optimizer, variables, inputs = _checked(model, variables)
+    strategy = keras_optimizer_state.strategy_of(optimizer)
+    if not optimizer.built:
+        with strategy.scope():
+            optimizer.build(variables)
+
+    def on_replica(*features: tf.Tensor) -> None:
+        gradients: list = [tf.zeros(v.shape, v.dtype) for v in variables]
+        if features:
+            gradients = _gradients(model, variables, features)
+        optimizer.apply(gradients, variables)
+
+    step = tf.function(
+        lambda *features: strategy.run(on_replica, features), autograph=False
+    )
+    with contextlib.ExitStack() as stack:
+        for one in tree.wrappers(optimizer):
+            stack.enter_context(one.forgetting_traces())
+        found = stack.enter_context(recorder.recorded())
+        step.get_concrete_function(*inputs)
+    first = min((r for _, r in found if r is not None), default=None)
+    collectives = [one for one, r in found if r == first]
+    num_local = strategy.num_replicas_in_sync
+    if replica_context.spans_processes(strategy):
+        num_local = len(strategy.extended.worker_devices)
+    operations = tuple(
+        _planned(one, rows_per_step, speeds, num_local) for one in collectives
+    )
+    return plan.CommunicationPlan(
+        operations,
+        strategy.num_replicas_in_sync,
+        sum(map(_bytes_on_a_replica, optimizer.variables)),
+        sum(one.num_bytes for one in operations if one.num_variables > 1),
+    )
+
+
+def _checked(model: Any, variables: Sequence | None) -> tuple:
+    """The optimizer, its variables, and the shapes of the model's inputs."""
+    if isinstance(model, keras.Model):
+        if variables is not None:
+            raise ValueError(
+                "communication_plan(model) plans the model's own variables;"
+                " variables=... is for an optimizer."
+            )
+        optimizer = getattr(model, "optimizer", None)
+        if not model.built or not model.trainable_variables:
+            raise ValueError(
+                f"communication_plan(): {model.name!r} has no trainable"
+                " variables yet. Begin it with a keras.layers.Input, or call"
+                " build() with the shape of its inputs."
+            )
+        inputs = [
+            tf.TensorSpec([1, *one.shape[1:]], one.dtype)
+            for one in tf.nest.flatten(getattr(model, "inputs", None) or [])
+        ]
+        variables = list(model.trainable_variables)
+    else:
+        optimizer, inputs = model, []
+    if not tree.is_wrapper(optimizer):
+        raise ValueError(
+            "communication_plan() plans what the optimizers of tf_xshard"
+            f" communicate, got {optimizer!r}. Compile the model with, for"
+            " example, tf_xshard.CrossShardOptimizer(optimizer)."
+        )
+    assert optimizer is not None
+    if variables is None:
+        if not optimizer.built:
+            raise ValueError(
+                f"communication_plan(): {optimizer.name} has not been built, so"
+                " it does not know what it trains. Pass its variables."
+            )
+        variables = keras_optimizer_state.trainable_variables(optimizer)
+    return optimizer, list(variables), inputs
+
+
+def _gradients(
+    model: keras.Model, variables: Sequence, features: Sequence[tf.Tensor]
+) -> list:
+    """The gradients of all outputs: of the kinds that training has."""
+    with tf.GradientTape() as tape:
+        outputs = model(
+            features[0] if len(features) == 1 else list(features),
+            training=True,
+        )
+        total = tf.add_n(
+            [
+                tf.reduce_sum(tf.cast(one, tf.float32))
+                for one in tf.nest.flatten(outputs)
+            ]
+        )
+    return tape.gradient(total, [getattr(v, "value", v) for v in variables])
+
+
+def _planned(
+    collective: recorder.Collective,
+    rows: int | None,
+    speeds: tuple[Any, Any] | None,
+    num_local: int,
+) -> plan.PlannedOperation:
+    num_bytes = collective.num_bytes
+    if num_bytes is None:
+        if rows is None:
+            raise ValueError(
+                "communication_plan(): a gradient is IndexedSlices (an"
+                " Embedding), whose rows are only known when a step runs. Pass"
+                " rows_per_step: how many different rows a replica's batch has."
+            )
+        # Padded to a power of two.
+        num_bytes = collective.bytes_per_row * (1 << (rows - 1).bit_length())
+    groups = collective.groups
+    sent = recorder.bytes_sent(
+        collective.operation, num_bytes, groups.group_size
+    )
+    seconds = None
+    if speeds is not None:
+        across = any(
+            len({replica // num_local for replica in members}) > 1
+            for members in groups
+        )
+        seconds = sent / (speeds[across] * _BYTES_PER_GIGABYTE)
+    known = {**vars(collective), "num_bytes": num_bytes}
+    return plan.PlannedOperation(**known, bytes_sent=sent, seconds=seconds)
+
+
+def _speeds(value: Any) -> tuple[Any, Any] | None:
+    if value is None:
+        return None
+    pair = (value, value) if isinstance(value, numbers.Real) else value
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(
+            "gigabytes_per_second must be a number or a pair (within a host,"
+            f" across hosts), got {value!r}."
+        )
+    for speed in pair:
+        checks.positive_number("gigabytes_per_second", speed)
+    return pair[0], pair[1]
+
+
+def _bytes_on_a_replica(variable: Any) -> int:
+    held = replica_variables.tensorflow_variable(variable)
+    return held.dtype.size * (tf.TensorShape(held.shape).num_elements() or 0)
