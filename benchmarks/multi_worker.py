@@ -35,6 +35,9 @@ from tf_xshard.collectives import subgroups
 from tf_xshard.distribute import replica_context
 from tf_xshard.multi_worker import local_cluster
 from tf_xshard.reduction import buckets
+from tf_xshard.reduction import group_sum
+from tf_xshard.reduction import quantization
+from tf_xshard.reduction import residuals
 
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "interleaved blocks", 5)
 _STEPS = flags.DEFINE_integer("steps", 2, "steps a block")
@@ -44,6 +47,10 @@ _HOROVOD_PYTHON = flags.DEFINE_string(
 _TIMEOUT_SECONDS = flags.DEFINE_integer(
     "timeout_seconds", 3600, "ends a run that hangs"
 )
+_ONLY = flags.DEFINE_multi_string("only", [], "a row to measure; default: all")
+_KEEP_MEMORY = flags.DEFINE_bool(
+    "keep_memory", True, "whether workers keep freed memory, as with `launch`"
+)
 _WORKER = flags.DEFINE_bool("worker", False, "for the program's own use")
 
 NUM_WORKERS = 4
@@ -51,14 +58,38 @@ GROUPS = group_assignment.GroupAssignment([[0, 2], [1, 3]])
 # 81 layers of 800 x 800 and their biases.
 SHAPES = [shape for _ in range(81) for shape in ((800, 800), (800,))]
 GRADIENT_BYTES = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
+# Made by a worker when it begins.
+_VARIABLES: list = []
+_RESIDUALS: list = []
 OURS, ONE_HOT, ALL_GATHER = "ours, float32", "one-hot", "all_gather"
 AGAIN, BFLOAT16 = "ours, float32, again", "ours, bfloat16"
+INT8, FEEDBACK = "ours, int8", "ours, int8 with error feedback"
 EVERYONE = "strategy's all_reduce over all four"
 
 
 def _ours(tensors, here, transport=subgroups.Subgroups, **communication):
     how = communication_lib.Communication(**communication)
-    return buckets.sum_dense(tensors, transport(here, GROUPS, how))
+    return buckets.sum_dense(tensors, transport(here, GROUPS, how)).values
+
+
+def _in_blocks(tensors, here, size):
+    """8-bit integers with one scale for so many numbers."""
+    before = quantization.NUMBERS_PER_BLOCK
+    quantization.NUMBERS_PER_BLOCK = size
+    try:
+        return _ours(tensors, here, dtype="int8")
+    finally:
+        quantization.NUMBERS_PER_BLOCK = before
+
+
+def _with_feedback(tensors, here):
+    """With the residuals that an optimizer keeps."""
+    how = communication_lib.Communication(dtype="int8", error_feedback=True)
+    reducer = group_sum.GroupReducer(GROUPS, how)
+    reducer.residuals = _RESIDUALS[0]
+    sums = reducer.sum(tensors, _VARIABLES, here)
+    reducer.residuals.keep(None)
+    return sums
 
 
 def _all_gather(tensors, here):
@@ -94,6 +125,12 @@ VARIANTS = {
     OURS: _ours,
     AGAIN: _ours,
     BFLOAT16: functools.partial(_ours, dtype="bfloat16"),
+    INT8: functools.partial(_ours, dtype="int8"),
+    FEEDBACK: _with_feedback,
+    **{
+        f"{INT8}, blocks of {size}": functools.partial(_in_blocks, size=size)
+        for size in (64, 1024)
+    },
     **{
         name: functools.partial(_ours, **setting)
         for name, setting in SETTINGS.items()
@@ -112,6 +149,9 @@ def _worker():
     rank = strategy.cluster_resolver.task_id
     # Powers of two, which bfloat16 holds exactly.
     variables = [tf.Variable(tf.fill(s, 2.0**rank)) for s in SHAPES]
+    with strategy.scope():
+        _VARIABLES.extend(variables)
+        _RESIDUALS.append(residuals.Residuals(variables))
 
     def make(variant):
         @tf.function
@@ -135,11 +175,13 @@ def _worker():
 
         return strategy.run(on_replica)
 
-    steps = {name: make(variant) for name, variant in VARIANTS.items()}
+    names = _ONLY.value or list(VARIANTS)
+    steps = {name: make(VARIANTS[name]) for name in names}
     mine = sum(2.0**r for r in list(GROUPS)[GROUPS.group_of(rank)])
     for name, step in steps.items():
         expected = sum(2.0**r for r in range(4)) if name == EVERYONE else mine
-        np.testing.assert_array_equal(step().numpy(), expected)
+        # 8-bit integers round their scale.
+        np.testing.assert_allclose(step().numpy(), expected, rtol=1e-6)
 
     def timed(name):
         def run():
@@ -157,7 +199,11 @@ def _worker():
     medians = measuring.interleaved(
         {name: timed(name) for name in steps}, _BLOCKS.value
     )
-    sent = {name: _sent(steps[name], barrier) for name in (OURS, BFLOAT16)}
+    sent = {
+        name: _sent(steps[name], barrier)
+        for name in (OURS, BFLOAT16, INT8)
+        if name in steps
+    }
     if rank == 0:
         _print_report(medians, sent)
     sys.stdout.flush()
@@ -185,41 +231,44 @@ def _sent(step, barrier) -> float:
 
 def _print_report(medians, sent):
     print(f"{'':36} seconds a step (quartiles); ratio to {OURS!r}")
-    for name in VARIANTS:
+    for name in medians:
         low, middle, high = measuring.quartiles(medians[name])
         ratio = measuring.quartiles(measuring.ratios(medians, name, OURS))
         print(
             f"{name:36} {middle:.3f} ({low:.3f} to {high:.3f});"
             f" {ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f})"
         )
-    low, middle, high = measuring.quartiles(
-        measuring.ratios(medians, OURS, EVERYONE)
-    )
-    print(f"{OURS} / {EVERYONE}: {middle:.2f} ({low:.2f} to {high:.2f})")
-    fastest = min(
-        SETTINGS, key=lambda name: measuring.quartiles(medians[name])[1]
-    )
-    low, middle, high = measuring.quartiles(
-        measuring.ratios(medians, OURS, fastest)
-    )
-    print(
-        f"{OURS} / the fastest other setting ({fastest}): {middle:.2f}"
-        f" ({low:.2f} to {high:.2f})"
-    )
+    others = {"": EVERYONE}
+    if measured := [name for name in SETTINGS if name in medians]:
+        fastest = min(
+            measured, key=lambda name: measuring.quartiles(medians[name])[1]
+        )
+        others["the fastest other setting: "] = fastest
+    for what, name in others.items():
+        if name not in medians:
+            continue
+        low, middle, high = measuring.quartiles(
+            measuring.ratios(medians, OURS, name)
+        )
+        print(f"{OURS} / {what}{name}: {middle:.2f} ({low:.2f} to {high:.2f})")
     size = GROUPS.group_size
     bound = 2 * (size - 1) / size * GRADIENT_BYTES
-    for name, share in ((OURS, 1.0), (BFLOAT16, 0.5)):
+    for name, share in ((OURS, 1.0), (BFLOAT16, 0.5), (INT8, 0.25)):
+        if name not in sent:
+            continue
         print(
             f"{name}: each process sends {sent[name] / 1e6:.1f} MB a step; a"
             f" ring's lower bound is {share * bound / 1e6:.1f} MB; ratio"
-            f" {sent[name] / (share * bound):.4f}"
+            f" {sent[name] / (share * bound):.4f}; of float32's"
+            f" {sent[name] / sent[OURS]:.3f}"
         )
     print(
         "seconds "
         + json.dumps(
             {
                 name: measuring.quartiles(medians[name])[1]
-                for name in (OURS, BFLOAT16)
+                for name in (OURS, BFLOAT16, INT8, FEEDBACK)
+                if name in medians
             }
         )
     )
@@ -267,9 +316,13 @@ def main(argv):
             "--worker",
             f"--blocks={_BLOCKS.value}",
             f"--steps={_STEPS.value}",
+            *(f"--only={name}" for name in _ONLY.value),
         ],
         [(subprocess.PIPE, None)] + [(nowhere, nowhere)] * (NUM_WORKERS - 1),
-        {"TF_CPP_MIN_LOG_LEVEL": "3"},
+        {
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            **(local_cluster.KEEPS_FREED_MEMORY if _KEEP_MEMORY.value else {}),
+        },
         text=True,
     )
     ours = {}
@@ -278,10 +331,9 @@ def main(argv):
     limit.start()
     try:
         for line in processes[0].stdout:
+            print(line, end="", flush=True)
             if line.startswith("seconds "):
                 ours = json.loads(line.removeprefix("seconds "))
-            else:
-                print(line, end="", flush=True)
         codes = [process.wait(_TIMEOUT_SECONDS.value) for process in processes]
     finally:
         limit.cancel()

@@ -84,7 +84,7 @@ def test_what_a_transport_gets(group_size, expected, packs):
     communication = tf_xshard.Communication(dtype="bfloat16")
     sums = buckets.sum_dense(
         [tf.ones([3]), tf.ones([2, 2])], Recording(here, groups, communication)
-    )
+    ).values
     assert set(seen) == {expected}
     assert [one.dtype for one in sums] == [tf.float32, tf.float32]
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from tf_xshard import checks
 
-_DTYPES = (None, "bfloat16", "float16", "float32", "float64")
+_DTYPES = (None, "bfloat16", "float16", "float32", "float64", "int8")
+_ROUNDINGS = ("nearest", "stochastic")
 # Half the distance from 1 to the next number: the error of one rounding.
+_WITH_FEEDBACK = ("int8", "bfloat16", "float16")
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 _MAX_SUM_ERROR = 1 / 16
 
@@ -29,7 +31,11 @@ class Communication:
         2^-8 (bfloat16) or 2^-11 (float16) of the sum of magnitudes. If that
         could exceed 1/16, in groups of more than 16 (bfloat16) or 128 (float16)
         replicas, gradients are summed in float32, or in their own dtype if that
-        has 16 bits. float16 overflows above 65504.
+        has 16 bits. float16 overflows above 65504. `"int8"` sends a quarter of
+        float32's bytes: 8-bit integers with one float32 scale for each 256,
+        added up in float32 and rounded once more. Rows of IndexedSlices are
+        then sent in their own dtype. Under MirroredStrategy and
+        MultiWorkerMirroredStrategy only, in a `tf.function` over processes.
       bytes_per_bucket: Gradients are packed into buckets of about this many
         bytes, an int >= 1, default 16 MiB. A gradient is never split. Several
         buckets are in flight at once, the last layers' first, to overlap
@@ -40,6 +46,13 @@ class Communication:
         300.
       buckets_in_flight: How many buckets are communicated at once, an int >= 1,
         default 4. With NCCL (GPUs) always 1.
+      error_feedback: Whether what a replica's gradient loses on the wire is
+        added to its next one, which keeps training close to that of float32.
+        Costs a variable of each trained variable's shape on each replica, which
+        is saved and restored like others. For `"int8"`, `"bfloat16"` and
+        `"float16"`. Default: False.
+      rounding: With `"int8"`, `"nearest"` (default), or `"stochastic"`: up or
+        down at random, so that the mean over steps is exact.
 
     Raises:
       TypeError: If an argument has the wrong type.
@@ -52,13 +65,16 @@ class Communication:
     (16777216, 300)
 
     Source: `tf.distribute.experimental.CommunicationOptions`, with a wire dtype
-    (`Compression` in Horovod).
+    (`Compression` in Horovod); error feedback: Seide et al. 2014, and
+    Karimireddy et al. 2019, arXiv 1901.09847.
     """
 
     dtype: str | None = None
     bytes_per_bucket: int = 16 << 20
     timeout_seconds: float = 300
     buckets_in_flight: int = 4
+    error_feedback: bool = False
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not isinstance(self.dtype, str):
@@ -79,6 +95,21 @@ class Communication:
         checks.positive_number(
             "Communication(timeout_seconds=...)", self.timeout_seconds
         )
+        checks.boolean("Communication(error_feedback=...)", self.error_feedback)
+        if self.error_feedback and self.dtype not in _WITH_FEEDBACK:
+            raise ValueError(
+                "Communication(error_feedback=True) keeps what a smaller dtype"
+                f" loses, got dtype={self.dtype!r}. Use one of"
+                f" {_WITH_FEEDBACK}."
+            )
+        if self.rounding not in _ROUNDINGS or (
+            self.rounding == "stochastic" and self.dtype != "int8"
+        ):
+            raise ValueError(
+                f"Communication(rounding={self.rounding!r}) is not supported"
+                f" with dtype={self.dtype!r}. Supported: {_ROUNDINGS}, of which"
+                ' "stochastic" needs dtype="int8".'
+            )
 
     def dtype_of_sum(self, dtype: str, group_size: int) -> str:
         """The dtype in which gradients of one dtype are summed over a group.
@@ -105,6 +136,26 @@ class Communication:
             return self.dtype
         return dtype if dtype in _UNIT_ROUNDOFF else "float32"
 
+    def dtype_of_rows(self, dtype: str) -> str:
+        """The dtype in which rows of IndexedSlices are sent.
+
+        They are added up where they arrive, in their own dtype.
+
+        Args:
+          dtype: The rows' own dtype.
+
+        Returns:
+          The name of a dtype.
+
+        Example:
+
+        >>> tf_xshard.Communication(dtype="int8").dtype_of_rows("float32")
+        'float32'
+        """
+        if self.dtype is None or self.dtype == "int8":
+            return dtype
+        return self.dtype
+
     def get_config(self) -> dict:
         """The arguments as a dict, for serialization.
 
@@ -116,7 +167,12 @@ class Communication:
         >>> tf_xshard.Communication().get_config()["bytes_per_bucket"]
         16777216
         """
-        return dataclasses.asdict(self)
+        config = dataclasses.asdict(self)
+        # Version 0.1.0 does not know these.
+        for name in ("error_feedback", "rounding"):
+            if config[name] == type(self).__dataclass_fields__[name].default:
+                del config[name]
+        return config
 
 
 def checked(communication: Any) -> Communication:

@@ -14,6 +14,7 @@ from tests.support import mutants
 from tests.support import paths
 from tests.support import replicas
 from tf_xshard import __main__ as cli
+from tf_xshard.cli import bandwidth
 from tf_xshard.cli import doctor
 from tf_xshard.cli import logical_devices
 from tf_xshard.cli.demo import promises
@@ -244,3 +245,25 @@ def test_plan_refuses(tmp_path, capsys, script, arguments, match):
     with pytest.raises(SystemExit):
         cli.main(["plan", *arguments, str(path)])
     assert match in capsys.readouterr().err
+
+
+def test_bandwidth(monkeypatch, capsys):
+    """Each operation on each path: its name, its time and what it sends."""
+    monkeypatch.setattr(bandwidth, "MEGABYTES", (1,))
+    bandwidth.measure("here", replicas.mirrored(2))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "here, 2 replicas"
+    rows = [line.split(maxsplit=5) for line in lines[-6:]]
+    assert [row[:3] for row in rows] == [
+        ["tf.function", "all-reduce", "1"],
+        ["tf.function", "reduce-scatter", "1"],
+        ["tf.function", "all-gather", "1"],
+        ["eager", "all-reduce", "1"],
+        ["eager", "all-reduce", "1"],
+        ["eager", "all-gather", "1"],
+    ]
+    for _, operation, _, milliseconds, speed, path in rows:
+        # Two replicas: an all-reduce sends the whole, the others a half.
+        sent = 1.0 if operation == "all-reduce" else 0.5
+        assert abs(float(speed) - sent / float(milliseconds)) < 0.02
+        assert path.startswith(("subgroup", "sum per group"))

@@ -25,6 +25,9 @@ restart = int(os.environ["TF_XSHARD_RESTART"])
 case, *rest = sys.argv[1:]
 print("started", rank, restart, json.dumps(config["cluster"]), rest)
 print("to stderr", file=sys.stderr)
+if case == "memory":
+    names = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
+    print("memory", *(os.environ[name] for name in names))
 if case == "fail" and rank == 1:
     raise ValueError("the cause")
 if case == "fail_once" and rank == 1 and not restart:
@@ -63,7 +66,9 @@ if case == "deaf":
     print("ready")
 if case == "hangup":
     os.kill(os.getppid(), signal.SIGHUP)
-if case not in ("end", "fail_once", "fail_first", "child", "hangup"):
+if case not in (
+    *("end", "memory", "fail_once", "fail_first", "child", "hangup"),
+):
     time.sleep(60)
 """
 
@@ -104,6 +109,16 @@ def test_all_end_well(script, monkeypatch, capfd):
         assert (restart, cluster) == (0, addresses)
         assert rest == "['--flag', 'a b']"
         assert f"[{rank}] to stderr" in err
+
+
+def test_workers_keep_freed_memory(script, monkeypatch, capfd):
+    """Unless the user wants something else."""
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    arguments = ["--workers", "1", script, "memory"]
+    code, out, _ = _launch(arguments, monkeypatch, capfd)
+    assert code == 0
+    assert f"[0] memory {32 << 20} 7" in out
 
 
 def test_a_failure_ends_all_and_comes_last(script, monkeypatch, capfd):

@@ -44,6 +44,16 @@ CASES = {
         _bfloat16,
         [("all-reduce", "gradients", "bfloat16", NUM_BYTES // 2, 1.5, 1)],
     ),
+    "int8": (
+        lambda: _cross_shard(
+            communication=tf_xshard.Communication(dtype="int8")
+        ),
+        # Rows of 41 floats, and so of 11 words and a scale.
+        [
+            ("reduce-scatter", "gradients", "int8", 4 * 4 * 12, 0.75, 1),
+            ("all-gather", "gradients", "int8", 4 * 12, 3, 1),
+        ],
+    ),
     "sharded": (
         lambda: _sharded(SGD(0.1, global_clipnorm=1.0)),
         [

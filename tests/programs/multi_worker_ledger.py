@@ -16,10 +16,12 @@ NUM_STEPS = 4
 CROSSED = [[0, 2], [1, 3]]
 
 
-def _cross_shard(dtype=None, **kwargs):
+def _cross_shard(dtype=None, error_feedback=False, **kwargs):
     return tf_xshard.CrossShardOptimizer(
         keras.optimizers.SGD(1.0),
-        communication=tf_xshard.Communication(dtype=dtype),
+        communication=tf_xshard.Communication(
+            dtype=dtype, error_feedback=error_feedback
+        ),
         **kwargs,
     )
 
@@ -29,6 +31,8 @@ OPTIMIZERS = {
     "groups": lambda: _cross_shard(group_assignment=CROSSED),
     "sharded": lambda: _cross_shard(shard_update=True),
     "bfloat16": lambda: _cross_shard("bfloat16"),
+    "int8": lambda: _cross_shard("int8", True),
+    "int8 sharded": lambda: _cross_shard("int8", True, shard_update=True),
     "towers": lambda: tf_xshard.TowerOptimizer(_cross_shard(), 2),
     "agn": lambda: tf_xshard.AGNOptimizer(
         keras.optimizers.SGD(1.0), communication_period=4

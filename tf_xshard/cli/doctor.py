@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tf_xshard import collectives
+from tf_xshard.cli import bandwidth
 from tf_xshard.cli import logical_devices
 from tf_xshard.distribute import replica_context
 from tf_xshard.multi_worker import local_cluster
@@ -33,6 +34,11 @@ _ADVICE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--bandwidth",
+        action="store_true",
+        help="also measure what each path gives, in GB/s; takes minutes",
+    )
     parser.set_defaults(run=run)
 
 
@@ -164,21 +170,22 @@ def check_strategy(
     return right
 
 
-def _check_processes() -> bool:
+def _check_processes(measures: bool) -> bool:
     """MultiWorkerMirroredStrategy over four processes on this machine."""
     nowhere = subprocess.DEVNULL
+    timeout_seconds = 3 * TIMEOUT_SECONDS * (4 if measures else 1)
     processes = local_cluster.start(
-        ["-m", "tf_xshard", "doctor", "--worker"],
+        ["-m", "tf_xshard", "doctor", "--worker"] + ["--bandwidth"] * measures,
         [(None, nowhere)] + [(nowhere, nowhere)] * (NUM_REPLICAS - 1),
         {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
     )
     try:
-        codes = [p.wait(timeout=3 * TIMEOUT_SECONDS) for p in processes]
+        codes = [p.wait(timeout=timeout_seconds) for p in processes]
     except subprocess.TimeoutExpired:
         return _report(
             False,
             "MultiWorkerMirroredStrategy: not finished after"
-            f" {3 * TIMEOUT_SECONDS} s. Is the loopback interface up, and are"
+            f" {timeout_seconds} s. Is the loopback interface up, and are"
             " ports free?",
         )
     finally:
@@ -206,7 +213,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.worker:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
         rank = strategy.cluster_resolver.task_id
-        right = check_strategy("MultiWorkerMirroredStrategy", strategy, rank)
+        name = "MultiWorkerMirroredStrategy"
+        right = check_strategy(name, strategy, rank)
+        if options.bandwidth:
+            bandwidth.measure(name, strategy, shows=not rank)
         sys.stdout.flush()
         # A normal exit would wait for other workers, which may have failed.
         os._exit(0 if right else 1)
@@ -229,7 +239,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         "OneDeviceStrategy", tf.distribute.OneDeviceStrategy("CPU:0")
     )
     right &= check_strategy(logical_devices.describe(strategy), strategy)
-    right &= _check_processes()
+    if options.bandwidth:
+        bandwidth.measure(logical_devices.describe(strategy), strategy)
+    right &= _check_processes(options.bandwidth)
     if not found["TPU"]:
         print("--    TPUStrategy: not checked, this machine has no TPU")
     print(_ADVICE)

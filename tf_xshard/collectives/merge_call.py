@@ -33,6 +33,12 @@ class MergeCall(transport.Transport):
             recorder.ALL_GATHER, lambda values: tf.concat(values, 0), tensors
         )
 
+    def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.all_to_all`."""
+        position = self.position()
+        stacks = self._combined(recorder.REDUCE_SCATTER, tf.stack, rows)
+        return [stack[:, position] for stack in stacks]
+
     def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_gather`."""
         return self._combined(recorder.ALL_GATHER, tf.stack, shards)

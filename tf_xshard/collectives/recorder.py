@@ -107,6 +107,7 @@ class _Labels(threading.local):
     purpose = "gradients"
     every = 1
     counts: Sequence[int] = ()
+    dtype: str | None = None
 
 
 _labels = _Labels()
@@ -117,6 +118,7 @@ def labelled(
     purpose: str | None = None,
     every: int = 1,
     counts: Sequence[int] | None = None,
+    dtype: str | None = None,
 ) -> Iterator[None]:
     """Describes the collectives that are created in this context.
 
@@ -125,18 +127,21 @@ def labelled(
       every: See `Collective`; multiplies that of the context around.
       counts: The number of variables in each of them, in order. None (default)
         for those of the context around.
+      dtype: What the tensors hold, if it is not their own dtype.
 
     Yields:
       None.
     """
-    before = _labels.purpose, _labels.every, _labels.counts
-    _labels.purpose = purpose or before[0]
-    _labels.every = before[1] * every
-    _labels.counts = before[2] if counts is None else counts
+    before = vars(_labels).copy()
+    _labels.purpose = purpose or _labels.purpose
+    _labels.every = _labels.every * every
+    _labels.counts = _labels.counts if counts is None else counts
+    _labels.dtype = dtype or _labels.dtype
     try:
         yield
     finally:
-        _labels.purpose, _labels.every, _labels.counts = before
+        vars(_labels).clear()
+        vars(_labels).update(before)
 
 
 def note(
@@ -165,7 +170,7 @@ def note(
         _labels.purpose,
         path,
         groups,
-        tensor.dtype.name,
+        _labels.dtype or tensor.dtype.name,
         counts[position] if position < len(counts) else 0,
         _num_bytes(tensor, tensor.shape),
         _num_bytes(tensor, tensor.shape[1:]) or 0,
@@ -190,8 +195,9 @@ def is_recording() -> bool:
 def recorded() -> Iterator[list[tuple[Collective, int | None]]]:
     """Records the collectives that are created, by all threads.
 
-    What is traced meanwhile must not run: replicas of other processes are taken
-    to do the same as this one's, without asking them.
+    Which gradients there are is not negotiated meanwhile: replicas of other
+    processes are taken to have the same as this one's. A step that was traced
+    here must not run.
 
     Yields:
       A list that fills with (collective, id of the replica or None).

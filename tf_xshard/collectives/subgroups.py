@@ -86,8 +86,12 @@ class Subgroups(transport.Transport):
             # CPUs have no CollectiveReduceScatterV2. Of what GPUs have, this is
             # what TensorFlow itself relies on, though it sends more bytes.
             return super().reduce_scatter(rows)
+        return [_sum_of_rows(received) for received in self.all_to_all(rows)]
+
+    def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.all_to_all`."""
         return [
-            _sum_of_rows(self._all_to_all(position, tensor))
+            self._all_to_all(position, tensor)
             for position, tensor in enumerate(rows)
         ]
 

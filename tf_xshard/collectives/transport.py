@@ -99,6 +99,26 @@ class Transport(abc.ABC):
             [_in_row(t, position, self.groups.group_size) for t in shards]
         )
 
+    def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends row i to the replica at position i of this one's group.
+
+        Args:
+          rows: This replica's tensors, of shapes [group_size, size]. The other
+            replicas of the group pass tensors of the same shapes and dtypes.
+
+        Returns:
+          Tensors of the same shapes: row i is from position i.
+
+        Raises:
+          ValueError: If this path can only add up.
+        """
+        raise ValueError(
+            'Communication(dtype="int8") needs an all-to-all, which this path'
+            f" does not have: {self.name}. Use it under MirroredStrategy, or"
+            " under MultiWorkerMirroredStrategy in a tf.function; elsewhere"
+            ' dtype="bfloat16".'
+        )
+
     def position(self) -> int | tf.Tensor:
         """This replica's position among those of its group, by replica ids.
 

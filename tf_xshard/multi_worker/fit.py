@@ -89,7 +89,10 @@ def multi_worker_fit(
         communication = _active[-1]
     # Metrics are summed in their own dtype, to keep counts exact.
     communication = dataclasses.replace(
-        communication or communication_lib.Communication(), dtype=None
+        communication or communication_lib.Communication(),
+        dtype=None,
+        error_feedback=False,
+        rounding="nearest",
     )
     undo = (
         keras_training_loops.replace(
@@ -184,7 +187,7 @@ def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
             part if part.dtype.is_floating else tf.cast(part, tf.float32)
             for part in map(tf.convert_to_tensor, parts)
         ]
-        sums = buckets.sum_dense(parts, transport)
+        sums = buckets.sum_dense(parts, transport).values
         return [total / here.num_replicas for total in sums]
 
     means = strategy.run(on_replica, (keras.tree.flatten(values),))

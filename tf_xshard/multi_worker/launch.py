@@ -188,6 +188,7 @@ class _Job:
         try:
             for rank in ranks:
                 environment = {
+                    **local_cluster.KEEPS_FREED_MEMORY,
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
                     "TF_CONFIG": local_cluster.tf_config(addresses, rank),

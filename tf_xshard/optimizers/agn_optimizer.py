@@ -235,6 +235,8 @@ class AGNOptimizer(local_training.LocalTraining):
             for index, variable in enumerate(local)
         ]
         totals = self._reducer.reduce(totals, local, here, self.reduction)
+        if self._reducer.residuals is not None:
+            self._reducer.residuals.keep(None)
         self._update_center(totals)
         self._center_pairs.adopt_here()
         self._accumulator.reset()

@@ -107,6 +107,7 @@ class Building(loss_conventions.LossConventions):
             inner_update.changing_when_chosen(self, inner_update.make_local),
         ):
             self._build_inner(variables)
+            self._build_residuals(variables)
         keras_optimizer_state.set_trainable_variables(self, variables)
         inner_update.make_local(self.inner_optimizer)
         self._resolved_loss_normalization()
@@ -130,6 +131,9 @@ class Building(loss_conventions.LossConventions):
         raise NotImplementedError
 
     def _claim_inner_wrappers(self) -> None:
+        raise NotImplementedError
+
+    def _build_residuals(self, variables: list) -> None:
         raise NotImplementedError
 
     def _build_inner(self, variables: list) -> None:

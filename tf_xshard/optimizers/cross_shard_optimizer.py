@@ -203,6 +203,9 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         gradients = self._pre_hook(
             gradients, variables, inner.scale_loss, multiplier
         )
+        if self._reducer.residuals is not None:
+            # They are kept without the loss scale, which changes.
+            self._reducer.residuals.in_units_of(inner.scale_loss(1.0))
         gradients = self._update_stage.reduced(
             gradients,
             variables,
@@ -219,6 +222,8 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             vote.note(gradients)
             finite = vote.result()
             gradients = loss_scaling.nan_unless(finite, gradients)
+        if self._reducer.residuals is not None:
+            self._reducer.residuals.keep(finite)
         self._update_stage.apply(gradients, variables, here, finite)
 
     def _unsaved_state(self) -> str | None:

@@ -24,6 +24,7 @@ from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_sum
+from tf_xshard.reduction import residuals as residuals_lib
 
 
 class OptimizerWrapper(saved_state.Saved):
@@ -191,6 +192,16 @@ class OptimizerWrapper(saved_state.Saved):
             variables.append(variable)
         self.apply(grads, variables)
         return self.iterations
+
+    def _build_residuals(self, variables: list) -> None:
+        if not (self._reduces and self.communication.error_feedback):
+            return
+        residuals = residuals_lib.Residuals(
+            [v for v in variables if not inner_update.is_overwritten(v)]
+        )
+        # Checkpoints store the variables under this name.
+        self._residuals = residuals.variables
+        self._reducer.residuals = residuals
 
     # Queried by communication_plan.
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import tree
 from tf_xshard.reduction import group_sum
 
@@ -179,4 +180,11 @@ def checked_reducer(
             strategy.num_replicas_in_sync,
             f"the strategy {type(strategy).__name__}",
         )
+        if communication.dtype == "int8" and (
+            replica_context.kind_of(strategy) == "tpu"
+        ):
+            raise ValueError(
+                'Communication(dtype="int8") can\'t be used under TPUStrategy,'
+                ' whose collectives only add up. Use dtype="bfloat16".'
+            )
     return reducer

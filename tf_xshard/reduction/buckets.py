@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import shards
+from tf_xshard.reduction import wire
 
 # Packing copies a tensor. In one process that takes longer than it saves for
 # tensors of this many bytes: a sharded step of 12 million weights took 0.74 of
@@ -23,9 +25,22 @@ from tf_xshard.distribute import shards
 _BYTES_NOT_PACKED = 1 << 20
 
 
+class Reduced(NamedTuple):
+    """What a reduction returns.
+
+    Attributes:
+      values: A tensor for each that was reduced.
+      lost: What the other replicas did not see of this replica's tensors, one
+        for each; None without `Communication.error_feedback`.
+    """
+
+    values: list[tf.Tensor]
+    lost: list[tf.Tensor] | None
+
+
 def sum_dense(
     tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
-) -> list[tf.Tensor]:
+) -> Reduced:
     """The group sums of dense tensors.
 
     Args:
@@ -33,37 +48,46 @@ def sum_dense(
       transport: The `Transport` to use.
 
     Returns:
-      The sums, in the order of `tensors` and in their dtypes.
+      The sums, in the order of `tensors` and in their dtypes, and what was
+      lost.
 
     Raises:
       ValueError: If the transport cannot sum a dtype.
     """
     if not tensors:
-        return []
+        return Reduced([], None)
     buckets = _buckets(
         tensors, [t.shape.num_elements() for t in tensors], transport
     )
+    padding = [
+        wire.padding(sum(tensors[i].shape.num_elements() for i in b), transport)
+        for b in buckets
+    ]
     packed = [
-        _to_wire(_packed([tensors[i] for i in bucket]), transport)
-        for bucket in buckets
+        _packed([tensors[i] for i in bucket], num_zeros)
+        for bucket, num_zeros in zip(buckets, padding, strict=True)
     ]
     with recorder.labelled(counts=[len(bucket) for bucket in buckets]):
-        sums = transport.sum(packed)
-    result: list[tf.Tensor] = [None] * len(tensors)
-    for members, total in zip(buckets, sums, strict=True):
-        total = tf.cast(total, tensors[members[0]].dtype)
-        for i, part in zip(
-            members,
-            _unpacked(total, [tensors[i].shape for i in members]),
-            strict=True,
+        sums, lost = wire.summed(packed, transport)
+
+    def unpacked(totals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        result: list[tf.Tensor] = [None] * len(tensors)
+        for members, total, num_zeros in zip(
+            buckets, totals, padding, strict=True
         ):
-            result[i] = part
-    return result
+            total = tf.cast(total, tensors[members[0]].dtype)
+            shapes = [tensors[i].shape for i in members]
+            parts = _unpacked(total, shapes, num_zeros)
+            for i, part in zip(members, parts, strict=True):
+                result[i] = part
+        return result
+
+    return Reduced(unpacked(sums), lost and unpacked(lost))
 
 
 def scatter_dense(
     tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
-) -> list[tf.Tensor]:
+) -> Reduced:
     """This replica's shards of the group sums of dense tensors.
 
     Args:
@@ -72,7 +96,7 @@ def scatter_dense(
 
     Returns:
       A shard of each sum, see `distribute.shards`, in the order of `tensors`
-      and in their dtypes.
+      and in their dtypes, and what was lost of the whole tensors.
 
     Raises:
       ValueError: If the transport cannot sum a dtype.
@@ -91,19 +115,27 @@ def scatter_dense(
         transport,
         _bytes_not_packed(transport),
     )
-    packed = [
-        _to_wire(_concatenated([rows[i] for i in bucket], 1), transport)
-        for bucket in buckets
-    ]
+    packed = [_concatenated([rows[i] for i in bucket], 1) for bucket in buckets]
     with recorder.labelled(counts=[len(bucket) for bucket in buckets]):
-        sums = transport.reduce_scatter(packed)
-    result: list[tf.Tensor] = [None] * len(tensors)
-    for bucket, total in zip(buckets, sums, strict=True):
-        total = tf.cast(total, tensors[bucket[0]].dtype)
-        parts = _split(total, [layouts[i].size for i in bucket], 0)
-        for i, part in zip(bucket, parts, strict=True):
-            result[i] = part
-    return result
+        sums, lost = wire.scattered(packed, transport)
+
+    def split(totals: Sequence[tf.Tensor], axis: int) -> list[tf.Tensor]:
+        result: list[tf.Tensor] = [None] * len(tensors)
+        for bucket, total in zip(buckets, totals, strict=True):
+            total = tf.cast(total, tensors[bucket[0]].dtype)
+            parts = _split(total, [layouts[i].size for i in bucket], axis)
+            for i, part in zip(bucket, parts, strict=True):
+                result[i] = part
+        return result
+
+    return Reduced(
+        split(sums, 0),
+        lost
+        and [
+            layout.join(one)
+            for layout, one in zip(layouts, split(lost, 1), strict=True)
+        ],
+    )
 
 
 def gather_dense(
@@ -145,17 +177,6 @@ def gather_dense(
         for i, one in zip(bucket, rows, strict=True):
             result[i] = layouts[i].join(one)
     return result
-
-
-def _to_wire(
-    tensor: tf.Tensor, transport: transport_lib.Transport
-) -> tf.Tensor:
-    """Casts a tensor to the dtype in which it is summed."""
-    dtype = transport.communication.dtype_of_sum(
-        tensor.dtype.name, transport.groups.group_size
-    )
-    transport.check_dtype(tf.as_dtype(dtype))
-    return tf.cast(tensor, dtype)
 
 
 def _bytes_not_packed(transport: transport_lib.Transport) -> float:
@@ -202,20 +223,24 @@ def _buckets(
     return buckets
 
 
-def _packed(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+def _packed(tensors: Sequence[tf.Tensor], num_zeros: int) -> tf.Tensor:
     """One tensor of rank 1; a single tensor is returned unchanged."""
-    if len(tensors) == 1:
+    if len(tensors) == 1 and not num_zeros:
         return tensors[0]
-    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+    parts = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    if num_zeros:
+        parts.append(tf.zeros([num_zeros], parts[0].dtype))
+    return tf.concat(parts, 0)
 
 
 def _unpacked(
-    total: tf.Tensor, shapes: Sequence[tf.TensorShape]
+    total: tf.Tensor, shapes: Sequence[tf.TensorShape], num_zeros: int
 ) -> list[tf.Tensor]:
     """Reverses `_packed`."""
-    if len(shapes) == 1:
-        return [total]
-    parts = tf.split(total, [math.prod(shape) for shape in shapes])
+    if len(shapes) == 1 and not num_zeros:
+        return [tf.reshape(total, shapes[0])]
+    sizes = [math.prod(shape) for shape in shapes]
+    *parts, _ = tf.split(total, [*sizes, num_zeros])
     return [
         tf.reshape(part, shape)
         for part, shape in zip(parts, shapes, strict=True)

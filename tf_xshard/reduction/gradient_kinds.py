@@ -23,7 +23,7 @@ def combined(
     variables: Sequence,
     patterns: Sequence[negotiation.Pattern],
     transport: transport_lib.Transport,
-    of_dense: Callable[[list[tf.Tensor]], list],
+    of_dense: Callable[[list[tf.Tensor], list], list],
     of_sparse: Callable[[list[tf.IndexedSlices], list], list],
 ) -> list:
     """Combines the gradients that any participating replica has.
@@ -34,7 +34,8 @@ def combined(
       variables: The variables.
       patterns: What each participating replica holds.
       transport: The `Transport` to use.
-      of_dense: Combines tensors over the group.
+      of_dense: Combines tensors over the group, given these and their
+        variables.
       of_sparse: Combines IndexedSlices, whose group sums it is given, and
         their variables.
 
@@ -56,7 +57,8 @@ def combined(
     ]
     result = [None] * len(variables)
     of_dense_ones = of_dense(
-        [_as_dense(gradients[i], variables[i], dtypes[i]) for i in dense]
+        [_as_dense(gradients[i], variables[i], dtypes[i]) for i in dense],
+        [variables[i] for i in dense],
     )
     of_sparse_ones = of_sparse(
         _sum_sparse(
@@ -101,7 +103,7 @@ def _sum_sparse(
     tensors = []
     for one in slices:
         # Rows are summed on the receiving replica, in their own dtype.
-        dtype = transport.communication.dtype or one.dtype
+        dtype = transport.communication.dtype_of_rows(one.dtype.name)
         tensors.append(tf.cast(one.values, dtype))
         tensors.append(tf.cast(one.indices, tf.int64))
     # For each variable its rows and their indices.

@@ -62,7 +62,9 @@ def reduce_scatter(
             gradients,
             variables,
             transport,
-            lambda tensors: buckets.scatter_dense(tensors, transport),
+            lambda tensors, owners: reducer.with_feedback(
+                buckets.scatter_dense, tensors, owners, transport
+            ),
             of_rows,
         )
     ]

@@ -27,6 +27,7 @@ from tf_xshard.reduction import buckets
 from tf_xshard.reduction import gradient_kinds
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import negotiation
+from tf_xshard.reduction import residuals as residuals_lib
 
 
 class GroupReducer:
@@ -54,6 +55,7 @@ class GroupReducer:
         self.role = role
         self.is_redundant = False
         self.owner = owners.number_for(self)
+        self.residuals: residuals_lib.Residuals | None = None
         self._known_patterns: negotiation.KnownPatterns = {}
 
     def defer_to(self, other: GroupReducer) -> None:
@@ -172,7 +174,9 @@ class GroupReducer:
             gradients,
             variables,
             transport,
-            lambda tensors: buckets.sum_dense(tensors, transport),
+            lambda tensors, owners: self.with_feedback(
+                buckets.sum_dense, tensors, owners, transport
+            ),
             lambda slices, _: slices,
         )
 
@@ -196,6 +200,39 @@ class GroupReducer:
         return collectives.choose(
             here, self._groups_here(here), self.communication, self.owner
         )
+
+    def with_feedback(
+        self,
+        reduce: Callable,
+        tensors: Sequence[tf.Tensor],
+        variables: Sequence,
+        transport: transport_lib.Transport,
+    ) -> list[tf.Tensor]:
+        """Reduces dense gradients, and keeps what that loses of them.
+
+        Args:
+          reduce: `buckets.sum_dense` or `buckets.scatter_dense`.
+          tensors: This replica's gradients.
+          variables: The variables they belong to.
+          transport: From `transport`.
+
+        Returns:
+          What was reduced, one tensor for each.
+
+        Raises:
+          ValueError: If something is to be kept where nothing can be.
+        """
+        if not self.communication.error_feedback:
+            return reduce(tensors, transport).values
+        if self.residuals is None:
+            raise ValueError(
+                "Communication(error_feedback=True) keeps variables, which only"
+                " an optimizer has. Pass error_feedback=False to group_reduce."
+            )
+        tensors = self.residuals.added_to(tensors, variables)
+        values, lost = reduce(tensors, transport)
+        self.residuals.note(variables, lost or [])
+        return values
 
     def combined(
         self,

@@ -1,0 +1,382 @@
+"""Gradients as 8-bit integers, with error feedback, against NumPy."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import quantized_oracle
+from tests.support import replicas
+from tests.support import training
+
+# 300 numbers have two blocks with groups of one row's part; 3 have padding.
+SHAPES = [(7, 13), (), (3,), (40, 30)]
+GROUPS = {"all": [[0, 1, 2, 3]], "crossed": [[0, 2], [3, 1]]}
+NUM_STEPS = 5
+
+
+def _communication(dtype="int8", **kwargs):
+    return tf_xshard.Communication(
+        dtype=dtype, **{"error_feedback": True, **kwargs}
+    )
+
+
+def _optimizer(inner=None, **kwargs):
+    kwargs.setdefault("communication", _communication())
+    return tf_xshard.CrossShardOptimizer(
+        inner or keras.optimizers.SGD(1.0),
+        "sum",
+        loss_normalization="replica",
+        **kwargs,
+    )
+
+
+def _gradients(num_replicas, shapes=SHAPES, num_steps=NUM_STEPS):
+    """Magnitudes that differ by variable, replica and step."""
+    rng = np.random.default_rng(7)
+    return [
+        [
+            [
+                (10.0 ** (i % 3 - r) * rng.normal(size=shape)).astype("float32")
+                for i, shape in enumerate(shapes)
+            ]
+            for r in range(num_replicas)
+        ]
+        for _ in range(num_steps)
+    ]
+
+
+def _trained(strategy, make, gradients, graph=True):
+    """Weights and residuals, `[variable][replica]`."""
+    with strategy.scope():
+        weights = [
+            keras.Variable(np.zeros(g.shape), dtype="float32")
+            for g in gradients[0][0]
+        ]
+        optimizer = make()
+        optimizer.build(weights)
+
+    def step(*parts):
+        strategy.run(lambda *g: optimizer.apply(list(g), weights), parts)
+
+    run = tf.function(step, autograph=False) if graph else step
+    for of_replicas in gradients:
+        run(
+            *(
+                strategy.experimental_distribute_values_from_function(
+                    lambda c, i=i, all_of=of_replicas: tf.constant(
+                        all_of[c.replica_id_in_sync_group][i]
+                    )
+                )
+                for i in range(len(weights))
+            )
+        )
+    return [
+        [replicas.values(strategy, v) for v in variables]
+        for variables in (weights, getattr(optimizer, "_residuals", []))
+    ]
+
+
+def _largest_difference(got, gradients, groups, **kwargs):
+    """From the simulation, of any weight or residual of any replica.
+
+    As a part of the largest number that it is about.
+    """
+    largest = 0.0
+    for members in groups:
+        members = sorted(members)
+        oracle = quantized_oracle.Training(SHAPES, len(members), **kwargs)
+        for of_replicas in gradients:
+            oracle.step([of_replicas[r] for r in members])
+        weights, residuals = got
+        for position, replica in enumerate(members):
+            for i in range(len(SHAPES)):
+                for mine, theirs in (
+                    (weights[i][replica], oracle.weights[i]),
+                    (residuals[i][replica], oracle.residuals[position][i]),
+                ):
+                    scale = np.abs(oracle.weights[i]).max()
+                    largest = max(largest, np.abs(mine - theirs).max() / scale)
+    return largest
+
+
+@pytest.mark.parametrize(
+    "name, sharded, graph",
+    [
+        ("all", False, True),
+        ("all", True, True),
+        ("crossed", False, True),
+        ("crossed", True, False),
+        ("all", False, False),
+    ],
+)
+def test_it_is_the_simulation(name, sharded, graph):
+    """On every replica, residuals too; and is neither mutant."""
+    gradients = _gradients(4)
+    got = _trained(
+        replicas.mirrored(4),
+        lambda: _optimizer(group_assignment=GROUPS[name], shard_update=sharded),
+        gradients,
+        graph,
+    )
+    compare = lambda feedback: _largest_difference(
+        got,
+        gradients,
+        GROUPS[name],
+        feedback=feedback,
+        sharded=sharded,
+        packed=graph,
+    )
+    assert compare(1) < 1e-6
+    assert compare(0) > 1e-4, "the residual is dropped"
+    assert compare(2) > 1e-4, "the residual is added twice"
+    # Bits are equal within a group.
+    for values in got[0]:
+        for members in GROUPS[name]:
+            for replica in members[1:]:
+                np.testing.assert_array_equal(
+                    values[replica], values[members[0]]
+                )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float16"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_feedback_brings_it_closer_to_float32(dtype, sharded):
+    """The sum of many steps; without feedback errors add up."""
+    gradients = _gradients(2, [(40, 30)], 20)
+    exact = -np.sum([sum(g[0] for g in step) for step in gradients], 0)
+    errors = []
+    for feedback in (True, False):
+        [weights], residuals = _trained(
+            replicas.mirrored(2),
+            lambda feedback=feedback: _optimizer(
+                shard_update=sharded,
+                communication=_communication(dtype, error_feedback=feedback),
+            ),
+            gradients,
+        )
+        errors.append(np.abs(weights[0] - exact).max())
+        if feedback and dtype == "int8":
+            # What is still missing is what the replicas keep.
+            kept = sum(residuals[0])
+            np.testing.assert_allclose(weights[0] - kept, exact, atol=1e-4)
+    # The partial sums of a 16-bit all-reduce are rounded, too.
+    most = 0.9 if dtype != "int8" and not sharded else 0.6
+    assert errors[0] < most * errors[1], errors
+
+
+def test_an_overflow_is_seen_and_changes_nothing():
+    """A LossScaleOptimizer skips on all replicas, and residuals stay."""
+    strategy = replicas.mirrored(2)
+    gradients = _gradients(2, [(40, 30)], 3)
+    make = lambda: _optimizer(
+        keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(1.0), initial_scale=4.0, dynamic_growth_steps=2
+        )
+    )
+    for bad in (np.inf, np.nan):
+        broken = [[[np.array(g) for g in r] for r in s] for s in gradients]
+        broken[2][1][0][3, 5] = bad
+        before = _trained(strategy, make, gradients[:2])
+        after = _trained(strategy, make, broken)
+        for mine, theirs in zip(
+            itertools.chain(*after), itertools.chain(*before), strict=True
+        ):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_residuals_do_not_depend_on_the_loss_scale():
+    """The scale doubles after each step."""
+    strategy = replicas.mirrored(2)
+    gradients = _gradients(2, [(40, 30)], 4)
+    scaled = [
+        [[g * np.float32(4.0 * 2**t) for g in r] for r in step]
+        for t, step in enumerate(gradients)
+    ]
+    with_scale = _trained(
+        strategy,
+        lambda: _optimizer(
+            keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(1.0),
+                initial_scale=4.0,
+                dynamic_growth_steps=1,
+            )
+        ),
+        scaled,
+    )
+    without = _trained(strategy, _optimizer, gradients)
+    for mine, theirs in zip(with_scale, without, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_rounding_at_random_is_right_on_average():
+    from tf_xshard.reduction import quantization
+
+    tf.random.set_seed(1)
+    rows = tf.constant(
+        np.random.default_rng(0).normal(size=[1, 256]), "float32"
+    )
+    blocks = quantization.blocks_for(256)
+
+    def mean_error(rounding):
+        errors = [
+            quantization.quantized(rows, blocks, rounding)[1].numpy()
+            for _ in range(400)
+        ]
+        return np.abs(np.mean(errors, 0)).max()
+
+    step = np.abs(rows).max() / 127
+    assert mean_error("nearest") > 0.45 * step
+    assert mean_error("stochastic") < 0.15 * step
+
+
+@pytest.mark.parametrize("wrapper", ["towers", "agn"])
+def test_towers_agn_and_sparse_rows(wrapper):
+    """Equal numbers are quantized without loss, however they arrive."""
+    strategy = replicas.mirrored(2)
+    rows = tf.IndexedSlices(
+        tf.ones([1, 2]), tf.constant([1]), tf.constant([4, 2])
+    )
+    with strategy.scope():
+        dense = keras.Variable([0.0, 0.0])
+        sparse = keras.Variable(np.zeros([4, 2]), dtype="float32")
+        if wrapper == "towers":
+            optimizer = tf_xshard.TowerOptimizer(_optimizer(), 2, "sum")
+        else:
+            optimizer = tf_xshard.AGNOptimizer(
+                keras.optimizers.SGD(1.0),
+                communication_period=2,
+                reduction="sum",
+                normalize=False,
+                loss_normalization="replica",
+                communication=_communication(),
+            )
+
+    def on_replica():
+        optimizer.apply([tf.fill([2], 2.0), rows], [dense, sparse])
+
+    step = tf.function(lambda: strategy.run(on_replica), autograph=False)
+    step()
+    step()
+    for value in replicas.values(strategy, dense):
+        np.testing.assert_allclose(value, [-8.0, -8.0], rtol=1e-6)
+    for value in replicas.values(strategy, sparse):
+        np.testing.assert_allclose(value[1], [-4.0, -4.0], rtol=1e-6)
+
+
+def test_residuals_are_saved_and_regrouped(tmp_path):
+    """A file holds their mean, so the group's sum is what it was."""
+    gradients = _gradients(4, [(40, 30)], 3)
+
+    def made(num_replicas):
+        strategy = replicas.mirrored(num_replicas)
+        with strategy.scope():
+            weight = keras.Variable(np.zeros([40, 30]), dtype="float32")
+            optimizer = _optimizer()
+            optimizer.build([weight])
+        return strategy, weight, optimizer
+
+    strategy, weight, optimizer = made(4)
+    step = tf.function(
+        lambda g: strategy.run(lambda x: optimizer.apply([x], [weight]), (g,)),
+        autograph=False,
+    )
+    step(
+        strategy.experimental_distribute_values_from_function(
+            lambda c: tf.constant(gradients[0][c.replica_id_in_sync_group][0])
+        )
+    )
+    [kept] = optimizer._residuals
+    of_replicas = replicas.values(strategy, kept)
+    assert np.abs(of_replicas[0] - of_replicas[1]).max() > 0
+    path = tf.train.Checkpoint(optimizer=optimizer).write(str(tmp_path / "c"))
+    # On as many replicas by the group state, bit for bit.
+    state = tf_xshard.GroupState([optimizer])
+    state.save(str(tmp_path / "groups"))
+    _, _, other = made(4)
+    tf_xshard.GroupState([other]).restore(str(tmp_path / "groups"))
+    for mine, theirs in zip(
+        replicas.values(strategy, other._residuals[0]), of_replicas, strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+    # On two, by a checkpoint.
+    strategy, _, fewer = made(2)
+    tf.train.Checkpoint(optimizer=fewer).read(path).assert_consumed()
+    for value in replicas.values(strategy, fewer._residuals[0]):
+        np.testing.assert_allclose(value, np.mean(of_replicas, 0), atol=1e-6)
+
+
+def test_a_config():
+    optimizer = _optimizer(communication=_communication(rounding="stochastic"))
+    again = tf_xshard.CrossShardOptimizer.from_config(optimizer.get_config())
+    assert again.communication == optimizer.communication
+    plain = tf_xshard.Communication().get_config()
+    assert "error_feedback" not in plain
+
+
+@pytest.mark.parametrize(
+    "kwargs, match",
+    [
+        (dict(error_feedback=True), "keeps what a smaller dtype loses"),
+        (dict(dtype="float32", error_feedback=True), "one of"),
+        (dict(rounding="up"), "is not supported"),
+        (dict(dtype="bfloat16", rounding="stochastic"), 'needs dtype="int8"'),
+    ],
+)
+def test_refused_settings(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        tf_xshard.Communication(**kwargs)
+
+
+def test_refused_places():
+    with replicas.tpu(2).scope():
+        with pytest.raises(ValueError, match="can't be used under TPUStrategy"):
+            _optimizer()
+    strategy = replicas.mirrored(2)
+    with pytest.raises(ValueError, match="only an optimizer has"):
+        strategy.run(
+            lambda: tf_xshard.group_reduce(
+                tf.ones([3]), communication=_communication()
+            )
+        )
+
+
+def test_group_reduce():
+    strategy = replicas.mirrored(2)
+    result = strategy.run(
+        lambda: tf_xshard.group_reduce(
+            tf.constant([1.0, 2.0, 127.0]),
+            communication=tf_xshard.Communication(dtype="int8"),
+        )
+    )
+    for value in strategy.experimental_local_results(result):
+        np.testing.assert_allclose(value, [1.0, 2.0, 127.0], rtol=1e-6)
+
+
+def test_fit_learns_as_with_float32():
+    """Twenty steps of Adam, against one device: closer with feedback."""
+    strategy = replicas.mirrored(4)
+    reference = training.alone(_adam)
+    errors = {}
+    for name, communication in {
+        "float32": None,
+        "feedback": _communication(),
+        "none": _communication(error_feedback=False),
+    }.items():
+        _, got = training.train(
+            lambda c=communication: tf_xshard.CrossShardOptimizer(
+                _adam(), communication=c
+            ),
+            strategy,
+        )
+        errors[name] = training.deviation(got, reference)
+    assert errors["float32"] < 1e-6
+    assert 1e-6 < errors["feedback"] < 0.02
+    assert errors["feedback"] < errors["none"]
+
+
+def _adam():
+    return keras.optimizers.SGD(0.05, momentum=0.9)

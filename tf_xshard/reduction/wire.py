@@ -1,0 +1,106 @@
+"""Packed tensors -> their sums, in the dtype in which they communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.reduction import quantized_sum
+
+
+class Received(NamedTuple):
+    """What a group has added up.
+
+    Attributes:
+      sums: A tensor for each that was communicated.
+      lost: What was lost of this replica's tensors, one for each; None without
+        `Communication.error_feedback`.
+    """
+
+    sums: list[tf.Tensor]
+    lost: list[tf.Tensor] | None
+
+
+def padding(num_elements: int, transport: transport_lib.Transport) -> int:
+    """How many zeros a tensor must end with to be added up by `summed`.
+
+    Args:
+      num_elements: Its number of elements.
+      transport: The `Transport` to use.
+
+    Returns:
+      An int.
+    """
+    if transport.communication.dtype != "int8":
+        return 0
+    return quantized_sum.padding(num_elements, transport.groups.group_size)
+
+
+def summed(
+    tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
+) -> Received:
+    """The group sums of tensors.
+
+    Args:
+      tensors: This replica's tensors, of known shapes, with `padding` zeros.
+      transport: The `Transport` to use.
+
+    Returns:
+      `Received`, of as many elements.
+
+    Raises:
+      ValueError: If the transport cannot sum a dtype.
+    """
+    if transport.communication.dtype == "int8":
+        return Received(*quantized_sum.summed(tensors, transport))
+    sent = [_cast(tensor, transport) for tensor in tensors]
+    return Received(
+        transport.sum(sent), _lost_by_cast(tensors, sent, transport)
+    )
+
+
+def scattered(
+    rows: Sequence[tf.Tensor], transport: transport_lib.Transport
+) -> Received:
+    """The rows of group sums at this replica's position in its group.
+
+    Args:
+      rows: This replica's tensors, of shapes [group_size, size].
+      transport: The `Transport` to use.
+
+    Returns:
+      `Received`, with sums of shapes [size].
+
+    Raises:
+      ValueError: If the transport cannot sum a dtype.
+    """
+    if transport.communication.dtype == "int8":
+        return Received(*quantized_sum.scattered(rows, transport))
+    sent = [_cast(tensor, transport) for tensor in rows]
+    return Received(
+        transport.reduce_scatter(sent), _lost_by_cast(rows, sent, transport)
+    )
+
+
+def _cast(tensor: tf.Tensor, transport: transport_lib.Transport) -> tf.Tensor:
+    dtype = transport.communication.dtype_of_sum(
+        tensor.dtype.name, transport.groups.group_size
+    )
+    transport.check_dtype(tf.as_dtype(dtype))
+    return tf.cast(tensor, dtype)
+
+
+def _lost_by_cast(
+    tensors: Sequence[tf.Tensor],
+    sent: Sequence[tf.Tensor],
+    transport: transport_lib.Transport,
+) -> list[tf.Tensor] | None:
+    if not transport.communication.error_feedback:
+        return None
+    return [
+        tensor - tf.cast(one, tensor.dtype)
+        for tensor, one in zip(tensors, sent, strict=True)
+    ]
