@@ -35,6 +35,9 @@ def _seconds(keeps: bool) -> dict[str, float]:
         text=True,
         check=True,
     )
+    for line in run.stdout.splitlines():
+        if "page faults" in line:
+            print(f"{'launch' if keeps else 'glibc'}: {line}", flush=True)
     [line] = [x for x in run.stdout.splitlines() if x.startswith("seconds ")]
     return json.loads(line.removeprefix("seconds "))
 

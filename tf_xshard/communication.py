@@ -33,7 +33,8 @@ class Communication:
         replicas, gradients are summed in float32, or in their own dtype if that
         has 16 bits. float16 overflows above 65504. `"int8"` sends a quarter of
         float32's bytes: 8-bit integers with one float32 scale for each 256,
-        added up in float32 and rounded once more. Rows of IndexedSlices are
+        added up in float32, whose range also those of float64 must have, and
+        rounded once more. Rows of IndexedSlices are
         then sent in their own dtype. Under MirroredStrategy and
         MultiWorkerMirroredStrategy only, in a `tf.function` over processes.
       bytes_per_bucket: Gradients are packed into buckets of about this many
@@ -135,6 +136,21 @@ class Communication:
         if error <= _MAX_SUM_ERROR:
             return self.dtype
         return dtype if dtype in _UNIT_ROUNDOFF else "float32"
+
+    def exact(self) -> Communication:
+        """The same for values that must arrive as they are.
+
+        Returns:
+          A `Communication` in each tensor's own dtype.
+
+        Example:
+
+        >>> tf_xshard.Communication(dtype="int8").exact().dtype is None
+        True
+        """
+        return dataclasses.replace(
+            self, dtype=None, error_feedback=False, rounding="nearest"
+        )
 
     def dtype_of_rows(self, dtype: str) -> str:
         """The dtype in which rows of IndexedSlices are sent.

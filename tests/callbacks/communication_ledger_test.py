@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import training
+from tf_xshard.collectives import counters
 
 NAMES = ("collectives", "bytes", "bytes_sent")
 
@@ -103,10 +104,8 @@ def test_without_it_a_step_has_no_timestamps():
         ]
 
     assert "Timestamp" not in operations()
-    ledger.set_model(model)
-    ledger.on_train_begin()
-    assert operations().count("Timestamp") == 2 * 2
-    ledger.on_train_end()
+    with counters.timing():
+        assert operations().count("Timestamp") == 2 * 2
 
 
 def test_one_device():
@@ -137,3 +136,65 @@ def test_later_callbacks_see_it():
     )
     assert seen[0]["communication_bytes"] == 4 * 4 * 161
     assert np.isfinite(seen[0]["communication_seconds"])
+
+
+class _Broken(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyError("broken")
+
+
+def _compiled(rate=0.1, **kwargs):
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        model = training.model()
+        model.compile(
+            tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(rate)),
+            "mse",
+            **kwargs,
+        )
+    return model
+
+
+def test_after_an_error_the_next_fit_is_untimed():
+    model = _compiled()
+    with pytest.raises(KeyError, match="broken"):
+        model.fit(
+            *training.data(),
+            batch_size=64,
+            verbose=0,
+            callbacks=[tf_xshard.CommunicationLedger(), _Broken()],
+        )
+    assert not counters._is_timing()
+    timed = model.train_function
+    model.fit(*training.data(), batch_size=64, verbose=0)
+    assert model.train_function is timed.untimed
+
+
+def test_two_ledgers():
+    model = _compiled()
+    ledgers = [tf_xshard.CommunicationLedger() for _ in range(2)]
+    model.fit(*training.data(), batch_size=64, verbose=0, callbacks=ledgers)
+    assert ledgers[0].totals["communication_bytes"] == 4 * 4 * 161
+    assert not hasattr(model.train_function, "untimed")
+
+
+def test_one_ledger_for_two_models():
+    """And for one that is compiled again: each trains by its own step."""
+    first, second = _compiled(), _compiled(rate=0.0)
+    ledger = tf_xshard.CommunicationLedger()
+    _fit(first, ledger, epochs=1)
+    before = [np.array(w) for w in first.get_weights()]
+    still = [np.array(w) for w in second.get_weights()]
+    _fit(second, ledger, epochs=1)
+    for model, expected in ((first, before), (second, still)):
+        for mine, theirs in zip(model.get_weights(), expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    second.steps_per_execution = 2
+    _fit(second, ledger, epochs=1)
+    assert int(second.optimizer.iterations.numpy()) == 8
+
+
+@pytest.mark.parametrize("value", [0, "a", 1.5])
+def test_bad_rows(value):
+    with pytest.raises((TypeError, ValueError), match="rows_per_step"):
+        tf_xshard.CommunicationLedger(rows_per_step=value)

@@ -380,3 +380,48 @@ def test_fit_learns_as_with_float32():
 
 def _adam():
     return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def test_a_nan_does_not_stay():
+    """A hook that removes nan from the sums works as it does in float32."""
+    strategy = replicas.mirrored(2)
+
+    def without_nan(pairs):
+        return [
+            (tf.where(tf.math.is_finite(g), g, tf.zeros_like(g)), v)
+            for g, v in pairs
+        ]
+
+    gradients = [[[np.ones(3, "float32")]] * 2 for _ in range(4)]
+    gradients[1] = [[np.full(3, np.nan, "float32")], gradients[1][1]]
+    for dtype in ("int8", "bfloat16"):
+        weights, residuals = _trained(
+            strategy,
+            lambda dtype=dtype: _optimizer(
+                communication=_communication(dtype), post_reduce=without_nan
+            ),
+            gradients,
+        )
+        for value in weights[0]:
+            np.testing.assert_allclose(value, [-6.0] * 3, rtol=1e-6)
+        for value in residuals[0]:
+            assert np.isfinite(value).all()
+
+
+def test_statistics_arrive_as_they_are():
+    """What float8 training assigns instead of gradients."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        variables = [keras.Variable(1.0) for _ in range(2)]
+        for variable in variables:
+            variable.overwrite_with_gradient = True
+        optimizer = _optimizer()
+        optimizer.build(variables)
+    values = [tf.constant(448.0), tf.constant(0.01)]
+    tf.function(
+        lambda: strategy.run(lambda: optimizer.apply(values, variables)),
+        autograph=False,
+    )()
+    for variable, expected in zip(variables, (448.0, 0.01), strict=True):
+        for value in replicas.values(strategy, variable):
+            np.testing.assert_allclose(value, expected, rtol=1e-6)

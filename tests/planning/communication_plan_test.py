@@ -300,3 +300,58 @@ def test_inside_strategy_run():
         optimizer, weight = _cross_shard(), keras.Variable(1.0)
     with pytest.raises(RuntimeError, match="outside of strategy.run"):
         strategy.run(lambda: tf_xshard.communication_plan(optimizer, [weight]))
+
+
+def _keras_model(strategy, make):
+    with strategy.scope():
+        model = make()
+        model.compile(_cross_shard(), "mse")
+    return model
+
+
+def _of_a_dict():
+    inputs = {
+        "b": keras.layers.Input((2,), name="b"),
+        "a": keras.layers.Input((3,), name="a"),
+    }
+    joined = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
+    return keras.Model(inputs, keras.layers.Dense(2)(joined))
+
+
+def _of_two_rows():
+    inputs = keras.layers.Input(batch_shape=(2, 4, 3))
+    hidden = keras.layers.GRU(3, stateful=True)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(2)(hidden))
+
+
+def _with_a_regularized_embedding():
+    return keras.Sequential(
+        [
+            keras.layers.Input((4,), dtype="int32"),
+            keras.layers.Embedding(100, 5, embeddings_regularizer="l2"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [_of_a_dict, _of_two_rows, _with_a_regularized_embedding]
+)
+def test_models_of_other_kinds(make):
+    """All their gradients are dense: a regularized Embedding's, too."""
+    model = _keras_model(replicas.mirrored(2), make)
+    plan = tf_xshard.communication_plan(model)
+    sizes = [v.shape.num_elements() for v in model.trainable_variables]
+    assert plan.bytes_per_step == 4 * sum(sizes)
+
+
+def test_what_is_refused_of_models_and_variables():
+    with replicas.mirrored(2).scope():
+        model = training.model()
+        model.compile(keras.optimizers.LossScaleOptimizer(_cross_shard()))
+    with pytest.raises(ValueError, match="auto_scale_loss=False"):
+        tf_xshard.communication_plan(model)
+    for variables in ([1.0], keras.Variable([1.0, 2.0])):
+        with pytest.raises(TypeError, match="a list of variables"):
+            tf_xshard.communication_plan(_cross_shard(), variables)

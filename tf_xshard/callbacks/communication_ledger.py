@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard.collectives import counters
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import replica_context
@@ -25,7 +26,8 @@ class CommunicationLedger(keras.callbacks.Callback):
       `communication_plan`;
     - `communication_seconds`: the time from when an input of a collective was
       ready until its result was. Of collectives in flight at the same time each
-      counts, so the sum may exceed the time that training waited.
+      counts, so the sum may exceed the time that training waited. 0 where one
+      process runs all replicas eagerly, since nothing waits.
 
     They are counted beside each operation as it runs, also for what happens
     only sometimes (AGN's exchanges, rounds of towers, rows of an Embedding).
@@ -39,6 +41,9 @@ class CommunicationLedger(keras.callbacks.Callback):
 
     Args:
       rows_per_step: See `communication_plan`; only used on TPUs.
+
+    Raises:
+      ValueError: If `rows_per_step` is not a positive int.
 
     Attributes:
       totals: The sums over all epochs so far, a dict with the names above.
@@ -62,13 +67,12 @@ class CommunicationLedger(keras.callbacks.Callback):
 
     def __init__(self, rows_per_step: int | None = None) -> None:
         super().__init__()
+        if rows_per_step is not None:
+            checks.positive_integer("rows_per_step", rows_per_step)
         self._rows_per_step = rows_per_step
         self._before = counters.Totals()
         self._num_steps = 0
         self._plan: Any = None
-        self._untimed: Any = None
-        self._timed: Any = None
-        self._timing = contextlib.ExitStack()
         self.totals: dict[str, float] = {}
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -85,13 +89,11 @@ class CommunicationLedger(keras.callbacks.Callback):
                 self.model, rows_per_step=self._rows_per_step
             )
             return
-        self._timing.enter_context(counters.timing())
         # A function that was traced before counts no seconds.
-        self._untimed = self.model.train_function
-        if self._timed is None:
-            self.model.make_train_function(force=True)
-            self._timed = self.model.train_function
-        self.model.train_function = self._timed
+        untimed = self.model.train_function
+        untimed = getattr(untimed, "untimed", untimed)
+        self.model.make_train_function(force=True)
+        self.model.train_function = _timed(self.model, untimed)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Reads the counters.
@@ -146,9 +148,8 @@ class CommunicationLedger(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
-        self._timing.close()
-        if self.model.train_function is self._timed:
-            self.model.train_function = self._untimed
+        function = self.model.train_function
+        self.model.train_function = getattr(function, "untimed", function)
 
     def _counted(self) -> counters.Totals:
         """Of one replica, so far."""
@@ -163,3 +164,30 @@ class CommunicationLedger(keras.callbacks.Callback):
         num_local = len(replica_context.local_replica_ids(strategy))
         totals = watchdog.WATCHDOG.totals()
         return counters.Totals(*(one / num_local for one in totals))
+
+
+def _timed(model: keras.Model, untimed: Callable) -> Callable:
+    """The model's train function, which counts seconds when it is traced.
+
+    Args:
+      model: The model whose `fit` has begun.
+      untimed: What takes its place after this `fit`.
+
+    Returns:
+      A function of an iterator, with `untimed` as an attribute.
+    """
+    made = model.train_function
+    histories: list[Any] = []
+
+    def train_function(iterator: Any) -> Any:
+        # Each `fit` has a history; an error ends one without on_train_end.
+        histories.append(getattr(model, "history", None))
+        if histories[-1] is not histories[0]:
+            model.train_function = untimed
+            return untimed(iterator)
+        del histories[1:]
+        with counters.timing():
+            return made(iterator)
+
+    vars(train_function)["untimed"] = untimed
+    return train_function

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -88,12 +87,7 @@ def multi_worker_fit(
     if communication is None and _active:
         communication = _active[-1]
     # Metrics are summed in their own dtype, to keep counts exact.
-    communication = dataclasses.replace(
-        communication or communication_lib.Communication(),
-        dtype=None,
-        error_feedback=False,
-        rounding="nearest",
-    )
+    communication = (communication or communication_lib.Communication()).exact()
     undo = (
         keras_training_loops.replace(
             _loop_of_worker, _mean_of_replicas, replica_context.spans_processes

@@ -13,7 +13,7 @@ from typing import Any, IO
 
 # glibc gives the memory of a large buffer back when it is freed, and the kernel
 # clears it page by page when it is needed again: for each message of a step.
-# With these it is kept; a step took 0.74 of the time (benchmarks/README.md).
+# With these it is kept: 208 MB took 0.78 of the time (benchmarks/README.md).
 # 32 MiB is the largest threshold that glibc takes.
 KEEPS_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),

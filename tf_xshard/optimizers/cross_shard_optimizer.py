@@ -215,7 +215,9 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             self._post_hook.bound_to(variables, inner.scale_loss),
         )
         with recorder.labelled("statistics"):
-            gradients += self._reducer.reduce(*statistics, here, "mean")
+            gradients += self._reducer.reduce(
+                *statistics, here, "mean", exact=True
+            )
         variables += statistics.variables
         finite = None
         if tree.has_loss_scale_optimizer(inner):

@@ -41,7 +41,8 @@ def communication_plan(
 
     Args:
       model: A compiled and built model, whose own gradients (dense,
-        IndexedSlices or None) are planned; or one of this package's optimizers.
+        IndexedSlices or None) are planned, each output taken to have a loss; or
+        one of this package's optimizers.
         Of a model without `inputs` (a subclass with a `call` of its own), and
         of an optimizer, all gradients are taken to be dense.
       variables: The variables to train, for an optimizer; None (default) for
@@ -88,20 +89,21 @@ def communication_plan(
         with strategy.scope():
             optimizer.build(variables)
 
-    def on_replica(*features: tf.Tensor) -> None:
-        gradients: list = [tf.zeros(v.shape, v.dtype) for v in variables]
-        if features:
+    def on_replica(features: Any) -> None:
+        if features is None:
+            gradients: list = [tf.zeros(v.shape, v.dtype) for v in variables]
+        else:
             gradients = _gradients(model, variables, features)
         optimizer.apply(gradients, variables)
 
     step = tf.function(
-        lambda *features: strategy.run(on_replica, features), autograph=False
+        lambda features: strategy.run(on_replica, (features,)), autograph=False
     )
     with contextlib.ExitStack() as stack:
         for one in tree.wrappers(optimizer):
             stack.enter_context(one.forgetting_traces())
         found = stack.enter_context(recorder.recorded())
-        step.get_concrete_function(*inputs)
+        step.get_concrete_function(inputs)
     first = min((r for _, r in found if r is not None), default=None)
     collectives = [one for one, r in found if r == first]
     num_local = strategy.num_replicas_in_sync
@@ -133,13 +135,16 @@ def _checked(model: Any, variables: Sequence | None) -> tuple:
                 " variables yet. Begin it with a keras.layers.Input, or call"
                 " build() with the shape of its inputs."
             )
-        inputs = [
-            tf.TensorSpec([1, *one.shape[1:]], one.dtype)
-            for one in tf.nest.flatten(getattr(model, "inputs", None) or [])
-        ]
-        variables = list(model.trainable_variables)
+        inputs = _inputs(model)
+        variables = model.trainable_variables
     else:
-        optimizer, inputs = model, []
+        optimizer, inputs = model, None
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "communication_plan(): a LossScaleOptimizer is around the"
+            f" optimizer {optimizer.inner_optimizer.name!r}; it belongs inside."
+            " Pass auto_scale_loss=False to compile."
+        )
     if not tree.is_wrapper(optimizer):
         raise ValueError(
             "communication_plan() plans what the optimizers of tf_xshard"
@@ -154,22 +159,37 @@ def _checked(model: Any, variables: Sequence | None) -> tuple:
                 " it does not know what it trains. Pass its variables."
             )
         variables = keras_optimizer_state.trainable_variables(optimizer)
+    if not isinstance(variables, (list, tuple)) or not all(
+        isinstance(one, (keras.Variable, tf.Variable)) for one in variables
+    ):
+        raise TypeError(
+            "communication_plan(optimizer, variables): variables must be a"
+            f" list of variables, got {variables!r}."
+        )
     return optimizer, list(variables), inputs
 
 
-def _gradients(
-    model: keras.Model, variables: Sequence, features: Sequence[tf.Tensor]
-) -> list:
+def _inputs(model: keras.Model) -> Any:
+    """Specs in the structure that the model takes, None if it is unknown."""
+    if not getattr(model, "inputs", None):
+        return None
+    is_sequential = isinstance(model, keras.Sequential)
+    return tf.nest.map_structure(
+        lambda one: tf.TensorSpec(
+            [one.shape[0] or 1, *one.shape[1:]], one.dtype
+        ),
+        model.inputs[0] if is_sequential else model.input,
+    )
+
+
+def _gradients(model: keras.Model, variables: Sequence, features: Any) -> list:
     """The gradients of all outputs: of the kinds that training has."""
     with tf.GradientTape() as tape:
-        outputs = model(
-            features[0] if len(features) == 1 else list(features),
-            training=True,
-        )
+        outputs = model(features, training=True)
         total = tf.add_n(
             [
                 tf.reduce_sum(tf.cast(one, tf.float32))
-                for one in tf.nest.flatten(outputs)
+                for one in tf.nest.flatten([outputs, model.losses])
             ]
         )
     return tape.gradient(total, [getattr(v, "value", v) for v in variables])

@@ -122,6 +122,7 @@ class GroupReducer:
         here: replica_context.Here,
         reduction: str,
         multiplier: float = 1,
+        exact: bool = False,
     ) -> list:
         """The mean or sum of a group's gradients, times `multiplier`.
 
@@ -132,6 +133,7 @@ class GroupReducer:
           reduction: `"mean"` or `"sum"`.
           multiplier: The factor that undoes the division of the loss. Combined
             with the mean's into one factor: two multiplications change bits.
+          exact: Whether they are communicated in their own dtype.
 
         Returns:
           A list like `sum`'s.
@@ -140,7 +142,7 @@ class GroupReducer:
             multiplier = multiplier / self._groups_here(here).group_size
         return [
             gradients_lib.scaled(total, multiplier)
-            for total in self.sum(gradients, variables, here)
+            for total in self.sum(gradients, variables, here, exact)
         ]
 
     def sum(
@@ -148,6 +150,7 @@ class GroupReducer:
         gradients: Sequence,
         variables: Sequence,
         here: replica_context.Here,
+        exact: bool = False,
     ) -> list:
         """Sums gradients over the group of this replica.
 
@@ -156,6 +159,7 @@ class GroupReducer:
             IndexedSlices or None. From `gradients.standardized`.
           variables: The variables they belong to, the same on all replicas.
           here: Where the code runs.
+          exact: See `reduce`.
 
         Returns:
           A list like `gradients`, bitwise equal on all replicas of a group.
@@ -169,7 +173,7 @@ class GroupReducer:
         groups = self._groups_here(here)
         if groups.group_size == 1 or not variables or self.is_redundant:
             return list(gradients)
-        transport = self.transport(here)
+        transport = self.transport(here, exact)
         return self.combined(
             gradients,
             variables,
@@ -195,10 +199,13 @@ class GroupReducer:
         [total] = self.transport(here).sum([tensor])
         return total
 
-    def transport(self, here: replica_context.Here) -> transport_lib.Transport:
+    def transport(
+        self, here: replica_context.Here, exact: bool = False
+    ) -> transport_lib.Transport:
         """The path on which the group of this replica communicates."""
+        how = self.communication.exact() if exact else self.communication
         return collectives.choose(
-            here, self._groups_here(here), self.communication, self.owner
+            here, self._groups_here(here), how, self.owner
         )
 
     def with_feedback(
@@ -222,7 +229,7 @@ class GroupReducer:
         Raises:
           ValueError: If something is to be kept where nothing can be.
         """
-        if not self.communication.error_feedback:
+        if not transport.communication.error_feedback:
             return reduce(tensors, transport).values
         if self.residuals is None:
             raise ValueError(

@@ -108,7 +108,10 @@ def _rounded(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Integers, and what they lose."""
     integers = _integers(split, scales, noise)
-    return integers, split - _multiplied(integers, scales)
+    lost = split - _multiplied(integers, scales)
+    # Of a block that is not finite there is nothing to keep.
+    is_finite = tf.math.is_finite(scales)[:, :, tf.newaxis]
+    return integers, tf.where(is_finite, lost, tf.zeros_like(lost))
 
 
 def _integers(

@@ -100,7 +100,12 @@ def _lost_by_cast(
 ) -> list[tf.Tensor] | None:
     if not transport.communication.error_feedback:
         return None
-    return [
+    lost = [
         tensor - tf.cast(one, tensor.dtype)
         for tensor, one in zip(tensors, sent, strict=True)
+    ]
+    # Of a number that is not finite there is nothing to keep.
+    return [
+        tf.where(tf.math.is_finite(one), one, tf.zeros_like(one))
+        for one in lost
     ]
