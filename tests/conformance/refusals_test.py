@@ -399,7 +399,7 @@ def test_a_hook_that_returns_something_else(returned):
             "must be a number",
         ),
         (
-            lambda: tf_xshard.Communication(dtype="int8"),
+            lambda: tf_xshard.Communication(dtype="int16"),
             ValueError,
             "Supported",
         ),
