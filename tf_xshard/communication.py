@@ -33,10 +33,10 @@ class Communication:
         replicas, gradients are summed in float32, or in their own dtype if that
         has 16 bits. float16 overflows above 65504. `"int8"` sends a quarter of
         float32's bytes: 8-bit integers with one float32 scale for each 256,
-        added up in float32, whose range also those of float64 must have, and
-        rounded once more. Rows of IndexedSlices are
-        then sent in their own dtype. Under MirroredStrategy and
-        MultiWorkerMirroredStrategy only, in a `tf.function` over processes.
+        added up in float32 (whose range float64 gradients need to keep to) and
+        rounded once more. Rows of IndexedSlices are then sent in their own
+        dtype. Under MirroredStrategy and MultiWorkerMirroredStrategy only, in a
+        `tf.function` over processes.
       bytes_per_bucket: Gradients are packed into buckets of about this many
         bytes, an int >= 1, default 16 MiB. A gradient is never split. Several
         buckets are in flight at once, the last layers' first, to overlap
@@ -185,9 +185,12 @@ class Communication:
         """
         config = dataclasses.asdict(self)
         # Version 0.1.0 does not know these.
-        for name in ("error_feedback", "rounding"):
-            if config[name] == type(self).__dataclass_fields__[name].default:
-                del config[name]
+        for field in dataclasses.fields(self):
+            if (
+                field.name in ("error_feedback", "rounding")
+                and config[field.name] == field.default
+            ):
+                del config[field.name]
         return config
 
 

@@ -257,6 +257,7 @@ def test_a_difference():
     ]
     difference = plans[0].difference(plans[1])
     assert difference.ratio("bytes_per_step") == 0.25
+    assert plans[2].seconds_per_step is None  # Of nothing, too.
     assert difference.ratio("bucket_bytes") == 1.0
     assert "bytes_per_step        644 B" in str(difference)
     assert plans[2].difference(plans[0]).ratio("bytes_per_step") == float("inf")

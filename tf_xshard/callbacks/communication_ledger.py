@@ -43,7 +43,8 @@ class CommunicationLedger(keras.callbacks.Callback):
       rows_per_step: See `communication_plan`; only used on TPUs.
 
     Raises:
-      ValueError: If `rows_per_step` is not a positive int.
+      TypeError: If `rows_per_step` is not an int.
+      ValueError: If it is not positive.
 
     Attributes:
       totals: The sums over all epochs so far, a dict with the names above.
@@ -82,6 +83,7 @@ class CommunicationLedger(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
+        self._plan = None
         if isinstance(
             self.model.distribute_strategy, tf.distribute.TPUStrategy
         ):
@@ -177,15 +179,14 @@ def _timed(model: keras.Model, untimed: Callable) -> Callable:
       A function of an iterator, with `untimed` as an attribute.
     """
     made = model.train_function
-    histories: list[Any] = []
+    # None if the list of callbacks keeps no history.
+    history = getattr(model, "history", None)
 
     def train_function(iterator: Any) -> Any:
-        # Each `fit` has a history; an error ends one without on_train_end.
-        histories.append(getattr(model, "history", None))
-        if histories[-1] is not histories[0]:
+        # Each `fit` has its own; an error ends one without on_train_end.
+        if getattr(model, "history", None) is not history:
             model.train_function = untimed
             return untimed(iterator)
-        del histories[1:]
         with counters.timing():
             return made(iterator)
 

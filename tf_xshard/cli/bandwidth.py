@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -50,7 +50,7 @@ def measure(
     progress = keras.utils.Progbar(len(cases), verbose=int(shows))
     rows: list[tuple[str, float, float, str]] = []
     for number, case in enumerate(cases):
-        rows += _measured(strategy, *case)
+        rows.append(_measured(strategy, *case))
         progress.update(number + 1)
     if not shows:
         return
@@ -66,7 +66,7 @@ def measure(
 
 def _measured(
     strategy: tf.distribute.Strategy, mode: str, operation: str, size: int
-) -> Iterator[tuple[str, float, float, str]]:
+) -> tuple[str, float, float, str]:
     """The collective's name, its milliseconds, its GB/s, and the path."""
     num_replicas = strategy.num_replicas_in_sync
     num_floats = size * 1_000_000 // _BYTES_PER_FLOAT
@@ -102,12 +102,10 @@ def _measured(
     )
     first = [one for one, r in found if r == found[0][1]]
     sent = sum(
-        recorder.bytes_sent(
-            one.operation, one.num_bytes or 0, one.groups.group_size
-        )
+        recorder.bytes_sent(one.operation, one.num_bytes, one.groups.group_size)
         for one in first
     )
-    yield (
+    return (
         first[0].operation,
         1e3 * seconds,
         sent / seconds / 1e9,

@@ -48,7 +48,11 @@ class MergeCall(transport.Transport):
     ) -> list[tf.Tensor]:
         """Applies a function to the tensors of each group."""
         for position, tensor in enumerate(tensors):
-            counters.count_in_python(self._note(operation, tensor, position))
+            cost = self._note(operation, tensor, position)
+            if (
+                tf.executing_eagerly()
+            ):  # Not in a graph of TF1, which runs later.
+                counters.count_in_python(cost)
 
         def in_cross_replica_context(
             strategy: tf.distribute.Strategy, *per_replica: Any

@@ -117,6 +117,7 @@ def communication_plan(
         strategy.num_replicas_in_sync,
         sum(map(_bytes_on_a_replica, optimizer.variables)),
         sum(one.num_bytes for one in operations if one.num_variables > 1),
+        speeds,
     )
 
 

@@ -38,12 +38,15 @@ class CommunicationPlan:
       num_replicas: The number of replicas.
       slot_bytes: The optimizer's variables on one replica, in bytes.
       bucket_bytes: What packing copies, in bytes, while a step communicates.
+      gigabytes_per_second: The speed of a link within a host and across hosts;
+        None for a plan without times.
     """
 
     operations: tuple[PlannedOperation, ...]
     num_replicas: int
     slot_bytes: int
     bucket_bytes: int
+    gigabytes_per_second: tuple[float, float] | None = None
 
     @property
     def steps_per_update(self) -> int:
@@ -68,7 +71,7 @@ class CommunicationPlan:
     @property
     def seconds_per_step(self) -> float | None:
         """The time at the plan's speed, in seconds; None without one."""
-        if any(one.seconds is None for one in self.operations):
+        if self.gigabytes_per_second is None:
             return None
         return sum((one.seconds or 0) / one.every for one in self.operations)
 

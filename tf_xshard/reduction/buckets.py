@@ -237,8 +237,8 @@ def _unpacked(
     total: tf.Tensor, shapes: Sequence[tf.TensorShape], num_zeros: int
 ) -> list[tf.Tensor]:
     """Reverses `_packed`."""
-    if len(shapes) == 1 and not num_zeros:
-        return [tf.reshape(total, shapes[0])]
+    if len(shapes) == 1 and total.shape == shapes[0]:
+        return [total]
     sizes = [math.prod(shape) for shape in shapes]
     *parts, _ = tf.split(total, [*sizes, num_zeros])
     return [

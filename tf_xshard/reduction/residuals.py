@@ -85,6 +85,8 @@ class Residuals:
           variables: The variables whose gradients were communicated.
           lost: A tensor for each.
         """
+        # A step that failed before `keep` may have left some.
+        self._step.updates.clear()
         for variable, value in zip(variables, lost, strict=True):
             residual = self._of.get(_key(variable))
             if residual is not None:
