@@ -198,3 +198,12 @@ def test_one_ledger_for_two_models():
 def test_bad_rows(value):
     with pytest.raises((TypeError, ValueError), match="rows_per_step"):
         tf_xshard.CommunicationLedger(rows_per_step=value)
+
+
+def test_one_ledger_on_a_tpu_and_elsewhere():
+    """The plan of the first is not that of the second."""
+    ledger = tf_xshard.CommunicationLedger()
+    make = lambda: tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
+    _fit(_model(replicas.tpu(2), make), ledger, epochs=1)
+    history = _fit(_model(replicas.mirrored(2), make), ledger, epochs=1)
+    assert history["communication_seconds"][0] > 0

@@ -345,15 +345,20 @@ def test_refused_places():
 
 
 def test_group_reduce():
+    """The mean of replicas whose values are one and three times these."""
     strategy = replicas.mirrored(2)
+    numbers = np.array([1.0, 2.0, 127.0], "float32")
+    values = strategy.experimental_distribute_values_from_function(
+        lambda c: tf.constant(numbers * (1 + 2 * c.replica_id_in_sync_group))
+    )
     result = strategy.run(
-        lambda: tf_xshard.group_reduce(
-            tf.constant([1.0, 2.0, 127.0]),
-            communication=tf_xshard.Communication(dtype="int8"),
-        )
+        lambda own: tf_xshard.group_reduce(
+            own, communication=tf_xshard.Communication(dtype="int8")
+        ),
+        (values,),
     )
     for value in strategy.experimental_local_results(result):
-        np.testing.assert_allclose(value, [1.0, 2.0, 127.0], rtol=1e-6)
+        np.testing.assert_allclose(value, 2 * numbers, rtol=1e-6)
 
 
 def test_fit_learns_as_with_float32():
@@ -417,11 +422,12 @@ def test_statistics_arrive_as_they_are():
             variable.overwrite_with_gradient = True
         optimizer = _optimizer()
         optimizer.build(variables)
-    values = [tf.constant(448.0), tf.constant(0.01)]
-    tf.function(
-        lambda: strategy.run(lambda: optimizer.apply(values, variables)),
-        autograph=False,
-    )()
-    for variable, expected in zip(variables, (448.0, 0.01), strict=True):
+    replicas.apply_once(
+        strategy,
+        optimizer,
+        lambda r: [tf.constant(448.0 * r), tf.constant(0.01 + 0.02 * r)],
+        variables,
+    )
+    for variable, expected in zip(variables, (224.0, 0.02), strict=True):
         for value in replicas.values(strategy, variable):
             np.testing.assert_allclose(value, expected, rtol=1e-6)

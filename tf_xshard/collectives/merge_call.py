@@ -49,9 +49,8 @@ class MergeCall(transport.Transport):
         """Applies a function to the tensors of each group."""
         for position, tensor in enumerate(tensors):
             cost = self._note(operation, tensor, position)
-            if (
-                tf.executing_eagerly()
-            ):  # Not in a graph of TF1, which runs later.
+            # A graph of TF1 runs later.
+            if tf.executing_eagerly():
                 counters.count_in_python(cost)
 
         def in_cross_replica_context(
