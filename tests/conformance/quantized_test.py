@@ -1,5 +1,6 @@
 """Gradients as 8-bit integers, with error feedback, against NumPy."""
 
+import functools
 import itertools
 
 import keras
@@ -88,12 +89,13 @@ def _largest_difference(got, gradients, groups, **kwargs):
     largest = 0.0
     for members in groups:
         members = sorted(members)
-        oracle = quantized_oracle.Training(SHAPES, len(members), **kwargs)
+        shapes = [one.shape for one in gradients[0][0]]
+        oracle = quantized_oracle.Training(shapes, len(members), **kwargs)
         for of_replicas in gradients:
             oracle.step([of_replicas[r] for r in members])
         weights, residuals = got
         for position, replica in enumerate(members):
-            for i in range(len(SHAPES)):
+            for i in range(len(shapes)):
                 for mine, theirs in (
                     (weights[i][replica], oracle.weights[i]),
                     (residuals[i][replica], oracle.residuals[position][i]),
@@ -128,7 +130,7 @@ def test_it_is_the_simulation(name, sharded, graph):
         GROUPS[name],
         feedback=feedback,
         sharded=sharded,
-        packed=graph,
+        packs=None if graph else [[i] for i in range(len(SHAPES))],
     )
     assert compare(1) < 1e-6
     assert compare(0) > 1e-4, "the residual is dropped"
@@ -140,6 +142,26 @@ def test_it_is_the_simulation(name, sharded, graph):
                 np.testing.assert_array_equal(
                     values[replica], values[members[0]]
                 )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_large_tensors_are_quantized_by_themselves(sharded):
+    """1 MiB, between two small ones, which are quantized together."""
+    # One step: in a second one a few of so many numbers are near the middle of
+    # two integers, where float32's last digit decides.
+    gradients = _gradients(4, [(7, 13), (525, 501), (3,)], 1)
+    got = _trained(
+        replicas.mirrored(4),
+        lambda: _optimizer(
+            group_assignment=GROUPS["crossed"], shard_update=sharded
+        ),
+        gradients,
+    )
+    compare = functools.partial(
+        _largest_difference, got, gradients, GROUPS["crossed"], sharded=sharded
+    )
+    assert compare(packs=[[1], [0, 2]]) < 1e-6
+    assert compare(packs=[[0, 1, 2]]) > 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float16"])

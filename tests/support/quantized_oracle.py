@@ -64,20 +64,20 @@ class Training:
       feedback: How often a replica's loss is added to its next gradient: 1; 0
         and 2 are mutants.
       sharded: Whether each replica updates a shard.
-      packed: Whether all tensors are in one bucket, or each by itself.
+      packs: Positions of variables that are quantized together; by default all.
     """
 
     def __init__(
-        self, shapes, group_size, feedback=1, sharded=False, packed=True
+        self, shapes, group_size, feedback=1, sharded=False, packs=None
     ):
         self._shapes, self._size = shapes, group_size
         self._feedback, self._sharded = feedback, sharded
-        self._parts = [self]
-        if not packed:
-            self._parts = [
-                Training([shape], group_size, feedback, sharded)
-                for shape in shapes
-            ]
+        self._packs = packs or [list(range(len(shapes)))]
+        self._parts = [
+            Training([shapes[i] for i in pack], group_size, feedback, sharded)
+            for pack in self._packs
+            if len(self._packs) > 1
+        ]
         self.weights = [np.zeros(s, "float32") for s in shapes]
         self.residuals = [
             [np.zeros(s, "float32") for s in shapes] for _ in range(group_size)
@@ -85,14 +85,17 @@ class Training:
 
     def step(self, gradients):
         """`gradients[replica][variable]`."""
-        if len(self._parts) > 1:
-            for i, one in enumerate(self._parts):
-                one.step([[of_replica[i]] for of_replica in gradients])
-            self.weights = [one.weights[0] for one in self._parts]
-            self.residuals = [
-                [one.residuals[r][0] for one in self._parts]
-                for r in range(self._size)
-            ]
+        for pack, part in zip(self._packs, self._parts, strict=False):
+            part.step(
+                [[of_replica[i] for i in pack] for of_replica in gradients]
+            )
+            for at, i in enumerate(pack):
+                self.weights[i] = part.weights[at]
+                for mine, theirs in zip(
+                    self.residuals, part.residuals, strict=True
+                ):
+                    mine[i] = theirs[at]
+        if self._parts:
             return
         feedback = np.float32(self._feedback)
         fed = [

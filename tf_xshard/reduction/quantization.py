@@ -92,10 +92,10 @@ def quantized(
     noise = None if nearest else tf.random.uniform(shape)
     is_compiled = fused and nearest
     if keeps_lost:
-        round_ = _compiled(_rounded) if is_compiled else _rounded
+        round_ = compiled(_rounded) if is_compiled else _rounded
         integers, lost = round_(split, scales, noise)
     else:
-        round_ = _compiled(_integers) if is_compiled else _integers
+        round_ = compiled(_integers) if is_compiled else _integers
         integers, lost = round_(split, scales, noise), None
     by_word = [rows.shape[0], -1, _PER_WORD]
     words = tf.bitcast(tf.reshape(integers, by_word), tf.int32)
@@ -108,7 +108,7 @@ def _rounded(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Integers, and what they lose."""
     integers = _integers(split, scales, noise)
-    lost = split - _multiplied(integers, scales)
+    lost = split - _scaled(integers, scales)
     # Of a block that is not finite there is nothing to keep.
     is_finite = tf.math.is_finite(scales)[:, :, tf.newaxis]
     return integers, tf.where(is_finite, lost, tf.zeros_like(lost))
@@ -140,8 +140,8 @@ def summed(
     Returns:
       A float32 tensor of shape [blocks.row_size].
     """
-    add = _compiled(_added) if fused else _added
-    return tf.reshape(add(*_received(sent, blocks)), [blocks.row_size])
+    add = compiled(_added) if fused else _added
+    return add(sent, blocks)
 
 
 def dequantized(
@@ -157,8 +157,8 @@ def dequantized(
     Returns:
       A float32 tensor of shape [num_rows, blocks.row_size].
     """
-    multiply = _compiled(_multiplied) if fused else _multiplied
-    return tf.reshape(multiply(*_received(sent, blocks)), [-1, blocks.row_size])
+    multiply = compiled(_multiplied) if fused else _multiplied
+    return multiply(sent, blocks)
 
 
 def _received(sent: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor]:
@@ -169,14 +169,27 @@ def _received(sent: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor]:
     return integers, tf.bitcast(sent[:, words:], tf.float32)
 
 
-def _multiplied(integers: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
+def _scaled(integers: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
     return tf.cast(integers, tf.float32) * scales[:, :, tf.newaxis]
 
 
-def _added(integers: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(_multiplied(integers, scales), 0)
+def _multiplied(sent: tf.Tensor, blocks: Blocks) -> tf.Tensor:
+    numbers = _scaled(*_received(sent, blocks))
+    return tf.reshape(numbers, [-1, blocks.row_size])
+
+
+def _added(sent: tf.Tensor, blocks: Blocks) -> tf.Tensor:
+    return tf.reduce_sum(_multiplied(sent, blocks), 0)
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
+def compiled(function: Callable) -> Callable:
+    """The same function, fused by XLA.
+
+    Args:
+      function: Of tensors, and of values that are no tensors.
+
+    Returns:
+      A function like it, which is compiled for each combination of shapes.
+    """
     return tf.function(function, jit_compile=True, autograph=False)

@@ -8,6 +8,7 @@ rows of this replica, one for each of its group
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -34,99 +35,148 @@ def padding(num_elements: int, group_size: int) -> int:
 
 
 def scattered(
-    rows: Sequence[tf.Tensor], transport: transport_lib.Transport
+    buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> tuple[list[tf.Tensor], Lost]:
     """The rows of group sums at this replica's position in its group.
 
     Args:
-      rows: This replica's tensors, of shapes [group_size, size].
+      buckets: This replica's tensors, of shapes [group_size, size]; those of a
+        bucket are sent together.
       transport: The `Transport` to use.
 
     Returns:
-      Tensors of shapes [size], float32, and what was lost of `rows`; None
-      without error feedback.
+      For each tensor, in order, one of shape [size], float32, and what was lost
+      of it; None without error feedback.
 
     Raises:
       ValueError: If the transport has no all-to-all.
     """
-    sizes = [one.shape[1] for one in rows]
-    padded = [
-        tf.pad(one, [[0, 0], [0, padding(size, 1)]])
-        if padding(size, 1)
-        else one
-        for one, size in zip(rows, sizes, strict=True)
-    ]
-    sums, lost = _scattered(padded, transport)
+    sizes = [one.shape[1] for bucket in buckets for one in bucket]
+    sums, lost = _scattered(
+        [[_whole_blocks(one) for one in bucket] for bucket in buckets],
+        transport,
+    )
     if lost is not None:
         lost = [one[:, :size] for one, size in zip(lost, sizes, strict=True)]
     return [one[:size] for one, size in zip(sums, sizes, strict=True)], lost
 
 
+def _whole_blocks(rows: tf.Tensor) -> tf.Tensor:
+    num_zeros = padding(rows.shape[1], 1)
+    return tf.pad(rows, [[0, 0], [0, num_zeros]]) if num_zeros else rows
+
+
 def summed(
-    tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
+    buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> tuple[list[tf.Tensor], Lost]:
     """The group sums of tensors.
 
     Args:
-      tensors: This replica's tensors, with `padding` zeros at the end.
+      buckets: This replica's tensors, with `padding` zeros at the end; those of
+        a bucket are sent together.
       transport: The `Transport` to use.
 
     Returns:
-      Tensors of rank 1, float32, and what was lost of `tensors`; None without
-      error feedback.
+      For each tensor, in order, one of rank 1, float32, and what was lost of
+      it; None without error feedback.
 
     Raises:
       ValueError: If the transport has no all-to-all.
     """
     group_size = transport.groups.group_size
-    parts, lost = _scattered(
-        [tf.reshape(one, [group_size, -1]) for one in tensors], transport
+    sums, lost = _scattered(
+        [
+            [tf.reshape(one, [group_size, -1]) for one in bucket]
+            for bucket in buckets
+        ],
+        transport,
     )
     sent, lost_of_sums = _quantized(
-        [one[tf.newaxis] for one in parts], transport
+        [one[tf.newaxis] for one in sums], transport
     )
+    counts = [len(bucket) for bucket in buckets]
     with recorder.labelled(dtype="int8"):
-        stacks = transport.all_gather([one[0] for one in sent])
-    totals = [
-        quantization.dequantized(
-            stack,
-            quantization.blocks_for(part.shape[0]),
-            fused=_is_fused(transport),
+        stacks = transport.all_gather(
+            [one[0] for one in _together(sent, counts)]
         )
-        for stack, part in zip(stacks, parts, strict=True)
-    ]
-    totals = [tf.reshape(one, [-1]) for one in totals]
-    if lost is None or lost_of_sums is None:
-        return totals, None
-    # What is lost of a sum is lost once: its owner adds it to its next part.
-    own = transport.position()
-    return totals, [
+    totals = [
         tf.reshape(
-            tf.concat(
-                [one[:own], one[own : own + 1] + of_sum, one[own + 1 :]], 0
+            quantization.dequantized(
+                stack,
+                quantization.blocks_for(own.shape[0]),
+                fused=_is_fused(transport),
             ),
             [-1],
         )
+        for stack, own in zip(_apart(stacks, sent, counts), sums, strict=True)
+    ]
+    if lost is None or lost_of_sums is None:
+        return totals, None
+    # What is lost of a sum is lost once: its owner adds it to its next part.
+    own = tf.one_hot(transport.position(), group_size)[:, tf.newaxis]
+    add = (
+        quantization.compiled(_added_row)
+        if _is_fused(transport)
+        else _added_row
+    )
+    return totals, [
+        tf.reshape(add(one, of_sum, own), [-1])
         for one, of_sum in zip(lost, lost_of_sums, strict=True)
     ]
 
 
+def _added_row(
+    rows: tf.Tensor, row: tf.Tensor, is_there: tf.Tensor
+) -> tf.Tensor:
+    return rows + is_there * row
+
+
 def _scattered(
-    rows: Sequence[tf.Tensor], transport: transport_lib.Transport
+    buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> tuple[list[tf.Tensor], Lost]:
     """`scattered`, of rows that consist of whole blocks."""
-    sent, lost = _quantized(rows, transport)
+    tensors = [one for bucket in buckets for one in bucket]
+    counts = [len(bucket) for bucket in buckets]
+    sent, lost = _quantized(tensors, transport)
     with recorder.labelled(dtype="int8"):
-        received = transport.all_to_all(sent)
+        received = transport.all_to_all(_together(sent, counts))
     sums = [
         quantization.summed(
             one,
             quantization.blocks_for(own.shape[1]),
             fused=_is_fused(transport),
         )
-        for one, own in zip(received, rows, strict=True)
+        for one, own in zip(
+            _apart(received, sent, counts), tensors, strict=True
+        )
     ]
     return sums, lost
+
+
+def _together(
+    tensors: Sequence[tf.Tensor], counts: Sequence[int]
+) -> list[tf.Tensor]:
+    """One tensor for each bucket."""
+    rest = iter(tensors)
+    return [
+        tf.concat(list(itertools.islice(rest, count)), 1) for count in counts
+    ]
+
+
+def _apart(
+    buckets: Sequence[tf.Tensor],
+    tensors: Sequence[tf.Tensor],
+    counts: Sequence[int],
+) -> list[tf.Tensor]:
+    """Reverses `_together`; `tensors` are those that were put together."""
+    rest = iter(tensors)
+    return [
+        part
+        for bucket, count in zip(buckets, counts, strict=True)
+        for part in tf.split(
+            bucket, [one.shape[1] for one in itertools.islice(rest, count)], 1
+        )
+    ]
 
 
 def _quantized(

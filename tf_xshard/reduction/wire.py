@@ -34,18 +34,33 @@ def padding(num_elements: int, transport: transport_lib.Transport) -> int:
     Returns:
       An int.
     """
-    if transport.communication.dtype != "int8":
+    if not are_quantized(transport):
         return 0
     return quantized_sum.padding(num_elements, transport.groups.group_size)
 
 
+def are_quantized(transport: transport_lib.Transport) -> bool:
+    """Whether tensors shrink before they are sent.
+
+    Then packing large ones would take longer than packing what is sent.
+
+    Args:
+      transport: The `Transport` to use.
+
+    Returns:
+      Whether a bucket may have several tensors; otherwise it has one.
+    """
+    return transport.communication.dtype == "int8"
+
+
 def summed(
-    tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
+    buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> Received:
     """The group sums of tensors.
 
     Args:
-      tensors: This replica's tensors, of known shapes, with `padding` zeros.
+      buckets: This replica's tensors, of known shapes, with `padding` zeros;
+        a bucket has one unless they `are_quantized`.
       transport: The `Transport` to use.
 
     Returns:
@@ -54,8 +69,9 @@ def summed(
     Raises:
       ValueError: If the transport cannot sum a dtype.
     """
-    if transport.communication.dtype == "int8":
-        return Received(*quantized_sum.summed(tensors, transport))
+    if are_quantized(transport):
+        return Received(*quantized_sum.summed(buckets, transport))
+    tensors = [tensor for [tensor] in buckets]
     sent = [_cast(tensor, transport) for tensor in tensors]
     return Received(
         transport.sum(sent), _lost_by_cast(tensors, sent, transport)
@@ -63,12 +79,12 @@ def summed(
 
 
 def scattered(
-    rows: Sequence[tf.Tensor], transport: transport_lib.Transport
+    buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> Received:
     """The rows of group sums at this replica's position in its group.
 
     Args:
-      rows: This replica's tensors, of shapes [group_size, size].
+      buckets: As for `summed`, of shapes [group_size, size].
       transport: The `Transport` to use.
 
     Returns:
@@ -77,8 +93,9 @@ def scattered(
     Raises:
       ValueError: If the transport cannot sum a dtype.
     """
-    if transport.communication.dtype == "int8":
-        return Received(*quantized_sum.scattered(rows, transport))
+    if are_quantized(transport):
+        return Received(*quantized_sum.scattered(buckets, transport))
+    rows = [tensor for [tensor] in buckets]
     sent = [_cast(tensor, transport) for tensor in rows]
     return Received(
         transport.reduce_scatter(sent), _lost_by_cast(rows, sent, transport)
