@@ -49,8 +49,12 @@ _TIMEOUT_SECONDS = flags.DEFINE_integer(
     "timeout_seconds", 3600, "ends a run that hangs"
 )
 _ONLY = flags.DEFINE_multi_string("only", [], "a row to measure; default: all")
-_KEEP_MEMORY = flags.DEFINE_bool(
-    "keep_memory", True, "whether workers keep freed memory, as with `launch`"
+_SETTINGS = flags.DEFINE_enum(
+    "settings",
+    "launch",
+    ["launch", "memory", "none"],
+    "of the environment: those of `launch`, only those by which freed memory is"
+    " kept, or none",
 )
 _WORKER = flags.DEFINE_bool("worker", False, "for the program's own use")
 
@@ -91,6 +95,30 @@ def _with_feedback(tensors, here):
     sums = reducer.sum(tensors, _VARIABLES, here)
     reducer.residuals.keep(None)
     return sums
+
+
+class _AllToAll(subgroups.Subgroups):
+    """A sum as all-to-all, additions and all-gather, not as a ring."""
+
+    def _sum(self, tensors):
+        size = self.groups.group_size
+        rows = [tf.reshape(tensor, [size, -1]) for tensor in tensors]
+        gathered = self.all_gather(self.reduce_scatter(rows))
+        return [
+            tf.reshape(one, tensor.shape)
+            for one, tensor in zip(gathered, tensors, strict=True)
+        ]
+
+
+class _Gathered(subgroups.Subgroups):
+    """A sum as all-gather and additions: as many bytes, in groups of two."""
+
+    def _sum(self, tensors):
+        size = self.groups.group_size
+        return [
+            tf.add_n(tf.unstack(one, num=size))
+            for one in self.all_gather(tensors)
+        ]
 
 
 def _all_gather(tensors, here):
@@ -136,6 +164,8 @@ VARIANTS = {
         name: functools.partial(_ours, **setting)
         for name, setting in SETTINGS.items()
     },
+    "all-to-all and all-gather": functools.partial(_ours, transport=_AllToAll),
+    "all-gather, then sums": functools.partial(_ours, transport=_Gathered),
     ONE_HOT: functools.partial(_ours, transport=one_hot.OneHot),
     ALL_GATHER: _all_gather,
     EVERYONE: _everyone,
@@ -155,7 +185,7 @@ def _worker():
         _RESIDUALS.append(residuals.Residuals(variables))
 
     def make(variant):
-        @tf.function
+        @tf.function(autograph=False)
         def step():
             def on_replica():
                 tensors = [v.read_value() for v in variables]
@@ -167,7 +197,7 @@ def _worker():
 
         return step
 
-    @tf.function
+    @tf.function(autograph=False)
     def barrier():
         def on_replica():
             return tf.distribute.get_replica_context().all_reduce(
@@ -321,6 +351,13 @@ def _horovod() -> float:
     return json.loads(line.split("horovod ")[1])["median"]
 
 
+def _settings() -> dict[str, str]:
+    settings = {"launch": NUM_WORKERS, "memory": 1}
+    if _SETTINGS.value == "none":
+        return {}
+    return local_cluster.settings(settings[_SETTINGS.value])
+
+
 def main(argv):
     del argv
     if _WORKER.value:
@@ -341,10 +378,8 @@ def main(argv):
             *(f"--only={name}" for name in _ONLY.value),
         ],
         [(subprocess.PIPE, None)] + [(nowhere, nowhere)] * (NUM_WORKERS - 1),
-        {
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            **(local_cluster.KEEPS_FREED_MEMORY if _KEEP_MEMORY.value else {}),
-        },
+        {"TF_CPP_MIN_LOG_LEVEL": "3"},
+        _settings(),
         text=True,
     )
     ours = {}

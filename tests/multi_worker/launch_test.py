@@ -28,6 +28,8 @@ print("to stderr", file=sys.stderr)
 if case == "memory":
     names = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
     print("memory", *(os.environ[name] for name in names))
+if case == "threads":
+    print("threads", os.environ.get("TF_NUM_INTRAOP_THREADS"))
 if case == "fail" and rank == 1:
     raise ValueError("the cause")
 if case == "fail_once" and rank == 1 and not restart:
@@ -67,7 +69,8 @@ if case == "deaf":
 if case == "hangup":
     os.kill(os.getppid(), signal.SIGHUP)
 if case not in (
-    *("end", "memory", "fail_once", "fail_first", "child", "hangup"),
+    *("end", "memory", "threads", "fail_once", "fail_first", "child"),
+    "hangup",
 ):
     time.sleep(60)
 """
@@ -109,6 +112,24 @@ def test_all_end_well(script, monkeypatch, capfd):
         assert (restart, cluster) == (0, addresses)
         assert rest == "['--flag', 'a b']"
         assert f"[{rank}] to stderr" in err
+
+
+def test_workers_share_the_cores(script, monkeypatch, capfd):
+    """Unless the user wants something else, or a worker has them all."""
+    name = "TF_NUM_INTRAOP_THREADS"
+    cores = local_cluster.num_cores()
+    for number, own, expected in (
+        ("2", None, str(max(1, cores // 2))),
+        ("2", "7", "7"),
+        ("1", None, "None"),
+    ):
+        monkeypatch.delenv(name, raising=False)
+        if own:
+            monkeypatch.setenv(name, own)
+        arguments = ["--workers", number, script, "threads"]
+        code, out, _ = _launch(arguments, monkeypatch, capfd)
+        assert code == 0
+        assert f"[0] threads {expected}" in out
 
 
 def test_workers_keep_freed_memory(script, monkeypatch, capfd):

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tf_xshard.multi_worker import local_cluster
 from tf_xshard.multi_worker import worker_process
@@ -181,14 +181,15 @@ class _Job:
         self,
         program: Sequence[str],
         addresses: Sequence[str],
-        ranks: Iterable[int],
+        ranks: Sequence[int],
         restart: int,
     ) -> None:
         self._workers: list[worker_process.Worker] = []
+        settings = local_cluster.settings(len(ranks))
         try:
             for rank in ranks:
                 environment = {
-                    **local_cluster.KEEPS_FREED_MEMORY,
+                    **settings,
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
                     "TF_CONFIG": local_cluster.tf_config(addresses, rank),

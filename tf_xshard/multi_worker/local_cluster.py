@@ -13,15 +13,41 @@ from typing import Any, IO
 
 # glibc gives the memory of a large buffer back when it is freed, and the kernel
 # clears it page by page when it is needed again: for each message of a step.
-# With these it is kept: 208 MB took 0.78 of the time (benchmarks/README.md).
+# With these it is kept: 208 MB took 0.84 of the time (benchmarks/README.md).
 # 32 MiB is the largest threshold that glibc takes.
-KEEPS_FREED_MEMORY = {
+_KEEPS_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
 
 # As subprocess.Popen takes stdout and stderr.
 _Output = IO[Any] | int | None
+
+
+def settings(num_workers: int) -> dict[str, str]:
+    """Environment variables for workers that share this machine.
+
+    Each gets its share of the cores: with a thread for every core in every
+    worker, 208 MB in 8-bit integers took a fifth longer on two cores.
+
+    Args:
+      num_workers: How many workers run on this machine.
+
+    Returns:
+      Variables and their values. What the user has set should count more.
+    """
+    shared = {}
+    if num_workers > 1:
+        threads = max(1, num_cores() // num_workers)
+        shared["TF_NUM_INTRAOP_THREADS"] = str(threads)
+    return {**_KEEPS_FREED_MEMORY, **shared}
+
+
+def num_cores() -> int:
+    """Those that this process may use; macOS and Windows do not say which."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_ports(count: int) -> list[int]:
@@ -74,6 +100,7 @@ def start(
     arguments: Sequence[str],
     outputs: Sequence[tuple[_Output, _Output]],
     environment: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[subprocess.Popen[Any]]:
     """Starts one Python process per worker, each with its TF_CONFIG.
@@ -83,12 +110,16 @@ def start(
       outputs: For each worker, its stdout and stderr, as `Popen` takes them.
         The length is the number of workers.
       environment: Variables to set besides TF_CONFIG.
+      defaults: Variables that count less than what the user has set; by default
+        those of `settings`.
       **kwargs: Further arguments of `Popen`.
 
     Returns:
       The processes, in the order of ranks.
     """
     addresses = local_addresses(len(outputs))
+    if defaults is None:
+        defaults = settings(len(outputs))
     processes = []
     try:
         for rank, (stdout, stderr) in enumerate(outputs):
@@ -98,6 +129,7 @@ def start(
                     stdout=stdout,
                     stderr=stderr,
                     env={
+                        **defaults,
                         **os.environ,
                         **(environment or {}),
                         "TF_CONFIG": tf_config(addresses, rank),
