@@ -7,6 +7,9 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
+
+# Importing it postpones Python's garbage collector: before TensorFlow.
+from tests.support import garbage  # isort: skip
 import tensorflow as tf
 
 from tests.support import iterators
@@ -34,6 +37,11 @@ def report(request):
     """A function that prints a line at the end of the run."""
     # Properties come along when a test runs in another process.
     return lambda line: request.node.user_properties.append(("measured", line))
+
+
+def pytest_collection_finish(session):
+    del session
+    garbage.resume()
 
 
 def pytest_terminal_summary(terminalreporter):

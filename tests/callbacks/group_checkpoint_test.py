@@ -40,7 +40,7 @@ class _StopAt(keras.callbacks.Callback):
 @pytest.mark.parametrize(
     "every, stop, optimizer, kind",
     [
-        ("epoch", (1, 1), "adam", "mirrored"),
+        ("epoch", (1, 1), "momentum", "mirrored"),
         pytest.param(*(3, (1, 2), "agn", "tpu"), marks=replicas.in_full),
         pytest.param(
             *(1, (0, 2), "towers", "mirrored"), marks=replicas.in_full
@@ -120,7 +120,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     weights = len(group_training.variables(again)) - len(
         again.metrics_variables
     )
-    assert weights > 20
+    assert weights > 15
     for mine, theirs in zip(
         again.weights + again.optimizer.variables,
         model.weights + model.optimizer.variables,
@@ -173,7 +173,7 @@ def test_steps_per_execution_and_regroup(tmp_path):
         with strategy.scope():
             model = group_training.network()
             model.compile(
-                optimizer=group_training.OPTIMIZERS["adam"](groups),
+                optimizer=group_training.OPTIMIZERS["momentum"](groups),
                 loss="mse",
                 steps_per_execution=2,
             )

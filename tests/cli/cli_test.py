@@ -82,7 +82,6 @@ def test_demo(tmp_path):
     assert os.path.getsize(picture) > 10_000
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "wrapper, equal, wrong",
     [
@@ -109,7 +108,6 @@ def test_demo_of_the_other_wrappers(wrapper, equal, wrong, demo):
     assert [r for r in rows if r.startswith(wrong) and "WRONG" in r]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "wrapper, num_replicas, mutant, failure",
     [
@@ -175,7 +173,6 @@ def test_demo_refuses(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.full
 def test_doctor():
     run = _run("doctor")
     assert run.returncode == 0, run.stdout[-3000:]

@@ -308,7 +308,7 @@ def test_plan_ledger_and_wire_agree(results, name, report):
     report(f"{name}: {wire / planned:.3f} of the planned bytes on the wire")
     assert counted == planned
     assert sent["collectives"][0] == sent["collectives"][1]
-    assert 0.99 * planned < wire < 1.02 * planned
+    assert 0.99 * planned < wire < 1.01 * planned
 
 
 def test_the_ledger_of_fit(results):
@@ -485,7 +485,7 @@ def test_group_state_saves_and_restores(states, directory):
         assert "another process wrote, is missing here" in state["not_saved"]
         assert state["not_committed"]
     loaded = keras.models.load_model(directory / "group_1.keras")
-    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert type(loaded.optimizer) is keras.optimizers.SGD
     for value, expected in zip(
         loaded.get_weights(), states[0]["weights"][1]["model"], strict=True
     ):

@@ -13,6 +13,7 @@ from tf_xshard.collectives import watchdog
 
 NUM_FLOATS = 1 << 20
 NUM_STEPS = 4
+NUM_ROUNDS = 2
 CROSSED = [[0, 2], [1, 3]]
 
 
@@ -57,25 +58,28 @@ def _bytes_sent(strategy, make):
 
     for _ in range(NUM_STEPS):
         step()
-    tf_xshard.barrier(strategy)
-    before = counting.loopback_bytes()
-    # None of the others begins before that was read.
-    tf_xshard.barrier(strategy)
-    counted = watchdog.WATCHDOG.totals()
-    for _ in range(NUM_STEPS):
-        step()
-    after = watchdog.WATCHDOG.totals()
-    # The others may be later than this one.
-    tf_xshard.barrier(strategy)
-    time.sleep(0.25)
-    wire = counting.loopback_bytes() - before
+    wire = []
+    for _ in range(NUM_ROUNDS):
+        tf_xshard.barrier(strategy)
+        before = counting.loopback_bytes()
+        # None of the others begins before that was read.
+        tf_xshard.barrier(strategy)
+        counted = watchdog.WATCHDOG.totals()
+        for _ in range(NUM_STEPS):
+            step()
+        after = watchdog.WATCHDOG.totals()
+        # The others may be later than this one.
+        tf_xshard.barrier(strategy)
+        time.sleep(0.25)
+        wire.append(counting.loopback_bytes() - before)
     if plan is None:
         return None
     workers = strategy.num_replicas_in_sync
     return {
         "planned": plan.bytes_sent_per_step * NUM_STEPS * workers,
         "counted": (after.bytes_sent - counted.bytes_sent) * workers,
-        "wire": wire,
+        # Other programs may use the interface, too.
+        "wire": min(wire),
         "collectives": [
             plan.collectives_per_step * NUM_STEPS,
             after.collectives - counted.collectives,

@@ -179,10 +179,12 @@ def _main(connection):
     import tensorflow as tf
 
     import tf_xshard
+    from tests.support import garbage  # First: it postpones collection.
     from tests.support import iterators
 
     del keras, tf, tf_xshard
     iterators.without_autotuning()
+    garbage.resume()
     request, fds = _next_program(connection)
     if request["start_new_session"]:
         os.setsid()

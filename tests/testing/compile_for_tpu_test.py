@@ -81,11 +81,8 @@ def _fields(compiled):
     "topology, layout",
     [
         *(("v5e:2x4", layout) for layout in LAYOUTS),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in replicas.in_turn(
-                ("v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"), LAYOUTS
-            )
+        *replicas.in_turn(
+            ("v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"), LAYOUTS
         ),
     ],
 )
