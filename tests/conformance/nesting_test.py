@@ -108,8 +108,8 @@ def test_20_000_random_cases(first):
 
 @pytest.mark.parametrize("kind", replicas.TPUS)
 def test_random_cases_on_a_simulated_tpu(kind):
-    # The second has a loss scale and a sharded update.
-    for seed in (21_000, 21_007, 21_011):
+    # The second has a loss scale and a sharded update of one group.
+    for seed in (21_000, 22_040, 21_011):
         _random_cases(seed, 5, kind)
 
 

@@ -123,7 +123,7 @@ def _check_population(page, scope):
 
 @pytest.mark.full
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """And prints what it shows, except for numbers."""
+    """All of it; what it shows was written by `execute_notebook`."""
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))

@@ -26,7 +26,10 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import iterators
 from tf_xshard.optimizers import wrapper
+
+iterators.without_autotuning()
 
 SUITES = ("optimizers", "trainers", "callbacks", "saving", "legacy/saving")
 DISTRIBUTION = (
