@@ -11,10 +11,8 @@ the other, several times:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import subprocess
 import sys
 
 import keras
@@ -26,6 +24,7 @@ from absl import logging
 
 import tf_xshard
 from benchmarks import fit_model
+from benchmarks import horovod_run
 from benchmarks import measuring
 from tf_xshard.cli import logical_devices
 
@@ -94,14 +93,12 @@ def _train(name, side):
 
 def _command(side, name):
     if side == HOROVOD:
-        python = _HOROVOD_PYTHON.value
-        folder = os.path.dirname(python)
-        return [
-            *(os.path.join(folder, "horovodrun"), "--gloo"),
-            *("-np", str(fit_model.NUM_REPLICAS), python),
-            os.path.join(os.path.dirname(__file__), "horovod_fit.py"),
-            *(name, str(_EPOCHS.value)),
-        ]
+        return horovod_run.command(
+            _HOROVOD_PYTHON.value,
+            fit_model.NUM_REPLICAS,
+            "horovod_fit.py",
+            [name, str(_EPOCHS.value)],
+        )
     launch = ["tf_xshard", "launch", f"--workers={fit_model.NUM_REPLICAS}"]
     return [
         *(sys.executable, "-m"),
@@ -112,20 +109,13 @@ def _command(side, name):
 
 
 def _run(side, name):
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     if side == HOROVOD:
-        folder = os.path.dirname(_HOROVOD_PYTHON.value)
-        environment["PATH"] = f"{folder}:{environment['PATH']}"
-    run = subprocess.run(
-        _command(side, name),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=_TIMEOUT_SECONDS.value,
-        env=environment,
+        variables = horovod_run.environment(_HOROVOD_PYTHON.value)
+    _, found = horovod_run.printed(
+        _command(side, name), "measured", variables, _TIMEOUT_SECONDS.value
     )
-    [line] = [line for line in run.stdout.splitlines() if "measured " in line]
-    return json.loads(line.split("measured ")[1])
+    return found
 
 
 def _print_report(name, seconds):

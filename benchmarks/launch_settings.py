@@ -16,12 +16,12 @@ import sys
 from absl import app
 from absl import flags
 
+from benchmarks import group_sums
 from benchmarks import measuring
-from benchmarks import multi_worker
 
 _RUNS = flags.DEFINE_integer("runs", 3, "clusters of each kind", 2)
 
-ROWS = (multi_worker.OURS, multi_worker.INT8, multi_worker.FEEDBACK)
+ROWS = (group_sums.OURS, group_sums.INT8, group_sums.FEEDBACK)
 
 
 def _seconds(settings: str) -> dict[str, float]:

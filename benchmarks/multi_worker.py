@@ -1,18 +1,14 @@
 """Claim: subgroup collectives take half the time of a sum over all replicas.
 
 Four processes on one machine under MultiWorkerMirroredStrategy, 162 tensors and
-52 million float32 numbers per step, groups of two: our path in float32, again
-(the noise), in bfloat16, one tensor at a time, with several bucket sizes and
-numbers of buckets in flight, the strategy's own all_reduce over all four, a
-one-hot stack, an all_gather; interleaved, all in one run, with the bytes on the
-wire. With `--horovod_python`, the Python of an environment that has Horovod,
-its process sets on the same tensors, before and after:
+52 million float32 numbers per step, groups of two, summed in the ways of
+`group_sums`, interleaved, with the bytes on the wire. With `--horovod_python`,
+Horovod's process sets on the same tensors, before and after:
 `python -m benchmarks.multi_worker`.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import resource
@@ -27,17 +23,12 @@ from absl import app
 from absl import flags
 from absl import logging
 
+from benchmarks import group_sums
+from benchmarks import horovod_run
 from benchmarks import measuring
 from tests.support import counting
-from tf_xshard import communication as communication_lib
-from tf_xshard import group_assignment
-from tf_xshard.collectives import one_hot
-from tf_xshard.collectives import subgroups
 from tf_xshard.distribute import replica_context
 from tf_xshard.multi_worker import local_cluster
-from tf_xshard.reduction import buckets
-from tf_xshard.reduction import group_sum
-from tf_xshard.reduction import quantization
 from tf_xshard.reduction import residuals
 
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "interleaved blocks", 5)
@@ -59,117 +50,6 @@ _SETTINGS = flags.DEFINE_enum(
 _WORKER = flags.DEFINE_bool("worker", False, "for the program's own use")
 
 NUM_WORKERS = 4
-GROUPS = group_assignment.GroupAssignment([[0, 2], [1, 3]])
-# 81 layers of 800 x 800 and their biases.
-SHAPES = [shape for _ in range(81) for shape in ((800, 800), (800,))]
-GRADIENT_BYTES = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
-# Made by a worker when it begins.
-_VARIABLES: list = []
-_RESIDUALS: list = []
-OURS, ONE_HOT, ALL_GATHER = "ours, float32", "one-hot", "all_gather"
-AGAIN, BFLOAT16 = "ours, float32, again", "ours, bfloat16"
-INT8, FEEDBACK = "ours, int8", "ours, int8 with error feedback"
-EVERYONE = "strategy's all_reduce over all four"
-
-
-def _ours(tensors, here, transport=subgroups.Subgroups, **communication):
-    how = communication_lib.Communication(**communication)
-    return buckets.sum_dense(tensors, transport(here, GROUPS, how)).values
-
-
-def _in_blocks(tensors, here, size):
-    """8-bit integers with one scale for so many numbers."""
-    before = quantization.NUMBERS_PER_BLOCK
-    quantization.NUMBERS_PER_BLOCK = size
-    try:
-        return _ours(tensors, here, dtype="int8")
-    finally:
-        quantization.NUMBERS_PER_BLOCK = before
-
-
-def _with_feedback(tensors, here):
-    """With the residuals that an optimizer keeps."""
-    how = communication_lib.Communication(dtype="int8", error_feedback=True)
-    reducer = group_sum.GroupReducer(GROUPS, how)
-    reducer.residuals = _RESIDUALS[0]
-    sums = reducer.sum(tensors, _VARIABLES, here)
-    reducer.residuals.keep(None)
-    return sums
-
-
-class _AllToAll(subgroups.Subgroups):
-    """A sum as all-to-all, additions and all-gather, not as a ring."""
-
-    def _sum(self, tensors):
-        size = self.groups.group_size
-        rows = [tf.reshape(tensor, [size, -1]) for tensor in tensors]
-        gathered = self.all_gather(self.reduce_scatter(rows))
-        return [
-            tf.reshape(one, tensor.shape)
-            for one, tensor in zip(gathered, tensors, strict=True)
-        ]
-
-
-class _Gathered(subgroups.Subgroups):
-    """A sum as all-gather and additions: as many bytes, in groups of two."""
-
-    def _sum(self, tensors):
-        size = self.groups.group_size
-        return [
-            tf.add_n(tf.unstack(one, num=size))
-            for one in self.all_gather(tensors)
-        ]
-
-
-def _all_gather(tensors, here):
-    flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
-    gathered = tf.distribute.get_replica_context().all_gather(
-        flat[tf.newaxis], axis=0
-    )
-    members = list(GROUPS)[GROUPS.group_of(here.replica_id)]
-    total = tf.add_n([gathered[member] for member in members])
-    return tf.split(total, [int(np.prod(shape)) for shape in SHAPES])
-
-
-def _everyone(tensors, here):
-    del here
-    return tf.distribute.get_replica_context().all_reduce(
-        tf.distribute.ReduceOp.SUM, tensors
-    )
-
-
-SETTINGS = {
-    "one per tensor": dict(bytes_per_bucket=1),
-    **{
-        f"buckets of {size} MiB": dict(bytes_per_bucket=size << 20)
-        for size in (1, 2, 4, 8, 32, 64)
-    },
-    "all in one bucket": dict(bytes_per_bucket=1 << 30),
-    **{
-        f"{count} in flight": dict(buckets_in_flight=count)
-        for count in (1, 2, 8)
-    },
-}
-VARIANTS = {
-    OURS: _ours,
-    AGAIN: _ours,
-    BFLOAT16: functools.partial(_ours, dtype="bfloat16"),
-    INT8: functools.partial(_ours, dtype="int8"),
-    FEEDBACK: _with_feedback,
-    **{
-        f"{INT8}, blocks of {size}": functools.partial(_in_blocks, size=size)
-        for size in (64, 1024)
-    },
-    **{
-        name: functools.partial(_ours, **setting)
-        for name, setting in SETTINGS.items()
-    },
-    "all-to-all and all-gather": functools.partial(_ours, transport=_AllToAll),
-    "all-gather, then sums": functools.partial(_ours, transport=_Gathered),
-    ONE_HOT: functools.partial(_ours, transport=one_hot.OneHot),
-    ALL_GATHER: _all_gather,
-    EVERYONE: _everyone,
-}
 
 
 def _worker():
@@ -179,10 +59,10 @@ def _worker():
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank = strategy.cluster_resolver.task_id
     # Powers of two, which bfloat16 holds exactly.
-    variables = [tf.Variable(tf.fill(s, 2.0**rank)) for s in SHAPES]
+    variables = [tf.Variable(tf.fill(s, 2.0**rank)) for s in group_sums.SHAPES]
     with strategy.scope():
-        _VARIABLES.extend(variables)
-        _RESIDUALS.append(residuals.Residuals(variables))
+        group_sums.VARIABLES.extend(variables)
+        group_sums.RESIDUALS.append(residuals.Residuals(variables))
 
     def make(variant):
         @tf.function(autograph=False)
@@ -206,11 +86,12 @@ def _worker():
 
         return strategy.run(on_replica)
 
-    names = _ONLY.value or list(VARIANTS)
-    steps = {name: make(VARIANTS[name]) for name in names}
-    mine = sum(2.0**r for r in list(GROUPS)[GROUPS.group_of(rank)])
+    names = _ONLY.value or list(group_sums.VARIANTS)
+    steps = {name: make(group_sums.VARIANTS[name]) for name in names}
+    mine = list(group_sums.GROUPS)[group_sums.GROUPS.group_of(rank)]
     for name, step in steps.items():
-        expected = sum(2.0**r for r in range(4)) if name == EVERYONE else mine
+        everyone = name == group_sums.EVERYONE
+        expected = sum(2.0**r for r in (range(4) if everyone else mine))
         # 8-bit integers round their scale.
         np.testing.assert_allclose(step().numpy(), expected, rtol=1e-6)
 
@@ -232,7 +113,7 @@ def _worker():
     )
     sent = {
         name: _sent(steps[name], barrier)
-        for name in (OURS, BFLOAT16, INT8)
+        for name in (group_sums.OURS, group_sums.BFLOAT16, group_sums.INT8)
         if name in steps
     }
     used = {name: _used(steps[name], barrier) for name in sent}
@@ -282,44 +163,55 @@ def _sent(step, barrier) -> float:
 
 
 def _print_report(medians, sent):
-    print(f"{'':36} seconds a step (quartiles); ratio to {OURS!r}")
+    print(f"{'':36} seconds a step (quartiles); ratio to {group_sums.OURS!r}")
     for name in medians:
         low, middle, high = measuring.quartiles(medians[name])
-        ratio = measuring.quartiles(measuring.ratios(medians, name, OURS))
+        ratio = measuring.quartiles(
+            measuring.ratios(medians, name, group_sums.OURS)
+        )
         print(
             f"{name:36} {middle:.3f} ({low:.3f} to {high:.3f});"
             f" {ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f})"
         )
-    others = {"": EVERYONE}
-    if measured := [name for name in SETTINGS if name in medians]:
+    others = {"": group_sums.EVERYONE}
+    if measured := [name for name in group_sums.SETTINGS if name in medians]:
         fastest = min(
             measured, key=lambda name: measuring.quartiles(medians[name])[1]
         )
         others["the fastest other setting: "] = fastest
+    ours = group_sums.OURS
     for what, name in others.items():
-        if name not in medians:
-            continue
-        low, middle, high = measuring.quartiles(
-            measuring.ratios(medians, OURS, name)
-        )
-        print(f"{OURS} / {what}{name}: {middle:.2f} ({low:.2f} to {high:.2f})")
-    size = GROUPS.group_size
-    bound = 2 * (size - 1) / size * GRADIENT_BYTES
-    for name, share in ((OURS, 1.0), (BFLOAT16, 0.5), (INT8, 0.25)):
+        if name in medians:
+            ratios = measuring.ratios(medians, ours, name)
+            low, middle, high = measuring.quartiles(ratios)
+            ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            print(f"{ours} / {what}{name}: {ratio}")
+    size = group_sums.GROUPS.group_size
+    bound = 2 * (size - 1) / size * group_sums.GRADIENT_BYTES
+    for name, share in (
+        (group_sums.OURS, 1.0),
+        (group_sums.BFLOAT16, 0.5),
+        (group_sums.INT8, 0.25),
+    ):
         if name not in sent:
             continue
         print(
             f"{name}: each process sends {sent[name] / 1e6:.1f} MB a step; a"
             f" ring's lower bound is {share * bound / 1e6:.1f} MB; ratio"
             f" {sent[name] / (share * bound):.4f}; of float32's"
-            f" {sent[name] / sent[OURS]:.3f}"
+            f" {sent[name] / sent[group_sums.OURS]:.3f}"
         )
     print(
         "seconds "
         + json.dumps(
             {
                 name: measuring.quartiles(medians[name])[1]
-                for name in (OURS, BFLOAT16, INT8, FEEDBACK)
+                for name in (
+                    group_sums.OURS,
+                    group_sums.BFLOAT16,
+                    group_sums.INT8,
+                    group_sums.FEEDBACK,
+                )
                 if name in medians
             }
         )
@@ -328,34 +220,25 @@ def _print_report(medians, sent):
 
 def _horovod() -> float:
     """Horovod's median seconds per step, in a separate run."""
-    program = os.path.join(os.path.dirname(__file__), "horovod_process_sets.py")
     python = _HOROVOD_PYTHON.value
-    run = subprocess.run(
-        [
-            os.path.join(os.path.dirname(python), "horovodrun"),
-            *("-np", str(NUM_WORKERS), "--gloo"),
-            *(python, program, str(_BLOCKS.value * _STEPS.value)),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=_TIMEOUT_SECONDS.value,
-        env={
-            **os.environ,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "PATH": f"{os.path.dirname(python)}:{os.environ['PATH']}",
-        },
+    line, found = horovod_run.printed(
+        horovod_run.command(
+            python,
+            NUM_WORKERS,
+            "horovod_process_sets.py",
+            [str(_BLOCKS.value * _STEPS.value)],
+        ),
+        "horovod",
+        horovod_run.environment(python),
+        _TIMEOUT_SECONDS.value,
     )
-    [line] = [line for line in run.stdout.splitlines() if "horovod " in line]
     print(line, flush=True)
-    return json.loads(line.split("horovod ")[1])["median"]
+    return found["median"]
 
 
 def _settings() -> dict[str, str]:
-    settings = {"launch": NUM_WORKERS, "memory": 1}
-    if _SETTINGS.value == "none":
-        return {}
-    return local_cluster.settings(settings[_SETTINGS.value])
+    num_sharing = {"launch": NUM_WORKERS, "memory": 1}.get(_SETTINGS.value)
+    return local_cluster.settings(num_sharing) if num_sharing else {}
 
 
 def main(argv):

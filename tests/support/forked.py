@@ -174,12 +174,15 @@ def _tell_the_end(program, status):
 
 
 def _main(connection):
+    # Importing it postpones Python's garbage collector: before TensorFlow.
+    from tests.support import garbage
+
+    # isort: split
     import keras
     import numpy as np
     import tensorflow as tf
 
     import tf_xshard
-    from tests.support import garbage  # First: it postpones collection.
     from tests.support import iterators
 
     del keras, tf, tf_xshard

@@ -72,11 +72,10 @@ class Training:
     ):
         self._shapes, self._size = shapes, group_size
         self._feedback, self._sharded = feedback, sharded
-        self._packs = packs or [list(range(len(shapes)))]
+        self._packs = packs or []
         self._parts = [
             Training([shapes[i] for i in pack], group_size, feedback, sharded)
             for pack in self._packs
-            if len(self._packs) > 1
         ]
         self.weights = [np.zeros(s, "float32") for s in shapes]
         self.residuals = [
@@ -85,7 +84,7 @@ class Training:
 
     def step(self, gradients):
         """`gradients[replica][variable]`."""
-        for pack, part in zip(self._packs, self._parts, strict=False):
+        for pack, part in zip(self._packs, self._parts, strict=True):
             part.step(
                 [[of_replica[i] for i in pack] for of_replica in gradients]
             )

@@ -1,0 +1,128 @@
+"""The ways to sum over groups that benchmarks/multi_worker.py compares."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment
+from tf_xshard.collectives import one_hot
+from tf_xshard.collectives import subgroups
+from tf_xshard.reduction import buckets
+from tf_xshard.reduction import group_sum
+from tf_xshard.reduction import quantization
+
+GROUPS = group_assignment.GroupAssignment([[0, 2], [1, 3]])
+# 81 layers of 800 x 800 and their biases.
+SHAPES = [shape for _ in range(81) for shape in ((800, 800), (800,))]
+GRADIENT_BYTES = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
+# Made by a worker when it begins.
+VARIABLES: list = []
+RESIDUALS: list = []
+OURS, ONE_HOT, ALL_GATHER = "ours, float32", "one-hot", "all_gather"
+AGAIN, BFLOAT16 = "ours, float32, again", "ours, bfloat16"
+INT8, FEEDBACK = "ours, int8", "ours, int8 with error feedback"
+EVERYONE = "strategy's all_reduce over all four"
+
+
+def _ours(tensors, here, transport=subgroups.Subgroups, **communication):
+    how = communication_lib.Communication(**communication)
+    return buckets.sum_dense(tensors, transport(here, GROUPS, how)).values
+
+
+def _in_blocks(tensors, here, size):
+    """8-bit integers with one scale for so many numbers."""
+    before = quantization.NUMBERS_PER_BLOCK
+    quantization.NUMBERS_PER_BLOCK = size
+    try:
+        return _ours(tensors, here, dtype="int8")
+    finally:
+        quantization.NUMBERS_PER_BLOCK = before
+
+
+def _with_feedback(tensors, here):
+    """With the residuals that an optimizer keeps."""
+    how = communication_lib.Communication(dtype="int8", error_feedback=True)
+    reducer = group_sum.GroupReducer(GROUPS, how)
+    reducer.residuals = RESIDUALS[0]
+    sums = reducer.sum(tensors, VARIABLES, here)
+    reducer.residuals.keep(None)
+    return sums
+
+
+class _AllToAll(subgroups.Subgroups):
+    """A sum as all-to-all, additions and all-gather, not as a ring."""
+
+    def _sum(self, tensors):
+        size = self.groups.group_size
+        rows = [tf.reshape(tensor, [size, -1]) for tensor in tensors]
+        gathered = self.all_gather(self.reduce_scatter(rows))
+        return [
+            tf.reshape(one, tensor.shape)
+            for one, tensor in zip(gathered, tensors, strict=True)
+        ]
+
+
+class _Gathered(subgroups.Subgroups):
+    """A sum as all-gather and additions: as many bytes, in groups of two."""
+
+    def _sum(self, tensors):
+        size = self.groups.group_size
+        return [
+            tf.add_n(tf.unstack(one, num=size))
+            for one in self.all_gather(tensors)
+        ]
+
+
+def _all_gather(tensors, here):
+    flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
+    gathered = tf.distribute.get_replica_context().all_gather(
+        flat[tf.newaxis], axis=0
+    )
+    members = list(GROUPS)[GROUPS.group_of(here.replica_id)]
+    total = tf.add_n([gathered[member] for member in members])
+    return tf.split(total, [int(np.prod(shape)) for shape in SHAPES])
+
+
+def _everyone(tensors, here):
+    del here
+    return tf.distribute.get_replica_context().all_reduce(
+        tf.distribute.ReduceOp.SUM, tensors
+    )
+
+
+SETTINGS = {
+    "one per tensor": dict(bytes_per_bucket=1),
+    **{
+        f"buckets of {size} MiB": dict(bytes_per_bucket=size << 20)
+        for size in (1, 2, 4, 8, 32, 64)
+    },
+    "all in one bucket": dict(bytes_per_bucket=1 << 30),
+    **{
+        f"{count} in flight": dict(buckets_in_flight=count)
+        for count in (1, 2, 8)
+    },
+}
+VARIANTS = {
+    OURS: _ours,
+    AGAIN: _ours,
+    BFLOAT16: functools.partial(_ours, dtype="bfloat16"),
+    INT8: functools.partial(_ours, dtype="int8"),
+    FEEDBACK: _with_feedback,
+    **{
+        f"{INT8}, blocks of {size}": functools.partial(_in_blocks, size=size)
+        for size in (64, 1024)
+    },
+    **{
+        name: functools.partial(_ours, **setting)
+        for name, setting in SETTINGS.items()
+    },
+    "all-to-all and all-gather": functools.partial(_ours, transport=_AllToAll),
+    "all-gather, then sums": functools.partial(_ours, transport=_Gathered),
+    ONE_HOT: functools.partial(_ours, transport=one_hot.OneHot),
+    ALL_GATHER: _all_gather,
+    EVERYONE: _everyone,
+}
