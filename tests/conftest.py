@@ -13,6 +13,8 @@ from tests.support import garbage  # isort: skip
 import tensorflow as tf
 
 from tests.support import iterators
+from tests.support import seeds
+from tests.support import stack_traces
 
 NUM_LOGICAL_CPUS = 8
 
@@ -22,6 +24,9 @@ tf.config.set_logical_device_configuration(
 )
 
 iterators.without_autotuning()
+stack_traces.not_recorded()
+# Not for each test: see `seeds`.
+tf.random.set_seed(1)
 
 
 def pytest_addoption(parser):
@@ -93,7 +98,7 @@ def _graph_optimizer(request):
 def _seeds_and_policy():
     import keras
 
-    keras.utils.set_random_seed(1)
+    seeds.seed(1)
     # TensorFlow's own collectives of two strategies in one process would meet
     # under one key: those of the demo and of a page, for example.
     tf.distribute.MirroredStrategy._collective_key_base += 100_000

@@ -16,6 +16,7 @@ from tests.programs import resume_program
 from tests.support import forked
 from tests.support import group_training
 from tests.support import replicas
+from tests.support import seeds
 
 
 class _Stop(Exception):
@@ -301,7 +302,7 @@ def test_metrics_of_one_name_are_restored_in_mid_epoch(tmp_path):
 
     def fit(directory, *more):
         with strategy.scope():
-            keras.utils.set_random_seed(1)
+            seeds.seed(1)
             inputs = keras.layers.Input((4,))
             model = keras.Model(
                 inputs,

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
 
 X = np.random.default_rng(0).normal(size=(10, 3)).astype("float32")
 
@@ -86,7 +87,7 @@ def test_a_loss_that_returns_one_number(wrap):
         return keras.ops.mean(keras.ops.square(y_true - y_pred))
 
     def trained(strategy):
-        keras.utils.set_random_seed(1)
+        seeds.seed(1)
         with strategy.scope():
             model = keras.Sequential(_dense())
             model.compile(keras.optimizers.SGD(0.1), wrap(loss))

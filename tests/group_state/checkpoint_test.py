@@ -17,6 +17,7 @@ from tests.programs import saving_program
 from tests.support import forked
 from tests.support import group_training
 from tests.support import replicas
+from tests.support import seeds
 from tf_xshard.group_state import checkpoint_files
 
 ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
@@ -203,7 +204,7 @@ def test_another_model_is_refused(tmp_path):
     strategy = replicas.mirrored(4)
     group_training_model = group_training.compiled(strategy)
     tf_xshard.GroupState(group_training_model).save(tmp_path)
-    keras.utils.set_random_seed(5)
+    seeds.seed(5)
 
     def wider():
         return keras.Sequential(

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tf_xshard
+from tests.support import seeds
 
 O = keras.optimizers  # noqa: E741
 WRAPPERS = {
@@ -15,7 +16,7 @@ WRAPPERS = {
 
 
 def _trained(optimizer, has_input):
-    keras.utils.set_random_seed(1)
+    seeds.seed(1)
     layers = [keras.layers.Dense(3, kernel_initializer="he_normal")]
     if has_input:
         layers.insert(0, keras.layers.Input((5,)))

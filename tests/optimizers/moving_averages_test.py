@@ -8,6 +8,7 @@ import pytest
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
 
 O = keras.optimizers  # noqa: E741
 
@@ -17,7 +18,7 @@ def _averaging(rate=0.1):
 
 
 def _fit(make, strategy):
-    keras.utils.set_random_seed(1)
+    seeds.seed(1)
     with strategy.scope():
         model = keras.Sequential(
             [keras.layers.Input((5,)), keras.layers.Dense(3)]

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
 
 SGD = keras.optimizers.SGD
 
@@ -19,7 +20,7 @@ def mean_square(y_true, y_pred):
 
 
 def _model(loss, optimizer, num_replicas):
-    keras.utils.set_random_seed(3)
+    seeds.seed(3)
     with replicas.mirrored(num_replicas).scope():
         model = keras.Sequential(
             [

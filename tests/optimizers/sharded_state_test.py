@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
 from tests.support import sharded
 
 O = keras.optimizers  # noqa: E741
@@ -156,7 +157,7 @@ def test_averages_at_the_end_of_fit():
 
 
 def _model(strategy, inner_fn=lambda: O.Adam(0.05), **kwargs):
-    keras.utils.set_random_seed(3)
+    seeds.seed(3)
     with strategy.scope():
         model = keras.Sequential(
             [keras.layers.Input((3,)), keras.layers.Dense(2)]

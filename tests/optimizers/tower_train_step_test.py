@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
 from tests.support import training
 
 BATCH_SIZE = 32
@@ -168,7 +169,7 @@ class TwoInputsAndOutputs(keras.Model):
     """`call` without `training`; a regularizer, an added loss, an embedding."""
 
     def __init__(self):
-        keras.utils.set_random_seed(3)
+        seeds.seed(3)
         super().__init__()
         self.dense = keras.layers.Dense(2, kernel_regularizer="l2")
         self.table = keras.layers.Embedding(6, 2)
@@ -227,7 +228,7 @@ def test_sparse_inputs():
     y = rng.normal(size=(7, 1)).astype("float32")
     kernels = []
     for num_towers, x in ((1, dense), (3, tf.sparse.from_dense(dense))):
-        keras.utils.set_random_seed(0)
+        seeds.seed(0)
         model = keras.Sequential(
             [
                 keras.layers.Input((4,), sparse=num_towers > 1),
@@ -327,7 +328,7 @@ def test_models_with_a_loss_of_their_own(model_class):
     x, y = training.data(12)
     results = []
     for towers in (False, True):
-        keras.utils.set_random_seed(0)
+        seeds.seed(0)
         model = model_class()
         model(x)
         optimizer = keras.optimizers.SGD(0.1)
@@ -348,7 +349,7 @@ def test_masked_metrics():
     x[:, 3:] = 0
     results = []
     for towers in (False, True):
-        keras.utils.set_random_seed(0)
+        seeds.seed(0)
         model = keras.Sequential(
             [
                 keras.layers.Input((5, 3)),
@@ -377,7 +378,7 @@ def test_an_empty_shard_with_a_regularizer():
     results = []
     for towers in (False, True):
         with strategy.scope():
-            keras.utils.set_random_seed(0)
+            seeds.seed(0)
             model = keras.Sequential(
                 [
                     keras.layers.Input((8,)),

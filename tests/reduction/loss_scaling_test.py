@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
 from tests.support import training
 
 NUM_REPLICAS = 4
@@ -188,7 +189,7 @@ def test_a_bound_means_the_same_under_mixed_float16(argument):
         for num_replicas in (2, 4):
             keras.mixed_precision.set_global_policy(policy)
             strategy = replicas.mirrored(num_replicas)
-            keras.utils.set_random_seed(5)
+            seeds.seed(5)
             with strategy.scope():
                 model = keras.Sequential(
                     [keras.layers.Input((4,)), keras.layers.Dense(1)]

@@ -184,9 +184,11 @@ def _main(connection):
 
     import tf_xshard
     from tests.support import iterators
+    from tests.support import stack_traces
 
     del keras, tf, tf_xshard
     iterators.without_autotuning()
+    stack_traces.not_recorded()
     garbage.resume()
     request, fds = _next_program(connection)
     if request["start_new_session"]:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
 
 GROUPS = [[0, 2], [1, 3]]
 
@@ -19,7 +20,7 @@ def data(num_rows=64):
 
 def network(seed=1):
     """Dropout and BatchNormalization: random states and moving statistics."""
-    keras.utils.set_random_seed(seed)
+    seeds.seed(seed)
     return keras.Sequential(
         [
             keras.layers.Input((4,)),

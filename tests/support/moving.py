@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
 from tests.support import training
 
 O = keras.optimizers  # noqa: E741
@@ -41,7 +42,7 @@ def start(name, num_replicas=1):
 
 
 def start_with(optimizer_fn, num_replicas=1, is_built=True):
-    keras.utils.set_random_seed(3)
+    seeds.seed(3)
     with replicas.mirrored(num_replicas).scope():
         model = keras.Sequential(
             [keras.layers.Input((3,)), keras.layers.Dense(3)]

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.support import scripts
+from tests.support import seeds
 
 L = keras.layers
 ops = keras.ops
@@ -112,7 +113,7 @@ class AdversarialNetwork(scripts.Script):
     loss = None
 
     def train(self, wrap):
-        keras.utils.set_random_seed(5)
+        seeds.seed(5)
         model = self.model()
         model.compile(wrap(self.optimizer()))
         model.optimizer.build(model.generator.trainable_variables)

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import seeds
 
 L = keras.layers
 ops = keras.ops
@@ -47,7 +48,7 @@ class Script:
 
     def train(self, wrap):
         """Trains in the current scope; returns the model."""
-        keras.utils.set_random_seed(5)
+        seeds.seed(5)
         model = self.model()
         model.compile(optimizer=wrap(self.optimizer()), loss=self.loss)
         model.optimizer.build(model.trainable_variables)

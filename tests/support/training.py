@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import replicas
+from tests.support import seeds
 
 BATCH_SIZE = 64
 NUM_STEPS = 20
@@ -22,7 +23,7 @@ def data(num_rows=BATCH_SIZE * 4, seed=0):
 
 
 def model(seed=1):
-    keras.utils.set_random_seed(seed)
+    seeds.seed(seed)
     return keras.Sequential(
         [
             keras.layers.Input((8,)),

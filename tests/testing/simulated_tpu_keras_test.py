@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import replicas
+from tests.support import seeds
 from tests.support import training
 from tf_xshard import testing
 
@@ -61,7 +62,7 @@ def _keras_data(name, num_rows):
 
 def _keras_model(name, optimizer, **compile_options):
     shape, layers = LAYERS[name]
-    keras.utils.set_random_seed(3)
+    seeds.seed(3)
     dtype = "int32" if name == "embedding" else "float32"
     model = keras.Sequential(
         [
