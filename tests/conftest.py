@@ -12,6 +12,7 @@ import pytest
 from tests.support import garbage  # isort: skip
 import tensorflow as tf
 
+from tests.support import device_iterators
 from tests.support import iterators
 from tests.support import seeds
 from tests.support import stack_traces
@@ -24,6 +25,7 @@ tf.config.set_logical_device_configuration(
 )
 
 iterators.without_autotuning()
+device_iterators.traced_once()
 stack_traces.not_recorded()
 # Not for each test: see `seeds`.
 tf.random.set_seed(1)
