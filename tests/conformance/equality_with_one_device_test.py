@@ -77,9 +77,8 @@ class TanhDescent(O.Optimizer):
 
 
 @functools.cache
-def _reference(optimizer_fn):
-    """One device, and how much the order of rows in a batch matters there."""
-    reference = training.alone(optimizer_fn)
+def _tolerance(optimizer_fn):
+    """How much the order of rows in a batch matters on one device."""
     x, y = training.data()
     order = np.concatenate(
         [
@@ -89,11 +88,22 @@ def _reference(optimizer_fn):
         ]
     )
     _, permuted = training.train(optimizer_fn, xy=(x[order], y[order]))
+    order_matters = training.deviation(permuted, training.alone(optimizer_fn))
+    return 3 * order_matters if order_matters > 3e-7 else 1e-6
+
+
+def _check(got, optimizer_fn, name, report):
+    """Equal to one device but for the order of rows in a batch."""
+    reference = training.alone(optimizer_fn)
     moved = training.deviation(reference, training.initial())
     assert moved >= 1e-2, moved
-    order_matters = training.deviation(permuted, reference)
-    tolerance = 3 * order_matters if order_matters > 3e-7 else 1e-6
-    return reference, tolerance, moved
+    difference = training.deviation(got, reference)
+    tolerance = 1e-6 if difference <= 1e-6 else _tolerance(optimizer_fn)
+    report(
+        f"{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
+        f" difference {difference:.1e}"
+    )
+    assert difference <= tolerance
 
 
 def _wrapped(optimizer_fn):
@@ -116,20 +126,14 @@ def _wrapped(optimizer_fn):
     ],
 )
 def test_on_2_4_8_replicas(name, kind, num_replicas, report):
-    """On 4, by `fit`."""
+    """Some by `fit`, the others by the step that `fit` runs."""
     optimizer_fn = SETTINGS[name]
-    reference, tolerance, moved = _reference(optimizer_fn)
     _, got = training.train(
         _wrapped(optimizer_fn),
         replicas.STRATEGIES[kind](num_replicas),
-        fit=num_replicas == 4,
+        fit=num_replicas == 4 and name in ("adam", "accumulation", "ema"),
     )
-    difference = training.deviation(got, reference)
-    report(
-        f"{name}, {kind}: moved {moved:.3f}, tolerance {tolerance:.1e};"
-        f" {num_replicas} replicas {difference:.1e}"
-    )
-    assert difference <= tolerance
+    _check(got, optimizer_fn, f"{name}, {num_replicas} on {kind}", report)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +155,8 @@ def test_every_other_optimizer(name, report):
     if name == "muon" and keras.__version__.startswith("3.12."):
         pytest.skip("Keras 3.12's Muon fails on one device")
     optimizer_fn = OTHERS[name]
-    reference, tolerance, moved = _reference(optimizer_fn)
     _, got = training.train(_wrapped(optimizer_fn), replicas.mirrored(2))
-    difference = training.deviation(got, reference)
-    report(
-        f"{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
-        f" 2 replicas {difference:.1e}"
-    )
-    assert difference <= tolerance
+    _check(got, optimizer_fn, f"{name}, 2 replicas", report)
 
 
 def test_no_keras_optimizer_is_left_out():
@@ -181,16 +179,15 @@ def test_no_keras_optimizer_is_left_out():
     ],
     ids=str,
 )
-def test_compile_options(kind, compile_options):
+def test_compile_options(kind, compile_options, report):
     optimizer_fn = SETTINGS["adam"]
-    reference, tolerance, _ = _reference(optimizer_fn)
     _, got = training.train(
         _wrapped(optimizer_fn),
         replicas.STRATEGIES[kind](2),
         fit=True,
         **compile_options,
     )
-    assert training.deviation(got, reference) <= tolerance
+    _check(got, optimizer_fn, f"{kind}, {compile_options}", report)
 
 
 @pytest.mark.parametrize("strategy_name", ["none", "one_device"])

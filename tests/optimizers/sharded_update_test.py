@@ -88,42 +88,55 @@ GROUPS = {
 TOLERANCE = 1e-6
 
 
-def _check(inner_fn, strategy, groups, graph=True, **kwargs):
-    """Equal to the whole update, to one device, and within each group."""
-    whole = sharded.Trained(inner_fn, strategy, groups, graph, **kwargs)
+def _check(inner_fn, strategy, groups, graph=True, whole=False, **kwargs):
+    """Equal to one device's, on every replica, and to the whole update."""
     got = sharded.Trained(
         inner_fn, strategy, groups, graph, shard_update=True, **kwargs
     )
-    magnitude = max(1.0, *(np.abs(w).max(initial=0) for w in whole.weights))
-    assert sharded.difference(got.weights, whole.weights) < (
-        TOLERANCE * magnitude
-    )
+    state = got.state()
     num_replicas = strategy.num_replicas_in_sync
     for members in groups or [range(num_replicas)]:
+        first = members[0]
         for value in got.weights:
             for r in members:
-                np.testing.assert_array_equal(value[r], value[members[0]])
-        plain = sharded.one_device(
+                np.testing.assert_array_equal(value[r], value[first])
+        weights, slots = sharded.one_device(
             inner_fn, members, num_replicas, kwargs.get("constraint")
         )
-        own = [value[members[0]] for value in got.weights]
-        assert sharded.difference(own, plain) < 3 * TOLERANCE * magnitude
-    _check_state(got, whole)
-    return got
-
-
-def _check_state(got, whole):
-    """Slots have the names, shapes and values of the whole update's."""
-    mine, others = got.state(), whole.state()
-    assert mine.keys() == others.keys()
-    for name, value in mine.items():
-        np.testing.assert_allclose(
-            value, others[name], rtol=1e-4, atol=1e-5, err_msg=name
-        )
+        own = [value[first] for value in got.weights]
+        assert sharded.difference(own, weights) < 3 * _tolerance(weights)
+        assert state.keys() == slots.keys()
+        for name, value in slots.items():
+            _assert_slot(state[name][first], value, name)
     for slot in got.slots():
         size = max(1, -(-slot.shape.num_elements() // _group_size(got)))
         for copy in slot.shards.values:
             assert copy.shape == [size]
+    if whole:
+        _check_whole(
+            got, sharded.Trained(inner_fn, strategy, groups, graph, **kwargs)
+        )
+    return got
+
+
+def _check_whole(got, whole):
+    """Slots have the names, shapes and values of the whole update's."""
+    difference = sharded.difference(got.weights, whole.weights)
+    assert difference < _tolerance(whole.weights)
+    mine, others = got.state(), whole.state()
+    assert mine.keys() == others.keys()
+    for name, value in mine.items():
+        _assert_slot(value, others[name], name)
+
+
+def _assert_slot(value, expected, name):
+    np.testing.assert_allclose(
+        value, expected, rtol=1e-4, atol=1e-5, err_msg=name
+    )
+
+
+def _tolerance(weights):
+    return TOLERANCE * max(1.0, *(np.abs(w).max(initial=0) for w in weights))
 
 
 def _group_size(trained):
@@ -143,9 +156,12 @@ def test_optimizers_that_compute_element_by_element(name):
 def test_what_is_set_on_the_inner_optimizer(name):
     """In groups where something is summed over them."""
     if name in ("clipvalue", "decay_but_names", "ema", "schedule"):
-        _check(SETTINGS[name], replicas.mirrored(2), None)
+        _check(SETTINGS[name], replicas.mirrored(2), None, whole=name == "ema")
     else:
-        _check(SETTINGS[name], replicas.mirrored(4), [[0, 2], [3, 1]])
+        whole = name in ("global_clipnorm", "scale")
+        _check(
+            SETTINGS[name], replicas.mirrored(4), [[0, 2], [3, 1]], whole=whole
+        )
 
 
 @pytest.mark.parametrize(
@@ -190,6 +206,7 @@ def test_all_of_them_everywhere(kind, num_replicas):
             {**OPTIMIZERS, **SETTINGS}[name],
             replicas.STRATEGIES[kind](num_replicas),
             groups,
+            whole=True,
         )
 
 
@@ -227,6 +244,7 @@ def test_combinations_of_settings(name):
                 functools.partial(type(inner).from_config, config),
                 replicas.mirrored(4),
                 [[0, 2], [3, 1]],
+                whole=True,
             )
 
 
@@ -239,7 +257,7 @@ def test_one_replica_and_groups_of_one_are_the_identity():
     )
     assert not alone.slots()
     for r in range(2):
-        want = sharded.one_device(OPTIMIZERS["adam"], [r], 2)
+        want, _ = sharded.one_device(OPTIMIZERS["adam"], [r], 2)
         assert sharded.difference([w[r] for w in alone.weights], want) < 1e-6
 
 

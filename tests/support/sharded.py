@@ -109,10 +109,7 @@ class Trained:
     def state(self):
         """The optimizer's variables by name, [num_replicas, ...]."""
         return {
-            # Without the numbers of optimizers and variables.
-            re.sub(r"_\d+", "", one.path): np.stack(
-                replicas.values(self.strategy, one)
-            )
+            _name(one): np.stack(replicas.values(self.strategy, one))
             for one in self.optimizer.variables
         }
 
@@ -125,8 +122,17 @@ class Trained:
         ]
 
 
+def _name(variable):
+    """Plain Keras' name, without the numbers of optimizers and variables."""
+    return re.sub(r"_\d+|^CrossShardOptimizer/", "", variable.path)
+
+
 def one_device(inner_fn, members, num_replicas, constraint=None):
-    """The weights of plain Keras with the mean gradients of a group."""
+    """Plain Keras with the mean gradients of a group.
+
+    Returns:
+      The weights, and the optimizer's variables by name.
+    """
     variables = [
         keras.Variable(value, name=name)
         for value, name in zip(start_weights(), NAMES, strict=True)
@@ -143,7 +149,10 @@ def one_device(inner_fn, members, num_replicas, constraint=None):
             ],
             variables,
         )
-    return [one.numpy() for one in variables]
+    return (
+        [one.numpy() for one in variables],
+        {_name(one): one.numpy() for one in optimizer.variables},
+    )
 
 
 def difference(some, others):
