@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 
+import keras
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from tests.support import forked
 from tests.support import mutants
 from tests.support import paths
 from tests.support import replicas
+from tests.support import seeds
 from tf_xshard import __main__ as cli
 from tf_xshard.cli import bandwidth
 from tf_xshard.cli import doctor
@@ -20,9 +22,9 @@ from tf_xshard.cli import logical_devices
 from tf_xshard.cli.demo import promises
 
 
-def _run(*arguments, timeout_seconds=170):
+def _run(*arguments, module="tf_xshard", timeout_seconds=170):
     return forked.run(
-        [sys.executable, "-m", "tf_xshard", *arguments],
+        [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -39,6 +41,7 @@ def demo(monkeypatch, capfd):
         "use_logical_cpus",  # There are enough.
         lambda count: [f"CPU:{index}" for index in range(count)],
     )
+    monkeypatch.setattr(keras.utils, "set_random_seed", seeds.seed)
 
     def run(wrapper, num_replicas=2):
         options = (
@@ -174,7 +177,7 @@ def test_demo_refuses(arguments, message, capsys):
 
 
 def test_doctor():
-    run = _run("doctor")
+    run = _run("doctor", module="tests.programs.forked_command")
     assert run.returncode == 0, run.stdout[-3000:]
     lines = run.stdout.splitlines()
     pairs = doctor.shuffled_groups(4)[0]

@@ -80,7 +80,7 @@ class _Launched:
 def _launch(directory, *faults):
     launched = _Launched(
         [
-            *(sys.executable, "-m", "tests.programs.forked_launch", "launch"),
+            *(sys.executable, "-m", "tests.programs.forked_command", "launch"),
             *("--workers", str(NUM_WORKERS)),
             *("--max-restarts", str(len(faults))),
             *("-m", "tests.programs.launched_job", str(directory), *faults),

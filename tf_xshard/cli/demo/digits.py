@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import keras
@@ -160,6 +161,12 @@ def compiled(
     return made
 
 
+@functools.cache
+def _evaluated(seed: int) -> keras.Model:
+    """One model for all weights, so that its step is traced once."""
+    return compiled(model(seed), keras.optimizers.SGD())
+
+
 def evaluate(
     weights: Sequence[np.ndarray], digits: Digits, seed: int
 ) -> list[float]:
@@ -173,7 +180,7 @@ def evaluate(
     Returns:
       The loss and the accuracy.
     """
-    made = compiled(model(seed), keras.optimizers.SGD())
+    made = _evaluated(seed)
     made.set_weights(weights)
     x = digits.x_validation
     return made.evaluate(x, digits.y_validation, batch_size=len(x), verbose=0)

@@ -1,4 +1,4 @@
-"""`python -m tf_xshard launch`, whose workers begin with TensorFlow imported.
+"""`python -m tf_xshard`, whose workers begin with TensorFlow imported.
 
 Its arguments are those of `tf_xshard`.
 """
