@@ -27,8 +27,8 @@ def _groups(layout, group_size):
     return tf_xshard.GroupAssignment(order.reshape(-1, group_size))
 
 
-def _adam():
-    return keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+def _momentum():
+    return keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5)
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def _alone(members):
         len(x), training.BATCH_SIZE, NUM_REPLICAS, members
     )
     return training.train(
-        _adam,
+        _momentum,
         xy=(x[rows], y[rows]),
         batch_size=training.BATCH_SIZE // NUM_REPLICAS * len(members),
     )[1]
@@ -70,7 +70,9 @@ def test_groups_train_apart(layout, group_size, kind, report):
     groups = _groups(layout, group_size)
     strategy = replicas.STRATEGIES[kind](NUM_REPLICAS)
     model, weights = training.train(
-        lambda: tf_xshard.CrossShardOptimizer(_adam(), group_assignment=groups),
+        lambda: tf_xshard.CrossShardOptimizer(
+            _momentum(), group_assignment=groups
+        ),
         strategy,
     )
     slots = [replicas.values(strategy, v) for v in model.optimizer.variables]

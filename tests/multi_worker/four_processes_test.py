@@ -342,16 +342,15 @@ def _deviation(got, reference):
 
 @pytest.fixture(scope="module")
 def one_device():
-    return training.train(fit_cases.adam)[1]
+    return training.train(fit_cases.momentum)[1]
 
 
 def test_fit_equals_one_device(fits, one_device, report):
-    """20 steps of Adam with clipping, the global batch; and mutants do not."""
+    """20 steps with momentum and clipping; and mutants do not."""
     largest = max(_deviation(fit["all"], one_device) for fit in fits)
     report(f"fit on 4 processes: {largest:.1e} from one device")
     assert largest <= 1e-6
     with_sgd = training.train(fit_cases.sgd)[1]
-    assert max(_deviation(fit["sgd"], with_sgd) for fit in fits) <= 1e-6
     for mutant in ("mutant_factor_2", "mutant_no_reduction"):
         assert _deviation(fits[1][mutant], with_sgd) > 1e-3
 
@@ -361,7 +360,9 @@ def test_fit_of_groups_equals_one_device_on_their_shards(fits):
     for members in fit_cases.GROUPS["crossed"]:
         rows = training.shard_rows(len(x), 64, NUM_WORKERS, members)
         reference = training.train(
-            fit_cases.adam, xy=(x[rows], y[rows]), batch_size=16 * len(members)
+            fit_cases.momentum,
+            xy=(x[rows], y[rows]),
+            batch_size=16 * len(members),
         )[1]
         for rank in range(NUM_WORKERS):
             deviation = _deviation(fits[rank]["crossed"], reference)
@@ -386,7 +387,7 @@ def test_fit_of_agn_equals_one_process(fits):
 def in_one_process():
     return fit_cases.fit_classifier(
         replicas.mirrored(NUM_WORKERS),
-        lambda: tf_xshard.CrossShardOptimizer(fit_cases.adam()),
+        lambda: tf_xshard.CrossShardOptimizer(fit_cases.sgd()),
     )
 
 

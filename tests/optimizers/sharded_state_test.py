@@ -14,8 +14,8 @@ O = keras.optimizers  # noqa: E741
 GROUPS = [[0, 2], [3, 1]]
 
 
-def _adam():
-    return O.Adam(0.05, global_clipnorm=0.1)
+def _momentum():
+    return O.SGD(0.5, momentum=0.5, global_clipnorm=0.1)
 
 
 def _ema():
@@ -24,7 +24,7 @@ def _ema():
 
 def _trained(shard_update, num_replicas=4, groups=GROUPS, num_steps=3):
     return sharded.Trained(
-        _adam,
+        _momentum,
         replicas.mirrored(num_replicas),
         groups,
         num_steps=num_steps,
@@ -156,7 +156,7 @@ def test_averages_at_the_end_of_fit():
     assert sharded.difference(found[1], before) > 1e-3
 
 
-def _model(strategy, inner_fn=lambda: O.Adam(0.05), **kwargs):
+def _model(strategy, inner_fn=lambda: O.SGD(0.5, momentum=0.5), **kwargs):
     seeds.seed(3)
     with strategy.scope():
         model = keras.Sequential(

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import counting
+from tests.support import seeds
 from tests.support import sharded
 
 GROUPS = [[0, 2], [3, 1]]
@@ -26,12 +27,14 @@ def momentum():
 
 
 def model(strategy, **kwargs):
-    keras.utils.set_random_seed(3)
+    seeds.seed(3)
     with strategy.scope():
         result = keras.Sequential(
             [keras.layers.Input((3,)), keras.layers.Dense(2)]
         )
-        result.compile(tf_xshard.CrossShardOptimizer(adam(), **kwargs), "mse")
+        result.compile(
+            tf_xshard.CrossShardOptimizer(momentum(), **kwargs), "mse"
+        )
     return result
 
 

@@ -1,7 +1,7 @@
 """Python's garbage collector, which reads all of TensorFlow again and again.
 
 TensorFlow and Keras make half a million objects when they are imported, and
-every function that is traced makes thousands: without this, 6 % of the suite's
+every function that is traced makes thousands: without this, a tenth of the suite's
 CPU time is the search for cycles among objects that stay. Nothing is collected
 from the import of this module until `resume`.
 """
@@ -14,5 +14,5 @@ gc.disable()
 def resume():
     """Collects again, but not what is there already, and less often."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(200_000, 50, 50)
     gc.enable()

@@ -49,13 +49,13 @@ OPTIMIZERS = {
     ),
     "agn": lambda groups: tf_xshard.AGNOptimizer(
         keras.optimizers.SGD(0.5, momentum=0.9),
-        local_optimizer=keras.optimizers.Adam(0.05),
+        local_optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
         communication_period=3,
         group_assignment=groups,
     ),
     "agn_updates": lambda groups: tf_xshard.AGNOptimizer(
         keras.optimizers.SGD(1.0),
-        local_optimizer=keras.optimizers.Adam(0.05),
+        local_optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
         communication_period=3,
         accumulate="updates",
         normalize=False,

@@ -40,8 +40,7 @@ class VisionTransformer(scripts.Script):
         image = L.Input((12, 12, 3))
         patches = L.Conv2D(16, 4, strides=4)(image)
         x = Positions()(L.Reshape((9, 16))(patches))
-        for _ in range(2):
-            x = _encoder(x, 16, 2)
+        x = _encoder(x, 16, 2)
         x = L.Flatten()(L.LayerNormalization(epsilon=1e-6)(x))
         return keras.Model(image, L.Dense(5)(x))
 
@@ -109,8 +108,7 @@ class Bert(scripts.Script):
         words = L.Embedding(18, 16)
         x = Positions()(L.Add()([words(tokens), L.Embedding(2, 16)(segments)]))
         x = L.LayerNormalization(epsilon=1e-12)(x)
-        for _ in range(2):
-            x = _encoder(x, 16, 2, mask=L.Reshape((1, 8))(padding))
+        x = _encoder(x, 16, 2, mask=L.Reshape((1, 8))(padding))
         x = L.Dense(16, activation="gelu")(x)
         logits = Tied(words)(L.LayerNormalization(epsilon=1e-12)(x))
         return keras.Model([tokens, segments, padding], logits)

@@ -132,9 +132,9 @@ def test_plain_keras_equals_mirrored_strategy(name, kind, report):
 
 def test_steps_per_execution():
     def optimizer():
-        return O.Adam(0.01)
+        return O.SGD(0.05, momentum=0.9)
 
-    strategy = replicas.tpu(4)
+    strategy = replicas.tpu(2)
     reference = _fit(strategy, "dense", optimizer)
     got = _fit(
         strategy,
@@ -184,7 +184,7 @@ def test_mixed_bfloat16():
                 keras.layers.Dense(1, dtype="float32"),
             ]
         )
-        model.compile(optimizer=O.Adam(0.02), loss="mse")
+        model.compile(optimizer=O.SGD(0.05, momentum=0.9), loss="mse")
     assert model.layers[0].compute_dtype == "bfloat16"
     losses = model.fit(x, y, batch_size=64, epochs=8, verbose=0).history["loss"]
     assert losses[-1] < 0.5 * losses[0]
@@ -281,7 +281,7 @@ def test_fit_on_several_hosts_is_one_device():
     reference = training.train(lambda: O.SGD(0.05))[1]
     for device_assignment in (True, False):
         strategy = testing.simulated_tpu_strategy(
-            8, num_hosts=2, device_assignment=device_assignment
+            4, num_hosts=2, device_assignment=device_assignment
         )
         got = training.train(lambda: O.SGD(0.05), strategy, fit=True)[1]
         assert training.deviation(got, reference) <= 1e-6
@@ -299,7 +299,9 @@ def test_other_numbers_of_replicas(num_replicas):
 
 def test_checkpoints_and_files(tmp_path):
     strategy = replicas.tpu(4)
-    model, _ = training.train(lambda: O.Adam(0.01), strategy, num_steps=3)
+    model, _ = training.train(
+        lambda: O.SGD(0.05, momentum=0.9), strategy, num_steps=3
+    )
     kept = model.get_weights()
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     path = checkpoint.save(os.path.join(tmp_path, "checkpoint"))
