@@ -116,10 +116,7 @@ def _wrapped(optimizer_fn):
         *((name, "mirrored", 4) for name in SETTINGS),
         # Every other number and strategy, with some setting or other.
         *(
-            pytest.param(
-                *(name, *other),
-                marks=replicas.in_full if other[0] in replicas.TPUS else (),
-            )
+            (name, *other)
             for name, other in replicas.in_turn(SETTINGS, OTHER_COUNTS)
         ),
         ("global_clipnorm", "tpu", 4),

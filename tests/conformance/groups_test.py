@@ -55,15 +55,10 @@ def _alone(members):
         ("mirrored", 8, "contiguous"),
         ("tpu", 2, "shuffled"),
         ("tpu_permuted", 2, "shuffled"),
-        *(
-            pytest.param(*case, marks=replicas.in_full)
-            for case in (
-                ("tpu", 4, "contiguous"),
-                ("tpu", 8, "strided"),
-                ("tpu_permuted", 1, "contiguous"),
-                ("tpu_permuted", 4, "strided"),
-            )
-        ),
+        ("tpu", 4, "contiguous"),
+        ("tpu", 8, "strided"),
+        ("tpu_permuted", 1, "contiguous"),
+        ("tpu_permuted", 4, "strided"),
     ],
 )
 def test_groups_train_apart(layout, group_size, kind, report):

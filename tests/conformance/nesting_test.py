@@ -165,9 +165,6 @@ def test_an_order_is_refused_before_a_step(order, scale_at):
 
 ACCEPTED = [one for one in ORDERS if not _is_refused(*one)]
 GROUPS = [[0, 3], [1, 2]]
-OPTIONS = replicas.pairwise(
-    [GROUPS, None], [None, 2], list(replicas.STRATEGIES)
-)
 
 
 def _check_order(order, scale_at, groups, accumulation, kind):
@@ -183,19 +180,6 @@ def _check_order(order, scale_at, groups, accumulation, kind):
 @pytest.mark.parametrize("order, scale_at", ACCEPTED, ids=str)
 def test_an_order_is_right(order, scale_at):
     _check_order(order, scale_at, GROUPS, None, "mirrored")
-
-
-@replicas.in_full
-@pytest.mark.parametrize(
-    "case, groups, accumulation, kind",
-    [
-        (case, *options)
-        for case, options in replicas.in_turn(ACCEPTED[::4], OPTIONS)
-    ],
-    ids=str,
-)
-def test_an_order_with_other_options_is_right(case, groups, accumulation, kind):
-    _check_order(*case, groups, accumulation, kind)
 
 
 @replicas.in_full

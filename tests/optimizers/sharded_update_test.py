@@ -206,7 +206,6 @@ def test_all_of_them_everywhere(kind, num_replicas):
             {**OPTIMIZERS, **SETTINGS}[name],
             replicas.STRATEGIES[kind](num_replicas),
             groups,
-            whole=True,
         )
 
 

@@ -84,7 +84,9 @@ def test_fit_equals_the_whole_batch(
     )
 
 
-@replicas.on_mirrored_and_permuted
+@pytest.mark.parametrize(
+    "kind", ["mirrored", pytest.param("tpu_permuted", marks=replicas.in_full)]
+)
 def test_under_a_strategy(kind, report):
     """Each replica splits its own part, on devices of its own."""
     strategy = replicas.STRATEGIES[kind](4 if kind != "mirrored" else 2)

@@ -64,13 +64,13 @@ OPTIMIZERS = {
 }
 
 
-# Each on one of the two; by default those that keep most between two steps.
+# Each on one of the two.
 on_one_strategy_each = pytest.mark.parametrize(
     "optimizer, kind",
     [
         pytest.param(
             *case,
-            marks=() if case[0] in ("towers", "agn") else replicas.in_full,
+            marks=replicas.in_full if case[0] == "agn_updates" else (),
         )
         for case in replicas.in_turn(OPTIMIZERS, ["mirrored", "tpu"])
     ],

@@ -53,12 +53,10 @@ STRATEGIES = {"mirrored": mirrored, "tpu": tpu, "tpu_permuted": tpu_permuted}
 TPUS = ("tpu", "tpu_permuted")
 on_every_strategy = pytest.mark.parametrize("kind", STRATEGIES)
 in_full = pytest.mark.full
-# What does not depend on the numbering; on a TPU with --full.
-on_mirrored_and_tpu = pytest.mark.parametrize(
-    "kind", ["mirrored", pytest.param("tpu", marks=in_full)]
-)
+# What does not depend on the numbering.
+on_mirrored_and_tpu = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 on_mirrored_and_permuted = pytest.mark.parametrize(
-    "kind", ["mirrored", pytest.param("tpu_permuted", marks=in_full)]
+    "kind", ["mirrored", "tpu_permuted"]
 )
 
 

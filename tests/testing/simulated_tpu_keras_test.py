@@ -98,7 +98,10 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
     [
         # Moving statistics are what Keras lets differ by replica.
         pytest.param(
-            *case, marks=() if case[0] == "normalization" else replicas.in_full
+            *case,
+            marks=()
+            if case[0] in ("normalization", "convolution")
+            else replicas.in_full,
         )
         for case in replicas.in_turn(LAYERS, replicas.TPUS)
     ],
