@@ -81,9 +81,7 @@ def test_groups_train_apart(layout, group_size, kind, report):
             training.deviation(weights, _alone(members), members),
         )
     report(f"{groups!r}, {kind}: max |dw| from one device {largest:.1e}")
-    # XLA's rounding differs from the one device's, and Adam enlarges that most
-    # where a group's batch is small.
-    assert largest <= (1e-6 if kind == "mirrored" else 3e-6)
+    assert largest <= 1e-6
     for group, other in itertools.pairwise(groups):
         assert np.abs(weights[0][group[0]] - weights[0][other[0]]).max() > 1e-3
 

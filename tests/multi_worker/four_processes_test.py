@@ -351,6 +351,7 @@ def test_fit_equals_one_device(fits, one_device, report):
     report(f"fit on 4 processes: {largest:.1e} from one device")
     assert largest <= 1e-6
     with_sgd = training.train(fit_cases.sgd)[1]
+    assert max(_deviation(fit["sgd"], with_sgd) for fit in fits) <= 1e-6
     for mutant in ("mutant_factor_2", "mutant_no_reduction"):
         assert _deviation(fits[1][mutant], with_sgd) > 1e-3
 

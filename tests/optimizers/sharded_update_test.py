@@ -97,7 +97,7 @@ def _check(inner_fn, strategy, groups, graph=True, whole=False, **kwargs):
     num_replicas = strategy.num_replicas_in_sync
     for members in groups or [range(num_replicas)]:
         first = members[0]
-        for value in got.weights:
+        for value in (*got.weights, *state.values()):
             for r in members:
                 np.testing.assert_array_equal(value[r], value[first])
         weights, slots = sharded.one_device(

@@ -114,6 +114,8 @@ def run(strategy):
             strategy, towers, batch_size=32, num_steps=40
         )
         result["agn"] = _weights(strategy, local_sgd)
+        # The step that `fit` runs, right and wrong.
+        result["sgd"] = _weights(strategy, _cross_shard_sgd, fit=False)
         for name in ("factor_2", "no_reduction"):
             with mutants.mutant(name):
                 result[f"mutant_{name}"] = _weights(

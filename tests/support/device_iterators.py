@@ -2,8 +2,8 @@
 
 Every `fit`, `evaluate` and `predict` under a strategy makes two or three of
 them, and TensorFlow traces six functions a replica for each, the same ones each
-time. Here they are traced once for a device and a type of element. Programs
-that tests start have TensorFlow's own.
+time. Here they are traced once for a device and a type of element. `fit` over
+several processes, the demo and `launch` are tested with TensorFlow's own.
 """
 
 import tensorflow as tf
@@ -15,6 +15,11 @@ from tensorflow.python.framework import type_utils
 from tensorflow.python.ops import functional_ops
 from tensorflow.python.ops import gen_dataset_ops
 
+if not hasattr(multi_device_iterator_ops, "_create_device_dataset"):
+    raise ImportError(
+        "This TensorFlow makes iterators of several devices elsewhere; tests"
+        f" run without {__name__}, but longer."
+    )
 _TheirGenerator = multi_device_iterator_ops._PerDeviceGenerator
 _their_dataset = multi_device_iterator_ops._create_device_dataset
 _FUNCTIONS = {}
@@ -32,35 +37,30 @@ def _dataset(generator, incarnation_id, prefetch_buffer_size, slack):
         return _their_dataset(
             generator, incarnation_id, prefetch_buffer_size, slack
         )
+    assert prefetch_buffer_size and not slack, "No strategy asks for that."
     return generator.prefetch(prefetch_buffer_size)
 
 
 class _Generator(dataset_ops.DatasetV2):
     """What arrives on one device: `_PerDeviceGenerator`."""
 
-    def __init__(
+    def __init__(self, *arguments, **options):
+        # In a function their functions are a part of it.
+        self.is_theirs = not tf.executing_eagerly()
+        make = _TheirGenerator.__init__ if self.is_theirs else _Generator._make
+        make(self, *arguments, **options)
+
+    def _make(
         self,
         shard_num,
         resource,
         incarnation_id,
         source,
         element_spec,
-        **kwargs,
+        iterator_is_anonymous,
     ):
+        del iterator_is_anonymous  # The resource is kept in either case.
         self._element_spec = element_spec
-        # In a function their functions are a part of it.
-        self.is_theirs = not tf.executing_eagerly()
-        if self.is_theirs:
-            _TheirGenerator.__init__(
-                self,
-                shard_num,
-                resource,
-                incarnation_id,
-                source,
-                element_spec,
-                **kwargs,
-            )
-            return
         key = (context.context().device_name, shard_num, repr(element_spec))
         if key not in _FUNCTIONS:
             _FUNCTIONS[key] = _functions(shard_num, element_spec)

@@ -6,11 +6,11 @@ import numpy as np
 
 
 def seed(number):
-    """`keras.utils.set_random_seed` without `tf.random.set_seed`.
+    """Does what `keras.utils.set_random_seed` does, but for TensorFlow's seed.
 
-    Which has TensorFlow make all kernels and functions of the process anew: an
-    eighth of the suite's CPU time. Only operations that draw numbers by
-    themselves read its seed, which is set once for each process.
+    Setting that makes TensorFlow create all kernels and functions of the
+    process anew: an eighth of the suite's CPU time. Only operations that draw
+    numbers by themselves use it, and conftest.py sets it once a process.
     """
     random.seed(number)
     np.random.seed(number)

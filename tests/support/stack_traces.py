@@ -7,7 +7,7 @@ from tensorflow.python.framework import ops
 
 
 def not_recorded():
-    """Makes operations without their stack traces, as `tf.import_graph_def`.
+    """Makes operations without stack traces, as `tf.import_graph_def` does.
 
     TensorFlow reads all frames of Python for each operation, and in a test
     there are a hundred: a tenth of the suite's CPU time. Errors of Python are
