@@ -13,11 +13,17 @@ from tests.support import garbage  # isort: skip
 import tensorflow as tf
 
 from tests.support import device_iterators
+from tests.support import eager_operations
 from tests.support import iterators
 from tests.support import seeds
 from tests.support import stack_traces
 
 NUM_LOGICAL_CPUS = 8
+
+# Before TensorFlow's context exists.
+eager_operations.not_as_functions()
+# Functions of tf.data have the graph optimizer of the context's beginning.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
@@ -49,6 +55,11 @@ def report(request):
 def pytest_collection_finish(session):
     del session
     garbage.resume()
+
+
+def pytest_sessionfinish(session):
+    del session
+    garbage.finish()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -39,28 +39,31 @@ class _StopAt(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(
-    "every, stop, optimizer, kind",
+    "every, stop, optimizer, groups, kind",
     [
-        ("epoch", (1, 1), "momentum", "mirrored"),
-        pytest.param(*(3, (1, 2), "agn", "tpu"), marks=replicas.in_full),
-        pytest.param(
-            *(1, (0, 2), "towers", "mirrored"), marks=replicas.in_full
-        ),
+        ("epoch", (1, 1), "momentum", group_training.GROUPS, "mirrored"),
+        (3, (1, 2), "agn", None, "tpu"),
+        (1, (0, 2), "towers", [[0], [1]], "mirrored"),
     ],
 )
-def test_goes_on_where_it_ended(every, stop, optimizer, kind, tmp_path):
+def test_goes_on_where_it_ended(every, stop, optimizer, groups, kind, tmp_path):
     """Weights, logs and all, as with no interruption, to the bit."""
-    strategy = replicas.STRATEGIES[kind](4)
-    model = group_training.compiled(strategy, optimizer)
+    num_replicas = 4 if groups is group_training.GROUPS else 2
+    strategy = replicas.STRATEGIES[kind](num_replicas)
+
+    def compiled(seed=1):
+        return group_training.compiled(strategy, optimizer, groups, seed)
+
+    model = compiled()
     # Its own directory: saving must not change training.
     expected = group_training.fit(
         model, [tf_xshard.GroupCheckpoint(tmp_path / "a", every)], epochs=3
     )
     checkpoint = tf_xshard.GroupCheckpoint(tmp_path / "b", every)
-    stopped = group_training.compiled(strategy, optimizer)
+    stopped = compiled()
     with pytest.raises(_Stop):
         group_training.fit(stopped, [checkpoint, _StopAt(*stop)], epochs=3)
-    resumed = group_training.compiled(strategy, optimizer, seed=7)
+    resumed = compiled(seed=7)
     position = tf_xshard.GroupCheckpoint.position(tmp_path / "b")
     done = 4 * stop[0] + stop[1] + 1
     steps = 4 if every == "epoch" else every

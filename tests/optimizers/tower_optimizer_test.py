@@ -348,9 +348,11 @@ def test_an_open_round_stays_for_the_next_fit():
     assert training.deviation(got, reference) <= 1e-6
 
 
-@pytest.mark.parametrize("way", ["keras", "checkpoint", "weights"])
-@replicas.on_mirrored_and_tpu
-def test_an_open_round_survives_saving(kind, way, tmp_path):
+@pytest.mark.parametrize(
+    "way, kind",
+    replicas.in_turn(["keras", "checkpoint", "weights"], ["tpu", "mirrored"]),
+)
+def test_an_open_round_survives_saving(way, kind, tmp_path):
     strategy = replicas.STRATEGIES[kind](2)
     x, y = training.data()
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)

@@ -84,12 +84,10 @@ def test_fit_equals_the_whole_batch(
     )
 
 
-@pytest.mark.parametrize(
-    "kind", ["mirrored", pytest.param("tpu_permuted", marks=replicas.in_full)]
-)
+@replicas.on_mirrored_and_permuted
 def test_under_a_strategy(kind, report):
     """Each replica splits its own part, on devices of its own."""
-    strategy = replicas.STRATEGIES[kind](4 if kind != "mirrored" else 2)
+    strategy = replicas.STRATEGIES[kind](2)
     devices = None
     if kind == "mirrored":
         # Replica r is on CPU:r.

@@ -26,10 +26,17 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import device_iterators
+from tests.support import eager_operations
 from tests.support import iterators
+from tests.support import seeds
+from tests.support import stack_traces
 from tf_xshard.optimizers import wrapper
 
+eager_operations.not_as_functions()
 iterators.without_autotuning()
+device_iterators.traced_once()
+stack_traces.not_recorded()
 
 SUITES = ("optimizers", "trainers", "callbacks", "saving", "legacy/saving")
 DISTRIBUTION = (
@@ -133,7 +140,7 @@ class Wrapping:
     @pytest.hookimpl
     def pytest_runtest_setup(self, item):
         # Some tests' random data only passes by chance, wrapped or not.
-        keras.utils.set_random_seed(1)
+        seeds.seed(1)
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report):

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import eager_operations
 from tests.support import group_training
 
 TIMEOUT_SECONDS = 15
@@ -90,7 +91,8 @@ def main(directory, *faults):
     restart = int(os.environ["TF_XSHARD_RESTART"])
     if restart and os.environ.get("TF_XSHARD_TEST_NAMESPACE"):
         subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
-    # It takes time, and faults do not depend on it.
+    # They take time, and faults do not depend on them.
+    eager_operations.not_as_functions()
     tf.config.optimizer.set_experimental_options(
         {"disable_meta_optimizer": True}
     )

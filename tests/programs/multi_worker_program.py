@@ -22,6 +22,7 @@ from tests.programs import multi_worker_sharded
 from tests.support import agn_oracle
 from tests.support import counting
 from tests.support import device_iterators
+from tests.support import eager_operations
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
@@ -357,10 +358,6 @@ def _optimize_graphs(is_on):
 
 
 def cases(strategy):
-    _optimize_graphs(False)
-    fits = _as_users_have_it(multi_worker_fit_cases.run, strategy)
-    # The other cases of `fit` are about something else than its input.
-    device_iterators.traced_once()
     return {
         "oracle": _as_users_have_it(oracle, strategy),
         "compat_v1": compat_v1(strategy),
@@ -372,7 +369,7 @@ def cases(strategy):
         "wire": wire(strategy),
         "processes": processes(strategy),
         "nesting": nesting(strategy),
-        "fit": fits,
+        "fit": _as_users_have_it(multi_worker_fit_cases.run, strategy),
         "group_state": multi_worker_group_state.run(strategy, sys.argv[2]),
         "ledger": multi_worker_ledger.run(strategy),
         "sharded": multi_worker_sharded.run(strategy, sys.argv[2]),
@@ -417,6 +414,9 @@ def killed(strategy):
 
 
 if __name__ == "__main__":
+    eager_operations.not_as_functions()
+    device_iterators.traced_once()
+    _optimize_graphs(False)
     made = tf.distribute.MultiWorkerMirroredStrategy()
     print(json.dumps(globals()[sys.argv[1]](made)), flush=True)
     # The peers may be gone; leaving in order would wait for them.

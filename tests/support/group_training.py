@@ -66,14 +66,7 @@ OPTIMIZERS = {
 
 # Each on one of the two.
 on_one_strategy_each = pytest.mark.parametrize(
-    "optimizer, kind",
-    [
-        pytest.param(
-            *case,
-            marks=replicas.in_full if case[0] == "agn_updates" else (),
-        )
-        for case in replicas.in_turn(OPTIMIZERS, ["mirrored", "tpu"])
-    ],
+    "optimizer, kind", replicas.in_turn(OPTIMIZERS, ["mirrored", "tpu"])
 )
 
 

@@ -1,10 +1,11 @@
-"""A program that leaves a distributed iterator unfinished ends soon."""
+"""How programs on the simulated TPU end."""
 
 import subprocess
 import sys
 import threading
 import time
 
+from tests.support import forked
 from tests.support import paths
 
 _PROGRAM = """
@@ -29,7 +30,7 @@ print("ended", flush=True)
 """
 
 
-def test_it_does_not_linger():
+def test_a_program_with_an_unfinished_iterator_ends_soon():
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM],
         stdout=subprocess.PIPE,
@@ -45,3 +46,29 @@ def test_it_does_not_linger():
         assert process.wait(120) == 0
         # 2 s on an idle machine; it was 41 s.
         assert time.monotonic() - start < 15
+
+
+def test_a_collective_that_some_replicas_miss_ends_the_process():
+    """A TPU would hang: one replica's loop runs more often than another's."""
+    program = """
+import tensorflow as tf
+from tf_xshard import testing
+strategy = testing.simulated_tpu_strategy(2)
+def on_replica():
+    context = tf.distribute.get_replica_context()
+    return tf.while_loop(
+        lambda i, y: i < context.replica_id_in_sync_group,
+        lambda i, y: (i + 1, context.all_reduce("SUM", y)),
+        [0, tf.ones([2])],
+    )[1]
+tf.function(lambda: strategy.run(on_replica))()
+"""
+    result = forked.run(
+        [sys.executable, "-c", program],
+        cwd=paths.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode < 0
+    assert "Termination timeout for `all reduce" in result.stderr

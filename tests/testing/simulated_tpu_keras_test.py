@@ -29,7 +29,7 @@ LAYERS = {
             keras.layers.Flatten(),
         ],
     ),
-    "recurrent": ((5, 3), lambda: [keras.layers.LSTM(4)]),
+    "recurrent": ((5, 3), lambda: [keras.layers.SimpleRNN(4)]),
     "attention": (
         (12, 8),
         lambda: [_Attention(), keras.layers.GlobalAveragePooling1D()],
@@ -80,7 +80,9 @@ def _keras_model(name, optimizer, **compile_options):
     return model
 
 
-def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
+def _fit(
+    strategy, name, optimizer_fn, num_rows=28, only=False, **compile_options
+):
     """Two epochs of two batches of 12 and a ragged one, 4 rows."""
     x, y = _keras_data(name, num_rows)
     with strategy.scope():
@@ -88,33 +90,25 @@ def _fit(strategy, name, optimizer_fn, num_rows=28, **compile_options):
     history = model.fit(
         x, y, batch_size=12, epochs=2, shuffle=False, verbose=0
     ).history
+    if only:
+        return model, history, [], []
     evaluated = model.evaluate(x, y, batch_size=12, verbose=0)
     predicted = model.predict(x, batch_size=12, verbose=0)
     return model, history, evaluated, predicted
 
 
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        # Moving statistics are what Keras lets differ by replica.
-        pytest.param(
-            *case,
-            marks=()
-            if case[0] in ("normalization", "convolution")
-            else replicas.in_full,
-        )
-        for case in replicas.in_turn(LAYERS, replicas.TPUS)
-    ],
-)
+@pytest.mark.parametrize("name, kind", replicas.in_turn(LAYERS, replicas.TPUS))
 def test_plain_keras_equals_mirrored_strategy(name, kind, report):
-    """`fit` with a ragged last batch, metrics, `evaluate` and `predict`."""
+    """`fit` with a ragged last batch, and metrics; `evaluate`, `predict`."""
 
     def optimizer():
         return O.SGD(O.schedules.ExponentialDecay(0.05, 2, 0.5), momentum=0.9)
 
-    reference = _fit(replicas.mirrored(4), name, optimizer)
-    got = _fit(replicas.STRATEGIES[kind](4), name, optimizer)
-    strategies = (replicas.mirrored(4), replicas.STRATEGIES[kind](4))
+    strategies = (replicas.mirrored(2), replicas.STRATEGIES[kind](2))
+    # What is no part of `fit` depends on the layer only where it has a state.
+    only = name not in ("normalization", "convolution")
+    reference = _fit(strategies[0], name, optimizer, only=only)
+    got = _fit(strategies[1], name, optimizer, only=only)
     largest = 0.0
     for mine, theirs in zip(got[0].weights, reference[0].weights, strict=True):
         for own, other in zip(

@@ -123,7 +123,6 @@ def test_two_workers_train_one_center(cluster, report):
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("cluster", [40], indirect=True)
 def test_a_worker_that_was_killed_adopts_the_center(cluster):
     chief, second, _ = cluster.start_both(100_000)
