@@ -22,7 +22,7 @@ NUM_LOGICAL_CPUS = 8
 
 # Before TensorFlow's context exists.
 eager_operations.not_as_functions()
-# Functions of tf.data have the graph optimizer of the context's beginning.
+# Functions of tf.data keep the option that is set when the context is made.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 tf.config.set_logical_device_configuration(
@@ -57,11 +57,6 @@ def pytest_collection_finish(session):
     garbage.resume()
 
 
-def pytest_sessionfinish(session):
-    del session
-    garbage.finish()
-
-
 def pytest_terminal_summary(terminalreporter):
     lines = [
         value
@@ -84,9 +79,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Not beside the other clusters, which would share the two cores and the
-    # loopback interface, whose bytes a test counts.
-    items.sort(key=lambda item: item.path.name != "faults_test.py")
+    # They wait, and others run meanwhile; and faults_test.py not beside the
+    # other clusters, which would share the two cores and the loopback
+    # interface, whose bytes a test counts.
+    first = ("faults_test.py", "simulated_tpu_exit_test.py")
+    items.sort(key=lambda item: item.path.name not in first)
     if config.getoption("--full"):
         return
     for item in items:
@@ -100,7 +97,7 @@ def _graph_optimizer(request):
 
     It takes a third of the time of a test that runs a few small steps. What
     users run has it, so the modules that compare numbers with one device, with
-    NumPy and with plain Keras do, and all programs that tests start.
+    NumPy and with plain Keras do, and programs that do not turn it off.
     """
     is_on = getattr(request.module, "WITH_GRAPH_OPTIMIZER", False)
     options = {"disable_meta_optimizer": not is_on}

@@ -39,17 +39,16 @@ class _StopAt(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(
-    "every, stop, optimizer, groups, kind",
+    "every, stop, optimizer, groups",
     [
-        ("epoch", (1, 1), "momentum", group_training.GROUPS, "mirrored"),
-        (3, (1, 2), "agn", None, "tpu"),
-        (1, (0, 2), "towers", [[0], [1]], "mirrored"),
+        ("epoch", (1, 1), "momentum", group_training.GROUPS),
+        (3, (1, 2), "agn", None),
+        (1, (0, 2), "towers", [[0], [1]]),
     ],
 )
-def test_goes_on_where_it_ended(every, stop, optimizer, groups, kind, tmp_path):
+def test_goes_on_where_it_ended(every, stop, optimizer, groups, tmp_path):
     """Weights, logs and all, as with no interruption, to the bit."""
-    num_replicas = 4 if groups is group_training.GROUPS else 2
-    strategy = replicas.STRATEGIES[kind](num_replicas)
+    strategy = replicas.mirrored(4 if groups == group_training.GROUPS else 2)
 
     def compiled(seed=1):
         return group_training.compiled(strategy, optimizer, groups, seed)

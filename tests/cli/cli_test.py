@@ -41,7 +41,7 @@ def demo(monkeypatch, capfd):
         "use_logical_cpus",  # There are enough.
         lambda count: [f"CPU:{index}" for index in range(count)],
     )
-    # Each run of the demo sets it; see `seeds`.
+    # Each run of the demo sets TensorFlow's seed; see `seeds`.
     monkeypatch.setattr(keras.utils, "set_random_seed", seeds.seed)
 
     def run(wrapper, num_replicas=2):

@@ -61,7 +61,7 @@ def _run(blocks, tmp_path, monkeypatch):
             len(logical) - 1
         ],
     )
-    # Blocks set it, some more than once; see `seeds`.
+    # Blocks set TensorFlow's seed, some more than once; see `seeds`.
     monkeypatch.setattr(keras.utils, "set_random_seed", seeds.seed)
     scope = {"keras": keras, "np": np, "tf": tf, "tf_xshard": tf_xshard}
     for index, block in enumerate(blocks):
@@ -123,7 +123,7 @@ def _check_population(page, scope):
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """All of it; what it shows was written by `execute_notebook`."""
+    """All cells, on fewer replicas; `execute_notebook` wrote what they show."""
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))

@@ -101,7 +101,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def _schedule(rng, kinds):
-    """Each fault at a random step, in this order; the chief is killed first."""
+    """Faults at random steps, in this order; the first kill hits the chief."""
     edges = np.linspace(4, launched_job.NUM_STEPS, len(kinds) + 1).astype(int)
     ranks = rng.integers(NUM_WORKERS, size=len(kinds))
     ranks[kinds.index("kill")] = 0
@@ -143,12 +143,12 @@ def _check(directory, uninterrupted, kinds, rng, report):
 
 
 def test_workers_that_fail(tmp_path, uninterrupted, report):
-    """One training: data do not come, the chief is killed, others stand still.
+    """Of one training, data do not come; the chief is killed; two stand still.
 
-    While it hangs, or waits for data, a worker's heartbeats go on.
+    A worker that hangs or waits for data still sends heartbeats.
     """
     rng = np.random.default_rng(int(time.time()))
-    # A loader that waits counts what was read since its process began: first.
+    # A loader counts batches from the start of its process: before a restart.
     kinds = ["load", "kill", *rng.permutation(["stop", "hang"])]
     _check(tmp_path, uninterrupted, kinds, rng, report)
 

@@ -29,7 +29,6 @@ import tf_xshard
 from tests.support import device_iterators
 from tests.support import eager_operations
 from tests.support import iterators
-from tests.support import seeds
 from tests.support import stack_traces
 from tf_xshard.optimizers import wrapper
 
@@ -140,7 +139,7 @@ class Wrapping:
     @pytest.hookimpl
     def pytest_runtest_setup(self, item):
         # Some tests' random data only passes by chance, wrapped or not.
-        seeds.seed(1)
+        keras.utils.set_random_seed(1)
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report):

@@ -91,7 +91,8 @@ def main(directory, *faults):
     restart = int(os.environ["TF_XSHARD_RESTART"])
     if restart and os.environ.get("TF_XSHARD_TEST_NAMESPACE"):
         subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
-    # They take time, and faults do not depend on them.
+    # Functions for eager operations, and the graph optimizer, take time, and
+    # faults do not depend on them.
     eager_operations.not_as_functions()
     tf.config.optimizer.set_experimental_options(
         {"disable_meta_optimizer": True}

@@ -2,8 +2,8 @@
 
 Every `fit`, `evaluate` and `predict` under a strategy makes two or three of
 them, and TensorFlow traces six functions a replica for each, the same ones each
-time. Here they are traced once for a device and a type of element. The demo and
-`launch` are tested with TensorFlow's own.
+time. Here they are traced once for a device and a type of element. `fit` over
+several processes, the demo and `launch` are tested with TensorFlow's own.
 """
 
 import tensorflow as tf
@@ -37,7 +37,7 @@ def _dataset(generator, incarnation_id, prefetch_buffer_size, slack):
         return _their_dataset(
             generator, incarnation_id, prefetch_buffer_size, slack
         )
-    assert prefetch_buffer_size and not slack, "No strategy asks for that."
+    assert prefetch_buffer_size and not slack, "Never asked for."
     return generator.prefetch(prefetch_buffer_size)
 
 

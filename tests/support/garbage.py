@@ -16,9 +16,3 @@ def resume():
     gc.freeze()
     gc.set_threshold(200_000, 50, 50)
     gc.enable()
-
-
-def finish():
-    """Collects a last time; pytest would five times, for errors in cycles."""
-    gc.collect()
-    gc.freeze()

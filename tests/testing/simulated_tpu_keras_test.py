@@ -81,7 +81,7 @@ def _keras_model(name, optimizer, **compile_options):
 
 
 def _fit(
-    strategy, name, optimizer_fn, num_rows=28, only=False, **compile_options
+    strategy, name, optimizer_fn, num_rows=28, fit_only=False, **compile_options
 ):
     """Two epochs of two batches of 12 and a ragged one, 4 rows."""
     x, y = _keras_data(name, num_rows)
@@ -90,8 +90,8 @@ def _fit(
     history = model.fit(
         x, y, batch_size=12, epochs=2, shuffle=False, verbose=0
     ).history
-    if only:
-        return model, history, [], []
+    if fit_only:
+        return model, history, None, None
     evaluated = model.evaluate(x, y, batch_size=12, verbose=0)
     predicted = model.predict(x, batch_size=12, verbose=0)
     return model, history, evaluated, predicted
@@ -99,16 +99,18 @@ def _fit(
 
 @pytest.mark.parametrize("name, kind", replicas.in_turn(LAYERS, replicas.TPUS))
 def test_plain_keras_equals_mirrored_strategy(name, kind, report):
-    """`fit` with a ragged last batch, and metrics; `evaluate`, `predict`."""
+    """`fit` with a ragged last batch, and metrics.
+
+    Also `evaluate` and `predict`, once for each numbering of the replicas.
+    """
 
     def optimizer():
         return O.SGD(O.schedules.ExponentialDecay(0.05, 2, 0.5), momentum=0.9)
 
     strategies = (replicas.mirrored(2), replicas.STRATEGIES[kind](2))
-    # What is no part of `fit` depends on the layer only where it has a state.
-    only = name not in ("normalization", "convolution")
-    reference = _fit(strategies[0], name, optimizer, only=only)
-    got = _fit(strategies[1], name, optimizer, only=only)
+    fit_only = name not in ("normalization", "convolution")
+    reference = _fit(strategies[0], name, optimizer, fit_only=fit_only)
+    got = _fit(strategies[1], name, optimizer, fit_only=fit_only)
     largest = 0.0
     for mine, theirs in zip(got[0].weights, reference[0].weights, strict=True):
         for own, other in zip(
@@ -119,8 +121,9 @@ def test_plain_keras_equals_mirrored_strategy(name, kind, report):
             largest = max(largest, float(np.abs(own - other).max()))
     for key, values in reference[1].items():
         np.testing.assert_allclose(got[1][key], values, rtol=1e-5)
-    np.testing.assert_allclose(got[2], reference[2], rtol=1e-5)
-    np.testing.assert_allclose(got[3], reference[3], atol=1e-5)
+    if not fit_only:
+        np.testing.assert_allclose(got[2], reference[2], rtol=1e-5)
+        np.testing.assert_allclose(got[3], reference[3], atol=1e-5)
     report(f"plain Keras, {name}, {kind}: from MirroredStrategy {largest:.1e}")
     assert largest <= 2e-6
     first = _keras_model(name, "sgd").get_weights()
