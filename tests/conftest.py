@@ -84,11 +84,14 @@ def pytest_collection_modifyitems(config, items):
     # interface, whose bytes a test counts.
     first = ("faults_test.py", "simulated_tpu_exit_test.py")
     items.sort(key=lambda item: item.path.name not in first)
+    large = [item for item in items if item.get_closest_marker("full")]
     if config.getoption("--full"):
+        # The files that take longest first.
+        paths = {item.path for item in large}
+        items.sort(key=lambda item: item.path not in paths)
         return
-    for item in items:
-        if item.get_closest_marker("full"):
-            item.add_marker(pytest.mark.skip(reason="needs --full"))
+    for item in large:
+        item.add_marker(pytest.mark.skip(reason="needs --full"))
 
 
 @pytest.fixture(scope="module", autouse=True)

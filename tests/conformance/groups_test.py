@@ -13,8 +13,6 @@ from tests.support import replicas
 from tests.support import training
 from tests.support.replicas import needs_multi_optimizer
 
-WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
-
 NUM_REPLICAS = 8
 
 
