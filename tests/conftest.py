@@ -10,31 +10,17 @@ import pytest
 
 # Importing it postpones Python's garbage collector: before TensorFlow.
 from tests.support import garbage  # isort: skip
-import tensorflow as tf
-
-from tests.support import device_iterators
-from tests.support import eager_operations
-from tests.support import iterators
+from tests.support import forked
 from tests.support import seeds
-from tests.support import stack_traces
 
 NUM_LOGICAL_CPUS = 8
-
-# Before TensorFlow's context exists.
-eager_operations.not_as_functions()
-# Functions of tf.data keep the option that is set when the context is made.
-tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
-)
-
-iterators.without_autotuning()
-device_iterators.traced_once()
-stack_traces.not_recorded()
-# Not for each test: see `seeds`.
-tf.random.set_seed(1)
+# Files that mostly wait, and where in the order of the files they run: one
+# beside another would leave the machine idle. faults_test.py is first, far from
+# the cluster of four_processes_test.py, which counts the loopback's bytes.
+WAITING = {
+    "tests/multi_worker/faults_test.py": "",
+    "tests/testing/simulated_tpu_exit_test.py": "tests/conformance",
+}
 
 
 def pytest_addoption(parser):
@@ -76,19 +62,45 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "full: runs with --full only (large counts)"
     )
+    if config.option.dist == "no" or hasattr(config, "workerinput"):
+        _set_up_tensorflow()
+    else:  # xdist's controller: it runs no test, and those that do wait for it.
+        forked.server()
+
+
+def _set_up_tensorflow():
+    """What holds for all tests of this process, before TensorFlow has run."""
+    import tensorflow as tf
+
+    from tests.support import device_iterators
+    from tests.support import eager_operations
+    from tests.support import iterators
+    from tests.support import stack_traces
+
+    eager_operations.not_as_functions()
+    # Functions of tf.data keep the option that is set when the context is made.
+    tf.config.optimizer.set_experimental_options(
+        {"disable_meta_optimizer": True}
+    )
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
+    )
+    iterators.without_autotuning()
+    device_iterators.traced_once()
+    stack_traces.not_recorded()
+    # Not for each test: see `seeds`.
+    tf.random.set_seed(1)
 
 
 def pytest_collection_modifyitems(config, items):
-    # They wait, and others run meanwhile; and faults_test.py not beside the
-    # other clusters, which would share the two cores and the loopback
-    # interface, whose bytes a test counts.
-    first = ("faults_test.py", "simulated_tpu_exit_test.py")
-    items.sort(key=lambda item: item.path.name not in first)
+    files = {item: item.nodeid.split("::")[0] for item in items}
+    items.sort(key=lambda item: WAITING.get(files[item], files[item]))
     large = [item for item in items if item.get_closest_marker("full")]
     if config.getoption("--full"):
         # The files that take longest first.
-        paths = {item.path for item in large}
-        items.sort(key=lambda item: item.path not in paths)
+        first = {files[item] for item in large}
+        items.sort(key=lambda item: files[item] not in first)
         return
     for item in large:
         item.add_marker(pytest.mark.skip(reason="needs --full"))
@@ -102,6 +114,8 @@ def _graph_optimizer(request):
     users run has it, so the modules that compare numbers with one device, with
     NumPy and with plain Keras do, and programs that do not turn it off.
     """
+    import tensorflow as tf
+
     is_on = getattr(request.module, "WITH_GRAPH_OPTIMIZER", False)
     options = {"disable_meta_optimizer": not is_on}
     tf.config.optimizer.set_experimental_options(options)
@@ -110,6 +124,7 @@ def _graph_optimizer(request):
 @pytest.fixture(autouse=True)
 def _seeds_and_policy():
     import keras
+    import tensorflow as tf
 
     seeds.seed(1)
     # TensorFlow's own collectives of two strategies in one process would meet

@@ -31,8 +31,8 @@ _STATUS = struct.Struct("q")
 # With a request come the program's stdin, stdout and stderr, and a pipe for its
 # status.
 _NUM_FDS = 4
-# How a forked program reaches the process that imports, to fork others.
-_CONNECTION = "TF_XSHARD_TEST_FORKS"
+# Tells children of a process which process imports for it.
+_SERVER = "TF_XSHARD_TEST_FORKS"
 
 
 _PlainPopen = subprocess.Popen
@@ -58,16 +58,16 @@ class Popen(_PlainPopen):
             ),
             "start_new_session": start_new_session,
         }
-        connection = _connection()
-        # The numbers of this end are the same in all forks.
-        request["environment"][_CONNECTION] = str(connection.fileno())
+        request["environment"][_SERVER] = server()
         given = [
             own if fd == -1 else fd
             for fd, own in zip(streams, range(3), strict=True)
         ]
-        socket.send_fds(
-            connection, [json.dumps(request).encode()], [*given, status]
-        )
+        with _socket() as connection:
+            connection.connect(_abstract(server()))
+            socket.send_fds(
+                connection, [json.dumps(request).encode()], [*given, status]
+            )
         os.close(status)
         self._child_created = True
         self._close_pipe_fds(*ends)
@@ -126,41 +126,52 @@ def instead_of_started():
 
 
 @functools.cache
-def _connection():
-    """To the process that imports, which the first program starts."""
-    if _CONNECTION in os.environ:
-        return socket.socket(fileno=int(os.environ[_CONNECTION]))
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ends = there.fileno(), here.fileno()
-    with there:
+def server():
+    """The process that imports, of this process and its children, by name."""
+    if _SERVER in os.environ:
+        return os.environ[_SERVER]
+    name = f"tf_xshard_tests_{os.getpid()}"
+    with _socket() as listener:
+        listener.bind(_abstract(name))
+        listener.listen()
         importing = _PlainPopen(
-            [sys.executable, "-m", "tests.support.forked", *map(str, ends)],
-            pass_fds=ends,
+            [sys.executable, "-m", __name__, str(listener.fileno())],
+            pass_fds=[listener.fileno()],
             # Closed when this process ends.
             stdin=subprocess.PIPE,
             cwd=paths.ROOT,
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
         )
     atexit.register(importing.communicate)
-    atexit.register(here.close)
-    return here
+    os.environ[_SERVER] = name
+    return name
 
 
-def _next_program(connection):
+def _socket():
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _abstract(name):
+    """An address that is no file, and free again when nothing listens."""
+    return f"\0{name}"
+
+
+def _next_program(listener):
     """Forks a process for each request, and returns in that process only."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nothing waits for them.
     while True:
-        if sys.stdin in select.select([connection, sys.stdin], [], [])[0]:
+        if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             os._exit(0)
-        message, fds, _, _ = socket.recv_fds(
-            connection, _LARGEST_REQUEST, _NUM_FDS
-        )
+        with listener.accept()[0] as connection:
+            message, fds, _, _ = socket.recv_fds(
+                connection, _LARGEST_REQUEST, _NUM_FDS
+            )
         # One process waits for the program, and the program is its child.
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if program := os.fork():
                 _tell_the_end(program, fds[-1])
-            connection.close()
+            listener.close()
             return json.loads(message), fds
         for fd in fds:
             os.close(fd)
@@ -173,7 +184,7 @@ def _tell_the_end(program, status):
     os._exit(0)
 
 
-def _main(connection):
+def _main(listener):
     # Importing it postpones Python's garbage collector: before TensorFlow.
     from tests.support import garbage
 
@@ -190,7 +201,7 @@ def _main(connection):
     iterators.without_autotuning()
     stack_traces.not_recorded()
     garbage.resume()
-    request, fds = _next_program(connection)
+    request, fds = _next_program(listener)
     if request["start_new_session"]:
         os.setsid()
     *streams, status = fds
