@@ -177,11 +177,16 @@ def test_demo_refuses(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_logical_cpus_are_made_before_tensorflow_runs():
+    with pytest.raises(RuntimeError, match="before TensorFlow runs"):
+        logical_devices.use_logical_cpus(3)
+
+
 def test_doctor():
     run = _run("doctor", module="tests.programs.forked_command")
     assert run.returncode == 0, run.stdout[-3000:]
     lines = run.stdout.splitlines()
-    pairs = doctor.shuffled_groups(4)[0]
+    pairs = doctor.rotated_groups(4)[0]
     assert not [line for line in lines if line.startswith("FAIL")]
     for path in (
         f"tf.function, {pairs}: subgroup collectives",
@@ -193,10 +198,23 @@ def test_doctor():
         assert [line for line in lines if path in line], path
 
 
-def test_doctor_finds_a_wrong_sum(capsys):
+def test_the_doctor_passes_what_is_right(capsys):
     assert doctor.check_strategy("whole", replicas.mirrored(4))
     assert "FAIL" not in capsys.readouterr().out
-    with mutants.mutant("no_reduction"):
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "no_reduction",
+        "groups_ignored",
+        "contiguous",
+        "strided",
+        "rows_as_columns",
+    ],
+)
+def test_doctor_finds_a_wrong_sum(wrong, capsys):
+    with mutants.mutant(wrong):
         assert not doctor.check_strategy("broken", replicas.mirrored(4))
     assert "FAIL  broken, tf.function, [[" in capsys.readouterr().out
 

@@ -2,6 +2,9 @@
 
 import contextlib
 
+import numpy as np
+
+from tf_xshard import group_assignment
 from tf_xshard.reduction import gradients
 from tf_xshard.reduction import group_sum
 
@@ -9,11 +12,33 @@ _scaled = gradients.scaled
 _sum = group_sum.GroupReducer.sum
 
 
-def _groups_ignored(reducer, *args):
-    everyone = group_sum.GroupReducer(None, reducer.communication)
-    # Each replica makes one, but they use collectives as one.
-    everyone.owner = reducer.owner
-    return _sum(everyone, *args)
+def _with_groups(changed):
+    """Sums over other groups than those of the optimizer."""
+
+    def wrong(reducer, *args):
+        groups = changed(reducer.group_assignment)
+        other = group_sum.GroupReducer(groups, reducer.communication)
+        # Each replica makes one, but they use collectives as one.
+        other.owner = reducer.owner
+        return _sum(other, *args)
+
+    return wrong
+
+
+def _contiguous(groups):
+    return groups.contiguous(groups.num_replicas, groups.group_size)
+
+
+def _strided(groups):
+    return groups.strided(groups.num_replicas, groups.group_size)
+
+
+def _rows_as_columns(groups):
+    """What a reshape to the wrong order gives."""
+    flat = np.ravel(groups.to_list())
+    return group_assignment.GroupAssignment(
+        flat.reshape(groups.group_size, -1).T
+    )
 
 
 def _replaced(num_replicas):
@@ -27,7 +52,10 @@ def _replaced(num_replicas):
             lambda g, f: _scaled(g, f / num_replicas),
         ),
         "no_reduction": (reducer, "sum", lambda self, g, *_: list(g)),
-        "groups_ignored": (reducer, "sum", _groups_ignored),
+        "groups_ignored": (reducer, "sum", _with_groups(lambda groups: None)),
+        "contiguous": (reducer, "sum", _with_groups(_contiguous)),
+        "strided": (reducer, "sum", _with_groups(_strided)),
+        "rows_as_columns": (reducer, "sum", _with_groups(_rows_as_columns)),
     }
 
 
