@@ -179,6 +179,8 @@ def test_refusals_change_nothing(model):
     state = tf_xshard.GroupState(model)
     before = group_training.values(model)
     weights = state.get_weights(0)
+    x, _ = group_training.data()
+    kernel = model.layers[0].kernel
     for call, text in (
         (lambda: state.get_weights(2), "group must be an int from 0 to 1"),
         (lambda: state.get_weights(True), "group must be an int"),
@@ -204,6 +206,20 @@ def test_refusals_change_nothing(model):
             "needs 2 values of shape",
         ),
         (lambda: state.export(0, "model.h5"), "writes .keras files"),
+        (lambda: state.export(2, "model.keras"), "group must be an int"),
+        (lambda: state.predict(x, 2), "group must be an int"),
+        (
+            lambda: tf_xshard.GroupState([kernel]).export(0, "model.keras"),
+            "created without a keras.Model",
+        ),
+        (
+            lambda: tf_xshard.GroupState([kernel]).predict(x),
+            "created without a keras.Model",
+        ),
+        (
+            lambda: tf_xshard.GroupState([kernel]).evaluate(x),
+            "created without a keras.Model",
+        ),
         (lambda: tf_xshard.GroupState(model, [[0, 1]]), "is for 2 replicas"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -533,6 +549,29 @@ def test_export_of_a_model_that_is_not_compiled(tmp_path):
         keras.models.load_model(path).predict(x, verbose=0),
         model.predict(x, verbose=0),
     )
+
+
+def test_what_a_model_needs_to_be_evaluated_and_exported(tmp_path):
+    class Own(keras.Model):
+        def __init__(self, units, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = keras.layers.Dense(units)
+
+        def call(self, x):
+            return self.dense(x)
+
+    x = np.ones([2, 2])
+    model = Own(1)
+    model(x)
+    state = tf_xshard.GroupState(model)
+    with pytest.raises(ValueError, match="must call `compile"):
+        state.evaluate(x, x[:, :1])
+    path = tmp_path / "model.keras"
+    path.write_text("an earlier one")
+    with pytest.raises(NotImplementedError, match="get_config"):
+        state.export(0, path)
+    assert path.read_text() == "an earlier one"
+    assert os.listdir(tmp_path) == ["model.keras"]
 
 
 def test_each_group_has_its_learning_rate():
@@ -926,6 +965,16 @@ def test_what_holds_variables():
         tf_xshard.GroupState({"layer": keras.layers.Dense(2)}).get_weights(0)
     with pytest.raises(ValueError, match="optimizer 'o' has not been built"):
         tf_xshard.GroupState({"o": keras.optimizers.SGD()}).get_weights(0)
+
+
+def test_groups_cannot_differ_in_a_variable_that_all_share():
+    with replicas.mirrored(2).scope():
+        own = keras.Variable(1.0)
+    shared = keras.Variable(1.0)
+    state = tf_xshard.GroupState([own, shared], [[0], [1]])
+    with pytest.raises(ValueError, match="all replicas share one value"):
+        state.assign(shared, [2.0, 3.0])
+    assert float(shared) == 1.0
 
 
 def test_variables_of_two_strategies_are_refused():

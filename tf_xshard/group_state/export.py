@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tf_xshard.group_state import catalog as catalog_lib
 from tf_xshard.group_state import evaluation
@@ -48,15 +49,28 @@ def export(
         [value] = replicas.of_group([variable], members)
         return value
 
+    def write() -> None:
+        if replicas.rank == 0:
+            _save(plain, path)
+
     evaluated = evaluation.GroupEvaluation(model, catalog, replicas)
     with (
         evaluated.with_weights_of(group),
         with_plain_optimizer(model, value_of) as plain,
     ):
-        replicas.run_on_all_processes(
-            f"Exporting to {path!r}",
-            lambda: replicas.rank == 0 and plain.save(path),
-        )
+        replicas.run_on_all_processes(f"Exporting to {path!r}", write)
+
+
+def _save(model: keras.Model, path: str) -> None:
+    """Replaces a file when the new one is complete, and leaves no other."""
+    new = f"{path}.unfinished.keras"
+    try:
+        model.save(new)
+        tf.io.gfile.rename(new, path, overwrite=True)
+    except BaseException:
+        if tf.io.gfile.exists(new):
+            tf.io.gfile.remove(new)
+        raise
 
 
 @contextlib.contextmanager

@@ -237,7 +237,8 @@ class GroupState(files.GroupFiles):
 
         It loads anywhere, without a strategy or tf_xshard. It is compiled with
         the optimizer inside the wrappers (for AGN, the local optimizer), with
-        the group's state. With several processes the chief writes.
+        the group's state. With several processes the chief writes. An earlier
+        file is replaced when the new one is complete.
 
         Args:
           group: The group's index.
