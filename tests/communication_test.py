@@ -1,5 +1,7 @@
 """The type on the wire: where 16 bits would lose visibly, float32 is kept."""
 
+import dataclasses
+
 import keras
 import ml_dtypes
 import numpy as np
@@ -146,3 +148,18 @@ def test_buckets_in_flight(buckets_in_flight):
     for wrong in (0, 1.5, True):
         with pytest.raises((TypeError, ValueError), match="buckets_in_flight"):
             tf_xshard.Communication(buckets_in_flight=wrong)
+
+
+def test_it_is_a_frozen_value():
+    optimizer = tf_xshard.CrossShardOptimizer(
+        keras.optimizers.SGD(), communication=None
+    )
+    assert optimizer.communication == tf_xshard.Communication()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        optimizer.communication.dtype = "int8"
+    with pytest.raises(TypeError, match="must be a tf_xshard.Communication"):
+        tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(), communication="int8"
+        )
+    with pytest.raises(TypeError, match=r"error_feedback=\.\.\.\) must be"):
+        tf_xshard.Communication(dtype="int8", error_feedback=1)

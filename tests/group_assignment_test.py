@@ -11,6 +11,7 @@ import pytest
 
 import tf_xshard
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
 
 GroupAssignment = tf_xshard.GroupAssignment
 
@@ -65,6 +66,7 @@ def test_layouts():
     assert GroupAssignment.strided(6, 3).to_list() == [[0, 2, 4], [1, 3, 5]]
     assert GroupAssignment.contiguous(2, 1).to_list() == [[0], [1]]
     assert GroupAssignment.strided(2, 2).to_list() == [[0, 1]]
+    assert GroupAssignment.single(3).to_list() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,29 @@ def test_layouts_refuse(layout, arguments, error, message):
         getattr(GroupAssignment, layout)(*arguments)
 
 
+def test_single_refuses():
+    with pytest.raises(ValueError, match="num_replicas must be positive"):
+        GroupAssignment.single(0)
+    with pytest.raises(TypeError, match=r"num_replicas must be an int, got 2"):
+        GroupAssignment.single(2.0)
+
+
 def test_group_of_refuses():
     with pytest.raises(ValueError, match="No group holds replica 4"):
         GroupAssignment([[0, 1], [2, 3]]).group_of(4)
+
+
+def test_assignments_together():
+    pairs = GroupAssignment([[0, 1], [2, 3], [4, 5]])
+    singles = GroupAssignment([[i] for i in range(6)])
+    assert group_relations.joined([pairs, singles]) is pairs
+    assert group_relations.joined([singles, pairs]) == pairs
+    columns = GroupAssignment([[0, 2, 4], [1, 3, 5]])
+    assert group_relations.joined([pairs, columns]).num_groups == 1
+    with pytest.raises(ValueError, match="different sizes"):
+        group_relations.joined(
+            [pairs, GroupAssignment([[0, 2], [1, 3], [4, 5]])]
+        )
 
 
 def test_needs_no_tensorflow():

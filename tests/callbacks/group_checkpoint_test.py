@@ -167,6 +167,34 @@ def test_a_damaged_save_is_refused_when_fit_begins(tmp_path):
     group_training.assert_same(group_training.values(model), before)
 
 
+def test_another_models_save_is_refused_when_fit_begins(tmp_path):
+    strategy = replicas.mirrored(2)
+    model = group_training.compiled(strategy, groups=[[0], [1]])
+    group_training.fit(model, [tf_xshard.GroupCheckpoint(tmp_path)], epochs=1)
+    with strategy.scope():
+        other = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(1)]
+        )
+        other.compile(
+            tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=[[0], [1]]
+            ),
+            "mse",
+        )
+    before = other.get_weights()
+    x = np.ones([4, 2])
+    with pytest.raises(ValueError, match="saved from another model"):
+        other.fit(
+            x,
+            x[:, :1],
+            epochs=2,
+            verbose=0,
+            callbacks=[tf_xshard.GroupCheckpoint(tmp_path)],
+        )
+    for one, its in zip(other.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, its)
+
+
 def test_steps_per_execution_and_regroup(tmp_path):
     """Six steps in twos; then other groups take the mean."""
     strategy = replicas.mirrored(4)

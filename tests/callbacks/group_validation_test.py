@@ -44,6 +44,31 @@ def test_each_groups_validation_is_in_the_history():
     assert history["val_group_0_loss"] != history["val_group_1_loss"]
 
 
+def test_the_ensemble_and_the_number_of_batches_can_be_chosen():
+    model = group_training.compiled(replicas.mirrored(4))
+    x, y = group_training.data(40)
+    seen = []
+    history = group_training.fit(
+        model,
+        [
+            tf_xshard.GroupValidation(
+                (x, y), batch_size=16, steps=1, ensemble=False
+            ),
+            keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: seen.append(dict(logs))
+            ),
+        ],
+        epochs=1,
+    )
+    state = tf_xshard.GroupState(model)
+    rows = state.evaluate(x[:16], y[:16], batch_size=16, ensemble=False)
+    assert rows.column("group") == [0, 1]
+    for group, loss in enumerate(rows.column("loss")):
+        assert history[f"val_group_{group}_loss"] == [loss]
+        assert seen[0][f"val_group_{group}_loss"] == loss
+    assert not [name for name in history if "ensemble" in name]
+
+
 def _spoil(strategy, variable, replica, by=0.25):
     copy = strategy.experimental_local_results(variable.value)[replica]
     copy.assign(copy + tf.cast(by, copy.dtype))

@@ -30,7 +30,7 @@ class _Rates(keras.callbacks.Callback):
         self.last = self._rate()
 
 
-def _fit(optimizer_fn, warmup, strategy=None, **kwargs):
+def _fit(optimizer_fn, warmup, strategy=None, others=(), **kwargs):
     with (strategy or replicas.mirrored(1)).scope():
         model = keras.Sequential(
             [keras.layers.Input((2,)), keras.layers.Dense(1)]
@@ -43,7 +43,7 @@ def _fit(optimizer_fn, warmup, strategy=None, **kwargs):
         x[:, :1],
         batch_size=4,
         verbose=0,
-        callbacks=[warmup, rates],
+        callbacks=[warmup, *others, rates],
         **{"epochs": 3, **kwargs},
     )
     return rates.rates, rates.last
@@ -87,6 +87,33 @@ def test_afterwards_others_may_set_the_rate():
     x = np.ones([8, 2])
     model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[warmup, later])
     assert round(float(model.optimizer.learning_rate.numpy()), 6) == 0.3
+
+
+def test_five_epochs_by_default():
+    at_end = []
+    saves = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: at_end.append(
+            float(saves.model.optimizer.learning_rate.numpy())
+        )
+    )
+    warmup = tf_xshard.LearningRateWarmup(0.8, start=0.0)
+    rates, _ = _fit(lambda: SGD(0.1), warmup, others=[saves], epochs=6)
+    expected = [0.8 * i / 20 for i in range(20)] + [0.8] * 4
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+    # What a later callback saves is the rate that the next epoch begins with.
+    np.testing.assert_allclose(at_end, [*expected[4::4], 0.8], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_a_number_of_batches_that_fit_does_not_know():
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(SGD(0.1), "mse")
+    batches = ((np.ones([4, 2]), np.ones([4, 1])) for _ in range(5))
+    warmup = tf_xshard.LearningRateWarmup(0.8, 1, start=0.0, steps_per_epoch=4)
+    rates = _Rates()
+    model.fit(batches, verbose=0, shuffle=False, callbacks=[warmup, rates])
+    expected = [0.0, 0.2, 0.4, 0.6, 0.8]
+    np.testing.assert_allclose(rates.rates[:5], expected, atol=1e-6)
 
 
 @needs_multi_optimizer

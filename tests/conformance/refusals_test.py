@@ -387,6 +387,11 @@ def test_a_hook_that_returns_something_else(returned):
             "positive and finite",
         ),
         (lambda: tf_xshard.clip_by_norm("1"), TypeError, "must be a number"),
+        (
+            lambda: tf_xshard.clip_by_global_norm([1.0]),
+            TypeError,
+            "must be a number",
+        ),
         (lambda: tf_xshard.clip_by_value(1, 1), ValueError, "below"),
         (
             lambda: tf_xshard.clip_by_value(0, float("inf")),

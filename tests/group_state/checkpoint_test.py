@@ -158,6 +158,9 @@ def test_damage_is_refused_by_name(small, damage, file, position, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=name):
         small.restore(tmp_path)
     group_training.assert_same(_small_values(small), before)
+    if file == "manifest":
+        with pytest.raises((ValueError, FileNotFoundError), match=name):
+            tf_xshard.GroupState.position(tmp_path)
 
 
 def test_every_byte_counts(small, tmp_path):
@@ -173,6 +176,8 @@ def test_every_byte_counts(small, tmp_path):
 
 def test_foreign_directories_are_refused(small, tmp_path):
     before = _small_values(small)
+    with pytest.raises(FileNotFoundError, match="holds no saved group state"):
+        tf_xshard.GroupState.position(tmp_path)
     with pytest.raises(FileNotFoundError, match="holds no saved group state"):
         small.restore(tmp_path)
     for content, text in (

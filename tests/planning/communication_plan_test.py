@@ -259,6 +259,8 @@ def test_a_difference():
     assert difference.ratio("bytes_per_step") == 0.25
     assert plans[2].seconds_per_step is None  # Of nothing, too.
     assert difference.ratio("bucket_bytes") == 1.0
+    with pytest.raises(KeyError, match="seconds_per_step"):
+        difference.ratio("seconds_per_step")
     assert "bytes_per_step        644 B" in str(difference)
     assert plans[2].difference(plans[0]).ratio("bytes_per_step") == float("inf")
     with pytest.raises(TypeError, match="compares with a plan"):

@@ -82,6 +82,35 @@ def test_float64_is_clipped_with_all_its_digits(hook, clip):
         np.testing.assert_allclose(value, [-0.06, -0.08], rtol=1e-14)
 
 
+def test_the_reduced_gradient_is_clipped_as_by_the_inner_optimizer():
+    """Both together; that of each replica alone would be clipped more."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        pairs = [
+            [keras.Variable(np.zeros(2, "float32")) for _ in range(2)]
+            for _ in range(2)
+        ]
+        ours = tf_xshard.CrossShardOptimizer(
+            SGD(1.0), "sum", post_reduce=tf_xshard.clip_by_global_norm(2.0)
+        )
+        inner = tf_xshard.CrossShardOptimizer(
+            SGD(1.0, global_clipnorm=2.0), "sum"
+        )
+    for optimizer, variables in zip((ours, inner), pairs, strict=True):
+        replicas.apply_once(
+            strategy,
+            optimizer,
+            lambda r: [tf.constant([3.0, -r]), tf.constant([-1.0 * r, 4.0])],
+            variables,
+        )
+    summed = 2 * np.array([[6.0, -1.0], [-1.0, 8.0]])
+    expected = -2 * summed / np.linalg.norm(summed)
+    for variables in pairs:
+        for row, variable in zip(expected, variables, strict=True):
+            for value in replicas.values(strategy, variable):
+                np.testing.assert_allclose(value, row, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad", "Ftrl"])
 def test_rows_that_occur_twice_are_logged_once(name, monkeypatch):
     """And the result is that of the dense gradient, which plain Keras has."""

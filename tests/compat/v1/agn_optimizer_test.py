@@ -533,6 +533,7 @@ def test_bad_calls():
         ([(None, copies.local)], ValueError),
         ([(tf.ones([]), other)], ValueError),
         ([copies.local], ValueError),
+        ([("text", copies.local)], (TypeError, ValueError)),
         (None, TypeError),
     ):
         with pytest.raises(error):

@@ -65,6 +65,11 @@ def test_refusals(tmp_path):
         estimator.evaluate(linear.once)
     with pytest.raises(ValueError, match="no checkpoint"):
         next(estimator.predict(linear.once))
+    assert estimator.latest_checkpoint() is None
+    with pytest.raises(ValueError, match="no checkpoint"):
+        estimator.get_variable_names()
+    with pytest.raises(ValueError, match="no checkpoint"):
+        estimator.get_variable_value("global_step")
     with pytest.raises(ValueError, match="not both"):
         estimator.train(linear.input_fn, steps=1, max_steps=2)
     with pytest.raises(ValueError, match="train_batch_size"):
@@ -90,6 +95,13 @@ def test_refusals(tmp_path):
                 mode, loss=tf.constant(1.0)
             ),
         ).train(linear.input_fn, steps=1)
+    with pytest.raises(ValueError, match="no loss"):
+        linear.make(
+            tmp_path,
+            fn=lambda features, labels, mode: v1.TPUEstimatorSpec(
+                mode, train_op=tf.no_op()
+            ),
+        ).train(linear.input_fn, steps=1)
     with pytest.raises(ValueError, match="no argument `labels`"):
         linear.make(tmp_path, fn=lambda features: None).train(
             linear.input_fn, steps=1
@@ -105,6 +117,13 @@ def test_refusals(tmp_path):
         v1.RunConfig(8)
     with pytest.raises(ValueError, match="must not be negative"):
         v1.RunConfig(save_summary_steps=-1)
+    for name in ("save_summary_steps", "keep_checkpoint_max", "tf_random_seed"):
+        with pytest.raises(TypeError, match=f"{name} must be an int"):
+            v1.RunConfig(**{name: 1.5})
+    with pytest.raises(ValueError, match="num_shards must be positive"):
+        v1.TPUConfig(num_shards=0)
+    with pytest.raises(TypeError, match="num_shards must be an int"):
+        v1.TPUConfig(num_shards="8")
     assert v1.RunConfig(None, master="").tpu_config == v1.TPUConfig()
     with pytest.raises(TypeError, match="must be a tf_xshard.*RunConfig"):
         v1.TPUEstimator(linear.model_fn, str(tmp_path), config={})
@@ -123,11 +142,25 @@ def test_refusals(tmp_path):
         )
     with pytest.raises(TypeError, match="eval_metrics must be a pair"):
         v1.TPUEstimatorSpec("eval", eval_metrics=len).as_estimator_spec()
+    with pytest.raises(TypeError, match="host_call must be a pair"):
+        v1.TPUEstimatorSpec("train", host_call=len).as_estimator_spec()
     estimator.train(linear.input_fn, steps=1)
+    with pytest.raises(ValueError, match="steps must be a positive int"):
+        estimator.evaluate(linear.once, steps=0)
+    with pytest.raises(ValueError, match="no loss"):
+        linear.make(
+            tmp_path,
+            fn=lambda features, labels, mode: v1.TPUEstimatorSpec(mode),
+        ).evaluate(linear.once)
+    with pytest.raises(TypeError, match="must return a TPUEstimatorSpec"):
+        next(
+            linear.make(tmp_path, fn=lambda features: 3.0).predict(linear.once)
+        )
     with pytest.raises(ValueError, match="predict_keys has"):
         next(estimator.predict(linear.once, predict_keys=["z"]))
     for metric, error, message in (
         ({"loss": (1, 2)}, ValueError, "another name"),
+        ({"global_step": (1, 2)}, ValueError, "another name"),
         ({"mae": 3.0}, TypeError, "'mae' must be a"),
         ([(1, 2)], TypeError, "must be a dict"),
     ):

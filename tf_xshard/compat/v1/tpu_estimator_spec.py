@@ -71,6 +71,8 @@ class TPUEstimatorSpec(NamedTuple):
         """
         metrics = call_pair("eval_metrics", self.eval_metrics)
         train_op = self.train_op
+        if self.host_call is not None:
+            check_call("host_call", self.host_call)
         if train_op is not None:
             train_op = with_host_call(train_op, self.host_call)
         return estimator_spec.EstimatorSpec(
