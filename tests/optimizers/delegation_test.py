@@ -144,6 +144,24 @@ def test_exclude_from_weight_decay():
     assert (float(kernel), float(bias)) == (0.5, 1.0)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        tf_xshard.CrossShardOptimizer,
+        lambda inner: tf_xshard.TowerOptimizer(inner, 2),
+        tf_xshard.AGNOptimizer,
+    ],
+    ids=["cross", "tower", "agn"],
+)
+def test_it_is_too_late_to_exclude_when_the_optimizer_is_built(make):
+    optimizer = make(O.SGD(1.0, weight_decay=0.5))
+    weight = keras.Variable(1.0)
+    optimizer.build([weight])
+    for exclusion in ({"var_list": [weight]}, {"var_names": ["variable"]}):
+        with pytest.raises(ValueError, match="has been built: call"):
+            optimizer.exclude_from_weight_decay(**exclusion)
+
+
 def test_an_inner_apply_gradients_is_called():
     class Doubling(O.SGD):
         def apply_gradients(self, grads_and_vars):

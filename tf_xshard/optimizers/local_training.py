@@ -82,20 +82,9 @@ class LocalTraining(wrapper.OptimizerWrapper):
         """The center, the counters, and both optimizers' variables."""
         return super().variables + self.local_optimizer.variables
 
-    def exclude_from_weight_decay(
-        self,
-        var_list: Sequence | None = None,
-        var_names: Sequence[str] | None = None,
+    def _exclude(
+        self, var_list: Sequence | None, var_names: Sequence[str] | None
     ) -> None:
-        """Excludes variables from both optimizers' weight decay.
-
-        Args:
-          var_list: Variables to exclude, or None.
-          var_names: Strings; a variable whose name contains one is excluded.
-
-        Raises:
-          ValueError: If the optimizer has been built.
-        """
         # The center does not exist yet; it will get the variables' paths.
         names = [*(var_names or ())] + [
             f"{re.escape(variable.path)}$" for variable in var_list or ()
