@@ -247,10 +247,15 @@ def test_central_storage_strategy():
         ["CPU:0", "CPU:1"], "CPU:0"
     )
     with strategy.scope():
-        with pytest.raises(
-            ValueError, match="does not support CentralStorageStrategy"
+        for make in (
+            lambda: CrossShardOptimizer(SGD()),
+            lambda: tf_xshard.TowerOptimizer(SGD(), 2),
+            lambda: tf_xshard.AGNOptimizer(SGD()),
         ):
-            CrossShardOptimizer(SGD())
+            with pytest.raises(
+                ValueError, match="does not support CentralStorageStrategy"
+            ):
+                make()
 
 
 def test_another_scope():

@@ -552,5 +552,14 @@ def test_a_worker_is_killed(report):
 
 def test_a_worker_that_does_not_take_part_is_named(results):
     for result in results[:3]:
-        assert "Worker 3 did not say within 3 seconds" in result["absent"]
-        assert "the_weight" in result["absent"]
+        [(_, text, _), *_] = result["absent"]
+        assert "Worker 3 did not say within 3 seconds" in text
+        assert "the_weight" in text
+
+
+def test_a_barrier_that_a_worker_does_not_reach(results):
+    """It ends in time, and the next one does not wait."""
+    for result in results[:3]:
+        [_, (name, _, seconds), (_, _, again)] = result["absent"]
+        assert name == "DeadlineExceededError"
+        assert again < 3 <= seconds < 10

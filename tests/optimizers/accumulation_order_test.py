@@ -399,6 +399,8 @@ def test_training_goes_on_from_the_local_variables(kind):
     optimizer.show_center(False)
     assert [v.item() for v in replicas.values(strategy, weight)] == [8, 8]
     assert optimizer.center_variables[0].numpy() == 10
+    with pytest.raises(RuntimeError, match="show_center.* in replica context"):
+        tf.function(strategy.run)(lambda: optimizer.show_center(True))
 
 
 def test_the_end_of_fit_right_after_a_restore():

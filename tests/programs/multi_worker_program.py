@@ -323,7 +323,7 @@ def _nested(strategy, stack, gradients):
 
 
 def absent(strategy):
-    """Worker 3 never traces the step."""
+    """Worker 3 never traces the step, nor calls a barrier."""
     with strategy.scope():
         weight = keras.Variable(0.0, name="the_weight")
         optimizer = tf_xshard.CrossShardOptimizer(
@@ -331,15 +331,23 @@ def absent(strategy):
             communication=tf_xshard.Communication(timeout_seconds=3),
         )
     if strategy.cluster_resolver.task_id == 3:
-        time.sleep(10)
+        time.sleep(13)
         return None
-    try:
-        replicas.apply_once(
+    errors = []
+    for call in (
+        lambda: replicas.apply_once(
             strategy, optimizer, lambda r: [tf.constant(1.0)], [weight]
-        )
-    except RuntimeError as error:
-        return str(error)
-    return None
+        ),
+        lambda: tf_xshard.barrier(strategy, timeout_seconds=3),
+        lambda: tf_xshard.barrier(strategy, timeout_seconds=3),
+    ):
+        began = time.time()
+        try:
+            call()
+        except (RuntimeError, tf.errors.OpError) as error:
+            seconds = time.time() - began
+            errors.append([type(error).__name__, str(error), seconds])
+    return errors
 
 
 def _as_users_have_it(case, *arguments):

@@ -56,6 +56,26 @@ def test_slices_stay_slices(graph):
     assert got == [[1, 1000, 0], [100, 10, 0], [100, 10, 0], [1, 1000, 0]]
 
 
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_rows_that_occur_several_times(kind):
+    """Slices have each once; on a TPU the result is dense."""
+
+    def on_replica(x):
+        own = tf.IndexedSlices([x, 2 * x, 4 * x], [1, 1, 2], [3, 2])
+        reduced = tf_xshard.group_reduce(own, GROUPS, "sum")
+        assert isinstance(reduced, tf.IndexedSlices) == (kind == "mirrored")
+        if kind == "tpu":
+            return reduced, tf.constant([0, 1, 2])
+        return tf.convert_to_tensor(reduced), reduced.indices
+
+    values, rows = replicas.run(kind, on_replica)
+    for members in GROUPS:
+        x = sum(10.0**r for r in members)
+        for r in members:
+            assert values[r] == [[0, 0], [3 * x] * 2, [4 * x] * 2]
+            assert len(set(rows[r])) == len(rows[r])
+
+
 def test_without_a_strategy_it_returns_the_values():
     assert float(tf_xshard.group_reduce(3.0)) == 3.0
     assert tf_xshard.group_reduce([None]) == [None]

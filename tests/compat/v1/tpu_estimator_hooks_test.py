@@ -169,6 +169,53 @@ def test_hooks_and_limits(tmp_path):
     )
 
 
+def test_hooks_of_a_spec_and_earlier_checkpoints(tmp_path):
+    """In every mode; training until the input ends, and all saves kept."""
+    runs = []
+
+    class Noted(tf1.train.SessionRunHook):
+        def __init__(self, name):
+            self.name = name
+
+        def after_run(self, run_context, run_values):
+            runs.append(self.name)
+
+    def fn(features, labels, mode, params):
+        return linear.model_fn(features, labels, mode, params)._replace(
+            training_hooks=[Noted("train")],
+            evaluation_hooks=[Noted("eval")],
+            prediction_hooks=[Noted("infer")],
+        )
+
+    estimator = v1.TPUEstimator(
+        fn,
+        str(tmp_path),
+        v1.RunConfig(
+            v1.TPUConfig(num_shards=2),
+            save_checkpoints_steps=1,
+            keep_checkpoint_max=0,
+        ),
+        {"learning_rate": 0.1},
+        train_batch_size=8,
+        eval_batch_size=16,
+        predict_batch_size=32,
+    )
+    estimator.train(lambda params: linear.input_fn(params).take(7))
+    assert estimator.get_variable_value("global_step") == 7
+    assert len(list(tmp_path.glob("*.index"))) == 8
+    estimator.evaluate(linear.once)
+    early, late = (
+        np.array([row["y"] for row in estimator.predict(linear.once, **path)])
+        for path in ({"checkpoint_path": tmp_path / "model.ckpt-0"}, {})
+    )
+    assert runs == ["train"] * 7 + ["eval"] * 2 + ["infer"] * 2
+    np.testing.assert_array_equal(early, np.zeros([32, 1]))
+    weights = linear.adam(7)
+    np.testing.assert_allclose(
+        late, linear.X @ weights[:3] + weights[3], rtol=1e-4, atol=1e-5
+    )
+
+
 def test_scaffolds_savers_and_params(tmp_path):
     """A Scaffold's own initialization, a Saver of one's own, mutable params."""
 
