@@ -20,7 +20,8 @@ class SwapCenterWeights(keras.callbacks.Callback):
     averages; do not use both, since their swaps conflict.
 
     A file saved while the center is shown holds the center as the model's
-    weights; training resumed from it restores the local variables first.
+    weights. Training resumed from it with this callback restores the local
+    variables first; without it, the first step does, after its gradients.
 
     Args:
       swap_on_epoch: Whether the model holds the center between epochs. Place

@@ -40,7 +40,10 @@ class LocalTraining(wrapper.OptimizerWrapper):
 
     @property
     def center_variables(self) -> list[keras.Variable]:
-        """The center, in the order of the trainable variables."""
+        """The center, in the order of the trainable variables.
+
+        While the model holds the center, they hold the local variables.
+        """
         return list(self._center) if self.built else []
 
     @property

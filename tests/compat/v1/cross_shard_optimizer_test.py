@@ -568,6 +568,10 @@ def test_bad_calls():
         ):
             with pytest.raises(error):
                 _optimizer().apply_gradients(pairs)
+        for wrapper in (v1.CrossShardOptimizer, v1.TowerOptimizer):
+            optimizer = wrapper(tf1.train.GradientDescentOptimizer(1.0))
+            with pytest.raises(ValueError, match="Invalid type tf.int32"):
+                optimizer.compute_gradients(tf.constant(1))
         groups = _optimizer(group_assignment=[[0], [1]])
         for call in (
             lambda: groups.compute_gradients(loss),

@@ -125,7 +125,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
           are not yet summed.
 
         Raises:
-          TypeError: If the loss is not a floating point tensor.
+          TypeError, ValueError: If the loss is not a floating point tensor.
           ValueError: If group_assignment does not fit the number of shards.
           RuntimeError: In eager mode with a loss that is not a function; in the
             cross-replica context of a strategy.

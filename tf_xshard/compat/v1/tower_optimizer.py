@@ -123,7 +123,7 @@ class TowerOptimizer(wrapper.Wrapper):
           variable's shape.
 
         Raises:
-          TypeError: If the loss is not a floating point tensor.
+          TypeError, ValueError: If the loss is not a floating point tensor.
           ValueError, RuntimeError: As the wrapped optimizer's.
 
         Example: see the class.
