@@ -559,7 +559,11 @@ def test_a_worker_that_does_not_take_part_is_named(results):
 
 def test_a_barrier_that_a_worker_does_not_reach(results):
     """It ends in time, and the next one does not wait."""
+    waited = []
     for result in results[:3]:
         [_, (name, _, seconds), (_, _, again)] = result["absent"]
         assert name == "DeadlineExceededError"
-        assert again < 3 <= seconds < 10
+        assert again < 3
+        waited.append(seconds)
+    # The first to end tells the others.
+    assert 3 <= max(waited) < 10

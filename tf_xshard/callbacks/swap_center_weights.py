@@ -21,7 +21,8 @@ class SwapCenterWeights(keras.callbacks.Callback):
 
     A file saved while the center is shown holds the center as the model's
     weights. Training resumed from it with this callback restores the local
-    variables first; without it, the first step does, after its gradients.
+    variables first; without it, the first step does so after it has computed
+    its gradients.
 
     Args:
       swap_on_epoch: Whether the model holds the center between epochs. Place

@@ -48,10 +48,11 @@ def _report(ok: bool, text: str) -> bool:
 
 
 def rotated_groups(num_replicas: int) -> list[list[list[int]]]:
-    """Assignments that show groups of other replicas, and another order.
+    """Assignments whose sums show it if other replicas are grouped.
 
-    Pairs differ from contiguous and strided pairs and from their own rows and
-    columns exchanged: with four replicas, [[3, 0], [1, 2]].
+    Each replica stands one place behind its number, so pairs are neither
+    contiguous nor strided, and differ from those with rows and columns
+    exchanged: with four replicas, [[3, 0], [1, 2]].
 
     Args:
       num_replicas: The number of replicas.
