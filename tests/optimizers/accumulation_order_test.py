@@ -403,6 +403,28 @@ def test_training_goes_on_from_the_local_variables(kind):
         tf.function(strategy.run)(lambda: optimizer.show_center(True))
 
 
+def test_the_end_of_many_fits_warns_of_no_retracing(monkeypatch):
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(10.0)
+        optimizer = _agn(period=4)
+        optimizer.build([weight])
+
+    @tf.function(autograph=False)
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.constant(0.5)], [weight]))
+
+    logged = []
+    monkeypatch.setattr(
+        tf.get_logger(), "warning", lambda *args: logged.append(args)
+    )
+    for _ in range(6):
+        step()
+        optimizer.finalize_variable_values([weight])
+    assert optimizer.exchanges.numpy() == 6
+    assert not logged
+
+
 def test_the_end_of_fit_right_after_a_restore():
     a = keras.Variable(0.0)
     first, second = _agn(), _agn()

@@ -148,18 +148,26 @@ def test_exclude_from_weight_decay():
     "make",
     [
         tf_xshard.CrossShardOptimizer,
-        lambda inner: tf_xshard.TowerOptimizer(inner, 2),
+        lambda inner: tf_xshard.TowerOptimizer(inner, 1),
         tf_xshard.AGNOptimizer,
     ],
     ids=["cross", "tower", "agn"],
 )
-def test_it_is_too_late_to_exclude_when_the_optimizer_is_built(make):
-    optimizer = make(O.SGD(1.0, weight_decay=0.5))
-    weight = keras.Variable(1.0)
-    optimizer.build([weight])
-    for exclusion in ({"var_list": [weight]}, {"var_names": ["variable"]}):
-        with pytest.raises(ValueError, match="has been built: call"):
-            optimizer.exclude_from_weight_decay(**exclusion)
+def test_each_replica_excludes_from_weight_decay(make):
+    """When the second does, the first has built the optimizer."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        kernel = keras.Variable(1.0, name="kernel")
+        bias = keras.Variable(1.0, name="bias")
+        optimizer = make(O.SGD(1.0, weight_decay=0.5))
+
+    def on_replica():
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        optimizer.apply([tf.constant(0.0)] * 2, [kernel, bias])
+
+    strategy.run(on_replica)
+    assert replicas.values(strategy, kernel) == [0.5, 0.5]
+    assert replicas.values(strategy, bias) == [1.0, 1.0]
 
 
 def test_an_inner_apply_gradients_is_called():

@@ -94,25 +94,13 @@ class Delegation(
     ) -> None:
         """Excludes variables from the inner optimizer's weight decay.
 
-        AGNOptimizer excludes them from that of both its optimizers.
+        Call it before the first step: functions that have been traced do not
+        notice it.
 
         Args:
           var_list: Variables to exclude, or None.
           var_names: Strings; a variable whose name contains one is excluded.
-
-        Raises:
-          ValueError: If the optimizer has been built.
         """
-        if self.built:  # Keras documents it, but does not check.
-            raise ValueError(
-                f"{self.name} has been built: call exclude_from_weight_decay()"
-                " before its first step."
-            )
-        self._exclude(var_list, var_names)
-
-    def _exclude(
-        self, var_list: Sequence | None, var_names: Sequence[str] | None
-    ) -> None:
         self._updating_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def set_weights(self, weights: Sequence) -> None:

@@ -85,9 +85,20 @@ class LocalTraining(wrapper.OptimizerWrapper):
         """The center, the counters, and both optimizers' variables."""
         return super().variables + self.local_optimizer.variables
 
-    def _exclude(
-        self, var_list: Sequence | None, var_names: Sequence[str] | None
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence | None = None,
+        var_names: Sequence[str] | None = None,
     ) -> None:
+        """Excludes variables from both optimizers' weight decay.
+
+        Call it before the first step: functions that have been traced do not
+        notice it.
+
+        Args:
+          var_list: Variables to exclude, or None.
+          var_names: Strings; a variable whose name contains one is excluded.
+        """
         # The center does not exist yet; it will get the variables' paths.
         names = [*(var_names or ())] + [
             f"{re.escape(variable.path)}$" for variable in var_list or ()
@@ -150,7 +161,11 @@ class LocalTraining(wrapper.OptimizerWrapper):
             on_replica()
         elif pending:
             with strategy.scope():
-                tf.function(lambda: strategy.run(on_replica), autograph=False)()
+                exchange = tf.function(
+                    lambda: strategy.run(on_replica), autograph=False
+                )
+                # Not called: TensorFlow would warn of retracing in later fits.
+                exchange.get_concrete_function()()
         self.inner_optimizer.finalize_variable_values(self._center)
         if self.inner_optimizer.use_ema:
             self._center_pairs.copy_into_model()
