@@ -63,6 +63,7 @@ def test_the_ensemble_and_the_number_of_batches_can_be_chosen():
     state = tf_xshard.GroupState(model)
     rows = state.evaluate(x[:16], y[:16], batch_size=16, ensemble=False)
     assert rows.column("group") == [0, 1]
+    assert len(set(rows.column("loss"))) == 2
     for group, loss in enumerate(rows.column("loss")):
         assert history[f"val_group_{group}_loss"] == [loss]
         assert seen[0][f"val_group_{group}_loss"] == loss

@@ -378,10 +378,8 @@ def test_a_file_that_is_saved_while_the_center_is_shown(kind, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
-def test_training_goes_on_from_the_local_variables(kind):
-    """Also where nobody has put them back."""
-    strategy = replicas.STRATEGIES[kind](2)
+def _one_weight(strategy):
+    """A weight of 10, its optimizer, and a step that subtracts 1 locally."""
     with strategy.scope():
         weight = keras.Variable(10.0)
         optimizer = _agn(period=4)
@@ -391,6 +389,14 @@ def test_training_goes_on_from_the_local_variables(kind):
     def step():
         strategy.run(lambda: optimizer.apply([tf.constant(0.5)], [weight]))
 
+    return weight, optimizer, step
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_training_goes_on_from_the_local_variables(kind):
+    """Also where nobody has put them back."""
+    strategy = replicas.STRATEGIES[kind](2)
+    weight, optimizer, step = _one_weight(strategy)
     step()
     optimizer.show_center(True)
     assert [v.item() for v in replicas.values(strategy, weight)] == [10, 10]
@@ -405,15 +411,7 @@ def test_training_goes_on_from_the_local_variables(kind):
 
 def test_the_end_of_many_fits_warns_of_no_retracing(monkeypatch):
     strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight = keras.Variable(10.0)
-        optimizer = _agn(period=4)
-        optimizer.build([weight])
-
-    @tf.function(autograph=False)
-    def step():
-        strategy.run(lambda: optimizer.apply([tf.constant(0.5)], [weight]))
-
+    weight, optimizer, step = _one_weight(strategy)
     logged = []
     monkeypatch.setattr(
         tf.get_logger(), "warning", lambda *args: logged.append(args)
