@@ -1,4 +1,4 @@
-"""Versions stand in setup.cfg, and newer ones than proven are allowed."""
+"""Versions stand in setup.cfg, and newer ones than tested are allowed."""
 
 import importlib.metadata
 import subprocess
@@ -8,6 +8,7 @@ import pytest
 
 from tests.support import paths
 from tf_xshard import dependencies
+from tf_xshard.private import names as private_names
 
 
 @pytest.fixture(autouse=True)
@@ -17,14 +18,14 @@ def _no_cache():
 
 
 @pytest.mark.parametrize("where", ["metadata", "setup.cfg"])
-def test_what_is_proven(where, monkeypatch):
+def test_what_is_tested(where, monkeypatch):
     dependencies.requirements.cache_clear()
     found = [
         "numpy",
         "keras<4,>=3.12",
-        'keras<3.16; extra == "proven"',
-        'tensorflow<2.22,>=2.20; extra == "tensorflow"',
-        'jax==0.10.2; extra == "testing"',
+        'keras<3.17; extra == "tested"',
+        'tensorflow<2.23,>=2.20; extra == "tensorflow"',
+        'jax<0.13,>=0.10.2; extra == "testing"',
     ]
 
     def requires(name):
@@ -33,9 +34,17 @@ def test_what_is_proven(where, monkeypatch):
         return found
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert dependencies.proven("keras") == ((3, 12), (3, 15))
-    assert dependencies.proven("tensorflow") == ((2, 20), (2, 21))
-    assert set(dependencies.versions("jax", "==")) == {"0.10.2"}
+    assert dependencies.tested("keras") == ((3, 12), (3, 16))
+    assert dependencies.tested("tensorflow") == ((2, 20), (2, 22))
+    jax = dependencies.specifier("jax")
+    assert [
+        jax.contains(v) for v in ("0.10.1", "0.10.2", "0.12.1", "0.13")
+    ] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_the_metadata_allows_a_newer_keras():
@@ -111,5 +120,7 @@ def test_a_copy_beside_another_projects_setup(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
     assert dependencies.requirements() == ()
+    names = private_names.PrivateNames("Pytest", {"gone": "pytest._gone"})
+    private_names.DECLARED.remove(names)
     with pytest.raises(ImportError, match="_gone.*unknown versions"):
-        dependencies.check_names(((pytest, "_gone"),))
+        names.check()

@@ -123,10 +123,17 @@ if TYPE_CHECKING:
     from tf_xshard.reduction.group_reduce import group_reduce as group_reduce
 
 
+# TF1's optimizers, which few need: a private name of TF1 that moves must not
+# break the import for the others.
+_ON_REQUEST = ("compat",)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _import_public_names()
+    if name in _ON_REQUEST:
+        _import(name)
     return globals()[name]
 
 
@@ -134,9 +141,14 @@ def _import_public_names() -> None:
     from tf_xshard import dependencies
 
     dependencies.check()
-    for name, module in _PUBLIC.items():
-        found = importlib.import_module(f"{__name__}.{module}")
-        globals()[name] = getattr(found, name, found)
+    for name in _PUBLIC:
+        if name not in _ON_REQUEST:
+            _import(name)
+
+
+def _import(name: str) -> None:
+    found = importlib.import_module(f"{__name__}.{_PUBLIC[name]}")
+    globals()[name] = getattr(found, name, found)
 
 
 def _is_command_line() -> bool:

@@ -1,4 +1,4 @@
-"""Which TensorFlow and Keras this package is proven with.
+"""Which TensorFlow and Keras this package is tested with.
 
 The versions are in setup.cfg. They are read from the installed package's
 metadata, or from that file in a checkout that is not installed.
@@ -12,8 +12,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pathlib
-import re
 import warnings
+from collections.abc import Sequence
+
+from packaging import requirements as packaging_requirements
+from packaging import specifiers
+from packaging import version
 
 Minor = tuple[int, int]
 
@@ -28,7 +32,7 @@ def requirements() -> tuple[str, ...]:
     """The package's requirements, including those of its extras.
 
     Returns:
-      Strings such as "keras<4,>=3.12" or 'jax==0.10.2; extra == "testing"'.
+      Strings such as "keras<4,>=3.12" or 'keras<3.17; extra == "tested"'.
     """
     try:
         return tuple(importlib.metadata.requires("tf_xshard") or ())
@@ -43,31 +47,30 @@ def _from_checkout() -> tuple[str, ...]:
     if config.get("metadata", "name", fallback=None) != "tf_xshard":
         return ()
     lines = config["options"]["install_requires"].split("\n")
-    for extra, value in config["options.extras_require"].items():
-        lines += [f'{line}; extra == "{extra}"' for line in value.split("\n")]
-    return tuple(line for line in lines if line.strip(" ;") and line[0] != ";")
+    for value in config["options.extras_require"].values():
+        lines += value.split("\n")
+    return tuple(line for line in lines if line)
 
 
-def versions(distribution: str, specifier: str) -> list[str]:
-    """Versions that follow a specifier in the requirements.
+def specifier(distribution: str) -> specifiers.SpecifierSet:
+    """The versions of a distribution that all of the requirements allow.
 
     Args:
       distribution: A distribution's name.
-      specifier: ">=", "<" or "==".
 
     Returns:
-      The versions, in order of the requirements.
+      The conditions of the package and of all extras together.
     """
-    found = []
-    for requirement in requirements():
-        text = requirement.partition(";")[0]
-        name = re.match(r"[\w.-]+", text)
-        if name and name[0] == distribution:
-            found += re.findall(rf"(?<![<>=!~]){specifier}\s*([\d.]+)", text)
+    found = specifiers.SpecifierSet(prereleases=True)
+    for line in requirements():
+        # Without the marker, which says for which extra it is.
+        requirement = packaging_requirements.Requirement(line.split(";")[0])
+        if requirement.name == distribution:
+            found &= requirement.specifier
     return found
 
 
-def proven(distribution: str) -> tuple[Minor, Minor]:
+def tested(distribution: str) -> tuple[Minor, Minor]:
     """The oldest and the newest minor version that tests have run with.
 
     Args:
@@ -75,85 +78,70 @@ def proven(distribution: str) -> tuple[Minor, Minor]:
 
     Returns:
       Two (major, minor) pairs. The newest is just below the smallest upper
-      bound; for Keras that is in `[proven]`, since newer versions are allowed.
+      bound; for Keras that is in `[tested]`, since newer versions are allowed.
     """
-    oldest = _minor(versions(distribution, ">=")[0])
-    bound = min(_minor(one) for one in versions(distribution, "<"))
+    bounds = specifier(distribution)
+    oldest = max(_minor(one.version) for one in bounds if one.operator == ">=")
+    bound = min(_minor(one.version) for one in bounds if one.operator == "<")
     return oldest, (bound[0], bound[1] - 1)
 
 
-def proven_range(distribution: str) -> str:
-    """The versions that tests have run with, for people: "3.12 to 3.15"."""
+def tested_range(distribution: str) -> str:
+    """The versions that tests have run with, for people: "3.12 to 3.16"."""
     # A copy of the package without metadata does not know.
     if not requirements():
         return "unknown versions"
-    return " to ".join(".".join(map(str, one)) for one in proven(distribution))
+    return " to ".join(".".join(map(str, one)) for one in tested(distribution))
 
 
-def _minor(version: str) -> Minor:
-    major, minor, *_ = [*version.split("."), "0"]
-    return int(major), int(minor)
+def _minor(text: str) -> Minor:
+    release = version.Version(text).release
+    return release[0], (*release, 0)[1]
 
 
-def check_range(name: str, version: str, range_: tuple[Minor, Minor]) -> None:
-    """Refuses versions that are too old, and warns if one is not yet proven.
+def check_range(name: str, found: str, range_: tuple[Minor, Minor]) -> None:
+    """Refuses versions that are too old, and warns of one newer than tested.
 
     Args:
       name: The package's name, for the message.
-      version: Its version, such as "2.21.0".
-      range_: The oldest and the newest proven (major, minor).
+      found: Its version, such as "2.21.0".
+      range_: The oldest and the newest tested (major, minor).
 
     Raises:
       ImportError: If the version is older.
     """
     oldest, newest = (".".join(map(str, bound)) for bound in range_)
-    if _minor(version) < range_[0]:
+    if _minor(found) < range_[0]:
         raise ImportError(
-            f"tf_xshard needs {name} {oldest} to {newest}, found {version}."
+            f"tf_xshard needs {name} {oldest} to {newest}, found {found}."
             f" Upgrade: pip install -U '{name}>={oldest}'."
         )
-    if _minor(version) > range_[1]:
+    if _minor(found) > range_[1]:
         warnings.warn(
-            f"tf_xshard is proven with {name} {oldest} to {newest}, found"
-            f" {version}. `python -m tf_xshard doctor` checks the results.",
+            f"tf_xshard is tested with {name} {oldest} to {newest}, found"
+            f" {found}. `python -m tf_xshard doctor` checks the results.",
             stacklevel=3,
         )
 
 
-def missing_names(names: tuple) -> list[str]:
-    """Names that this TensorFlow or Keras does not have.
+def refuse_moved(feature: str, names: Sequence[str]) -> None:
+    """Raises the error for private names that a new version has moved.
 
     Args:
-      names: Pairs of a module or class and an attribute's name.
-
-    Returns:
-      The full names of the missing ones.
-    """
-    return [
-        f"{getattr(owner, '__module__', '')}"
-        f".{getattr(owner, '__name__', type(owner).__name__)}.{name}"
-        for owner, name in names
-        if not hasattr(owner, name)
-    ]
-
-
-def check_names(names: tuple) -> None:
-    """Refuses a TensorFlow or Keras that has moved a private name.
-
-    Args:
-      names: Pairs of a module or class and an attribute's name.
+      feature: What needs the names, the subject of the sentence.
+      names: The full names. Nothing happens if there are none.
 
     Raises:
-      ImportError: If one is missing.
+      ImportError: If there are any.
     """
-    missing = missing_names(names)
-    if missing:
-        raise ImportError(
-            f"tf_xshard depends on {missing}, which this TensorFlow or Keras"
-            f" does not have. Proven: TensorFlow"
-            f" {proven_range('tensorflow')}, Keras {proven_range('keras')}."
-            " Install these: pip install 'tf_xshard[cpu,proven]'."
-        )
+    if not names:
+        return
+    raise ImportError(
+        f"{feature} needs {list(names)}, which the installed TensorFlow, Keras"
+        " or jax does not have. tf_xshard is tested with TensorFlow"
+        f" {tested_range('tensorflow')} and Keras {tested_range('keras')}."
+        " Install these: pip install 'tf_xshard[cpu,tested]'."
+    )
 
 
 def check() -> None:
@@ -169,8 +157,8 @@ def check() -> None:
     keras = importlib.import_module("keras")
     # A copy of the package without metadata has nothing to compare with.
     if requirements():
-        check_range("tensorflow", tensorflow.__version__, proven("tensorflow"))
-        check_range("keras", keras.__version__, proven("keras"))
+        check_range("tensorflow", tensorflow.__version__, tested("tensorflow"))
+        check_range("keras", keras.__version__, tested("keras"))
     if keras.backend.backend() != "tensorflow":
         raise ImportError(
             "tf_xshard needs Keras on TensorFlow, but Keras runs on"

@@ -1,6 +1,8 @@
 """Fails with the name when a new TensorFlow or Keras moves a private one."""
 
 import inspect
+import pathlib
+import subprocess
 import sys
 import threading
 import time
@@ -9,40 +11,148 @@ import keras
 import pytest
 import tensorflow as tf
 
+from tests.support import paths
 from tests.support import replicas
 from tf_xshard.private import checkpointed
 from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_optimizers
 from tf_xshard.private import keras_saving
-from tf_xshard.private import keras_sharded_updates
-from tf_xshard.private import keras_shards
-from tf_xshard.private import keras_training_loops
+from tf_xshard.private import names
 from tf_xshard.private import tensorflow as private_tensorflow
-from tf_xshard.private import tensorflow_v1 as compat_internals
-from tf_xshard.private import tpu_iterators
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private import tensorflow_v1  # noqa: F401
+from tf_xshard.private import tpu_simulation  # noqa: F401
 
 
 @pytest.mark.parametrize(
-    "owner, name",
-    private_tensorflow.TF_PRIVATE_NAMES
-    + keras_optimizers.KERAS_PRIVATE_NAMES
-    + keras_training_loops.KERAS_PRIVATE_NAMES
-    + keras_shards.KERAS_PRIVATE_NAMES
-    + keras_sharded_updates.KERAS_PRIVATE_NAMES
-    + compat_internals.TF_PRIVATE_NAMES
-    + checkpointed.TF_PRIVATE_NAMES
-    + tpu_iterators.TF_PRIVATE_NAMES
-    + tpu_simulation.TF_PRIVATE_NAMES
-    + tpu_simulation.KERAS_PRIVATE_NAMES,
-    ids=lambda value: getattr(value, "__name__", value),
+    "declared",
+    names.DECLARED,
+    ids=lambda one: f"{one.feature}: {', '.join(one.paths)}",
 )
-def test_name(owner, name):
-    assert hasattr(owner, name), (
-        f"{owner}.{name} is gone from TensorFlow {tf.__version__} or"
-        f" Keras {keras.__version__}: see the comment beside it"
+def test_names(declared):
+    assert not declared.missing(), (
+        f"{declared.missing()} are gone from TensorFlow {tf.__version__} or"
+        f" Keras {keras.__version__}: see the comments beside them"
     )
+
+
+def test_every_module_is_declared_here():
+    """Otherwise a new module's names would not be tested."""
+    modules = {
+        f"tf_xshard.private.{path.stem}"
+        for path in pathlib.Path(names.__file__).parent.glob("*.py")
+        if "PrivateNames(" in path.read_text() and path.stem != "names"
+    }
+    assert modules <= set(sys.modules)
+
+
+def test_a_name_that_moved():
+    """Its feature fails with a sentence; of alternatives, one is enough."""
+    declared = names.PrivateNames(
+        "The feature",
+        {
+            "gone": "keras.Variable._gone",
+            "either": ("keras.Variable._gone", "keras.Variable.assign"),
+        },
+    )
+    names.DECLARED.remove(declared)
+    match = (
+        r"The feature needs \['keras.Variable._gone'\].*Keras 3.12 to"
+        r".*pip install 'tf_xshard\[cpu,tested\]'"
+    )
+    for _ in range(2):
+        with pytest.raises(ImportError, match=match):
+            declared.either  # noqa: B018
+    declared.paths.pop("gone")
+    assert declared.either is keras.Variable.assign
+
+
+_FORGET = """
+import keras, tensorflow as tf
+from tensorflow.python.ops import summary_ops_v2
+def forget(owner, name):
+    for one in getattr(owner, "__mro__", (owner,)):
+        if name in vars(one):
+            delattr(one, name)
+def error_of(call):
+    try:
+        call()
+    except ImportError as error:
+        return str(error)
+"""
+_FEATURES = (
+    _FORGET
+    + """
+from keras.src.backend.tensorflow import trainer
+forget(trainer, "reduce_per_replica")
+forget(keras.Variable, "_shared_name")
+forget(summary_ops_v2, "_SUMMARY_WRITER_INIT_COLLECTION_NAME")
+import tf_xshard
+weight = keras.Variable(1.0)
+tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.5)).apply(
+    [tf.constant(1.0)], [weight])
+assert float(weight) == 0.5
+for call, feature, name in (
+    (lambda: tf_xshard.multi_worker_fit().__enter__(),
+     "multi_worker_fit", "reduce_per_replica"),
+    (lambda: tf_xshard.compat.v1, "compat.v1", "_SUMMARY_WRITER_INIT"),
+    (lambda: tf_xshard.private.keras_shards.NAMES.check(),
+     "shard_update=True", "_shared_name"),
+):
+    error = error_of(call)
+    assert error and feature in error and name in error, (feature, error)
+print("done")
+"""
+)
+_SWAP = (
+    _FORGET
+    + """
+forget(keras.optimizers.Optimizer, "_apply_weight_decay")
+def load():
+    import tf_xshard
+error = error_of(load)
+assert "A tf_xshard optimizer needs" in error and "_apply_weight_decay" in error
+print("done")
+"""
+)
+
+
+@pytest.mark.parametrize("program", [_FEATURES, _SWAP], ids=["one", "the swap"])
+def test_only_the_feature_fails(program):
+    """The import fails for the names of the class swap alone."""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=paths.ROOT,
+    )
+    assert run.stdout.endswith("done\n"), run.stderr[-2000:]
+
+
+def _uses_merge_call(function):
+    source = inspect.getsource(function)
+    return any(word in source for word in ("merge_call", "extended.update"))
+
+
+def test_every_method_with_merge_call_is_overridden():
+    """A new one would fail inside tf.cond, where optimizers are local."""
+    cases = (
+        (keras_optimizers._TFOptimizer, keras_optimizers._Local),
+        (
+            keras.optimizers.LossScaleOptimizer,
+            keras_optimizers._LocalLossScale,
+        ),
+    )
+    found = {
+        (owner.__name__, name): name in vars(local)
+        for owner, local in cases
+        for name, member in vars(owner).items()
+        if inspect.isfunction(member) and _uses_merge_call(member)
+    }
+    # Only the overridden `_backend_update_step` calls it.
+    assert not found.pop(("TFOptimizer", "_distributed_tf_update_step"))
+    assert len(found) >= 5 and all(found.values()), found
 
 
 def test_keras_sums_in_one_place_only():
@@ -131,7 +241,7 @@ def test_graphs_of_control_flow():
     branch, body = seen[0], seen[-1]
     assert branch.is_control_flow_graph and body.is_control_flow_graph
     assert not branch.outer_graph.is_control_flow_graph
-    assert type(body) is private_tensorflow._func_graphs.WhileBodyFuncGraph
+    assert type(body) is private_tensorflow._REPLICAS.loop_body
     assert type(branch) is not type(body)
 
 

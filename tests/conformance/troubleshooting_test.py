@@ -38,6 +38,9 @@ _EXEMPT = {
     ("tf_xshard.compat.v1.tensorflow", "..."): (
         "for Python's import, which asks for names such as __path__"
     ),
+    ("tf_xshard.private.names", "..."): (
+        "for Python, which asks for names such as __wrapped__"
+    ),
     ("tf_xshard.private.keras_moving_averages", "..."): (
         "what `refuse_swapped_averages` got"
     ),

@@ -160,11 +160,11 @@ def test_bad_arguments(kwargs, error, match):
 @pytest.mark.parametrize(
     "versions, match",
     [
-        ({"jax": None}, "needs jax 0.10.2, found none"),
-        ({"jax": "0.9.0"}, "needs jax 0.10.2, found 0.9.0"),
-        ({"jaxlib": "0.10.1"}, "needs jaxlib 0.10.2, found 0.10.1"),
+        ({"jax": None}, "needs jax.*>=0.10.2, found none"),
+        ({"jax": "0.9.0"}, "needs jax.*, found 0.9.0"),
+        ({"jaxlib": "0.10.1"}, "needs jaxlib<0.13,.*, found 0.10.1"),
         ({"tensorflow-tpu": "2.20.0"}, "environment of its own"),
-        ({"libtpu": "0.0.51"}, "needs libtpu 0.0.42.1"),
+        ({"libtpu": "0.0.51"}, "needs libtpu==0.0.42.1"),
         ({"libtpu": None}, "Linux x86-64 only"),
     ],
     ids=str,
@@ -181,6 +181,4 @@ def test_versions(versions, match, monkeypatch):
 
 def test_the_versions_are_those_of_the_extra():
     text = (paths.ROOT / "setup.cfg").read_text()
-    assert f"jax =={requirements.JAX}\n" in text
-    assert f"jaxlib =={requirements.JAX}\n" in text
     assert f"libtpu =={requirements.LIBTPU};" in text

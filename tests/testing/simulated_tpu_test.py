@@ -16,7 +16,9 @@ from tests.support import paths
 from tests.support import replicas
 from tests.support import training
 from tf_xshard import testing
+from tf_xshard.testing import portable_stablehlo
 from tf_xshard.testing import replicated_program
+from tf_xshard.testing import stablehlo
 from tf_xshard.testing import xla_cpu
 
 O = keras.optimizers  # noqa: E741
@@ -272,6 +274,38 @@ def test_long_constants_of_bools():
         )
         for r in range(4):
             np.testing.assert_array_equal(got[r], mask * (r + 1.0))
+
+
+def _module_with(dense, shape):
+    return (
+        f"module {{ func.func @main() -> tensor<{shape}xi1> {{"
+        f' %0 = stablehlo.constant dense<"0x{dense}"> : tensor<{shape}xi1>\n'
+        f"return %0 : tensor<{shape}xi1> }} }}"
+    )
+
+
+def test_bools_as_bits_and_as_bytes():
+    """TensorFlow 2.22 prints a byte for each, older versions a bit."""
+    mask = np.random.default_rng(0).random([12, 13]) > 0.5
+    bits = np.packbits(mask.reshape(-1), bitorder="little")
+    for data in (bits, mask.astype(np.uint8)):
+        text = _module_with(data.tobytes().hex().upper(), "12x13")
+        [found] = portable_stablehlo.constants(text)
+        np.testing.assert_array_equal(found, mask)
+
+
+def test_constants_that_are_written_differently(monkeypatch):
+    stablehlo.check_constants.cache_clear()
+    stablehlo.check_constants()
+    read = portable_stablehlo.constants
+    monkeypatch.setattr(
+        portable_stablehlo,
+        "constants",
+        lambda text: [~read(text)[0], *read(text)[1:]],
+    )
+    stablehlo.check_constants.cache_clear()
+    with pytest.raises(ImportError, match="writes bool constants"):
+        stablehlo.check_constants()
 
 
 def test_capture_is_of_one_strategy():

@@ -64,7 +64,7 @@ class LossConventions(delegation.Delegation):
         # A MultiOptimizer lists an optimizer only after it has built it, so any
         # that is building is taken for the one around this wrapper.
         if tree.has_loss_scale_optimizer(self) and has_caller_of(
-            keras.optimizers.MultiOptimizer, lambda one: True
+            keras.optimizers.Optimizer, tree.is_multi_optimizer
         ):
             raise ValueError(
                 f"{self.name} has a LossScaleOptimizer inside and is itself"

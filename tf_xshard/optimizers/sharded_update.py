@@ -32,6 +32,7 @@ from tf_xshard.optimizers import sharded_clipping
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import whole_slots
 from tf_xshard.private import keras_moving_averages
+from tf_xshard.private import keras_sharded_updates
 from tf_xshard.private import keras_shards
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_scatter
@@ -57,6 +58,8 @@ class ShardedUpdate(inner_update.Update):
     ) -> None:
         super().__init__(optimizer, reducer)
         self._variables = list(variables)
+        keras_sharded_updates.NAMES.check()
+        keras_shards.NAMES.check()
         store = whole_slots.WholeSlots(
             strategy,
             reducer.groups(strategy.num_replicas_in_sync),

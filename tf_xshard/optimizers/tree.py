@@ -41,6 +41,12 @@ def with_local_optimizers(
             yield from descendants(local)
 
 
+def is_multi_optimizer(optimizer: Any) -> bool:
+    """Whether this is Keras' MultiOptimizer, which Keras 3.15 introduced."""
+    kind = getattr(keras.optimizers, "MultiOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
 def is_wrapper(optimizer: Any) -> bool:
     """Whether this is one of tf_xshard's own optimizers."""
     return getattr(optimizer, "is_tf_xshard_wrapper", False)

@@ -2,9 +2,12 @@
 
 Enters: objects of TensorFlow and Keras. Leaves: plain functions over them, each
 private name with a comment that says why and which versions have it. If a new
-version moves a name, importing `tf_xshard` raises with that name, and the fix
-belongs here. Imports only the modules beside the folders.
+version moves a name, the feature that needs it raises an error with that name,
+and the fix belongs here. Only the class swap of `keras_optimizers` is needed by
+all, and checked when `tf_xshard` is imported. Imports only the modules beside
+the folders.
 
+- `names`: declares private names, and resolves them when they are needed.
 - `tensorflow`: AutoGraph, the key-value store, aborting collectives, threads.
 - `keras_optimizers`: optimizers made local (the class swap).
 - `keras_optimizer_state`: attributes that a wrapper has to keep in order.

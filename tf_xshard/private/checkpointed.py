@@ -24,26 +24,29 @@ import keras
 import tensorflow as tf
 
 from tf_xshard import dependencies
+from tf_xshard.private import names
 
-_Trackable = tf.__internal__.tracking.Trackable
-
+_TRACKABLE = "tensorflow.__internal__.tracking.Trackable."
 # What tf.train.Checkpoint calls on each object. No public API lets an object
-# have the children of another one. Present in TensorFlow 2.20 and 2.21.
-TF_PRIVATE_NAMES = (
-    # The children by name, when a checkpoint is written and when it is read.
-    (_Trackable, "_trackable_children"),
-    # The child that a node's child is read into.
-    (_Trackable, "_lookup_dependency"),
-    # What was read for children that do not exist yet, and its use when they
-    # are created.
-    (_Trackable, "_deferred_dependencies"),
-    (_Trackable, "_handle_deferred_dependencies"),
-    # Called first when a node is read, by a function whose argument has the
-    # node.
-    (_Trackable, "_checkpoint_adapter"),
+# have the children of another one. Present in TensorFlow 2.20 to 2.22.
+_NODES = names.PrivateNames(
+    "tf.train.Checkpoint of a tf_xshard optimizer",
+    {
+        # The children by name, when a checkpoint is written and when it is
+        # read.
+        "children": _TRACKABLE + "_trackable_children",
+        # The child that a node's child is read into.
+        "lookup": _TRACKABLE + "_lookup_dependency",
+        # What was read for children that do not exist yet, and its use when
+        # they are created.
+        "deferred": _TRACKABLE + "_deferred_dependencies",
+        "handle_deferred": _TRACKABLE + "_handle_deferred_dependencies",
+        # Called first when a node is read, by a function whose argument has the
+        # node.
+        "adapter": _TRACKABLE + "_checkpoint_adapter",
+    },
 )
-dependencies.check_names(TF_PRIVATE_NAMES)
-# The argument of that function, in 2.20 and 2.21: the node that is read.
+# The argument of that function, in 2.20 to 2.22: the node that is read.
 _POSITION = "checkpoint_position"
 _PREFIX = "tf_xshard_"
 # Its optimizers, which a plain MultiOptimizer does not save. Each wrapper
@@ -115,6 +118,7 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
     ) -> dict:
         if save_type != "checkpoint":
             return super()._trackable_children(save_type, **kwargs)
+        _NODES.check()
         inner = self._checkpointed_as()
         while _is_wrapper(inner):
             inner = inner._checkpointed_as()
@@ -125,13 +129,14 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
         }
 
     def _checkpoint_adapter(self, path: str) -> Any:
+        _NODES.check()
         position = sys._getframe(1).f_locals.get(_POSITION)
         if position is None:
             raise RuntimeError(
                 f"TensorFlow {tf.__version__} reads checkpoints in another way"
                 f" than tf_xshard knows, so {self.name} can't be restored from"
-                f" {path}. Proven: TensorFlow"
-                f" {dependencies.proven_range('tensorflow')}."
+                f" {path}. Tested: TensorFlow"
+                f" {dependencies.tested_range('tensorflow')}."
             )
         nodes = {
             child.local_name: position.checkpoint.object_graph_proto.nodes[

@@ -14,11 +14,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
 
 # Keras' own step, whose local variables are the labels and predictions, and the
-# losses of a compiled model. Present in 3.12 to 3.15.
-_TRAIN_STEP = _Trainer.train_step
+# losses of a compiled model. Present in 3.12 to 3.16.
+_TRAIN_STEP = keras.Model.train_step
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:

@@ -27,41 +27,57 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state as _global_state
-from keras.src.backend.tensorflow.optimizer import TFOptimizer as _TFOptimizer
-from keras.src.optimizers.base_optimizer import BaseOptimizer as _BaseOptimizer
-from keras.src.utils import tracking as _tracking
 
-from tf_xshard import dependencies
 from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_saving
 from tf_xshard.private import keras_sharded_updates
 from tf_xshard.private import keras_shards
+from tf_xshard.private import names
 
-# Keras' private names, each with the reason. Present in 3.12 to 3.15.
-# If one moves, tests/conformance/private_names_test.py fails with its name.
-KERAS_PRIVATE_NAMES = (
-    # The sum over all replicas, which must not happen a second time.
-    (_TFOptimizer, "_all_reduce_sum_gradients"),
-    # These use merge_call in TFOptimizer; BaseOptimizer's versions do the same
-    # on any variable that they are given.
-    (_TFOptimizer, "_backend_update_step"),
-    (_TFOptimizer, "_apply_weight_decay"),
-    (_TFOptimizer, "_backend_increment_gradient_accumulators"),
-    (_BaseOptimizer, "_backend_update_step"),
-    (_BaseOptimizer, "_apply_weight_decay"),
-    (_BaseOptimizer, "_backend_increment_gradient_accumulators"),
-    (_BaseOptimizer, "_overwrite_model_variables_with_average_value"),
-    # LossScaleOptimizer's update with merge_call, and without it.
-    (keras.optimizers.LossScaleOptimizer, "_tf_apply"),
-    (keras.optimizers.LossScaleOptimizer, "_common_apply"),
-    # The write behind every assign of a Keras variable.
-    (keras.Variable, "_direct_assign"),
-    # The variables that an optimizer is built with belong to the model.
-    # Assigned while Keras tracks, they would become the optimizer's own.
-    (_tracking, "DotNotTrackScope"),
-    (_tracking, "is_tracking_enabled"),
-    (_global_state, "set_global_attribute"),
+_OPTIMIZER = "keras.optimizers.Optimizer."
+# What the class swap overrides and calls. Present in Keras 3.12 to 3.16. These
+# are the only names without which `import tf_xshard` fails: no optimizer works
+# without them.
+_SWAP = names.PrivateNames(
+    "A tf_xshard optimizer",
+    {
+        # The sum over all replicas, which must not happen a second time.
+        "all_reduce": _OPTIMIZER + "_all_reduce_sum_gradients",
+        # These use merge_call in TensorFlow's optimizer class; the base class'
+        # versions do the same on any variable that they are given.
+        "update_step": _OPTIMIZER + "_backend_update_step",
+        "weight_decay": _OPTIMIZER + "_apply_weight_decay",
+        "increment": _OPTIMIZER + "_backend_increment_gradient_accumulators",
+        "overwrite": (
+            _OPTIMIZER + "_overwrite_model_variables_with_average_value"
+        ),
+        # LossScaleOptimizer's update with merge_call, and without it.
+        "tf_apply": "keras.optimizers.LossScaleOptimizer._tf_apply",
+        "common_apply": "keras.optimizers.LossScaleOptimizer._common_apply",
+        # The write behind every assign of a Keras variable.
+        "direct_assign": "keras.Variable._direct_assign",
+    },
+)
+_SWAP.check()
+# TensorFlow's part of an optimizer, and the part of all backends.
+_TFOptimizer: Any = names.defining_class(
+    keras.optimizers.Optimizer, "_all_reduce_sum_gradients"
+)
+_BaseOptimizer: Any = names.defining_class(
+    keras.optimizers.Optimizer, "_update_model_variables_moving_average"
+)
+# Present in 3.12 to 3.16.
+_TRACKING = names.PrivateNames(
+    "Building a tf_xshard optimizer",
+    {
+        # The variables that an optimizer is built with belong to the model.
+        # Assigned while Keras tracks, they would become the optimizer's own.
+        "untracked": "keras.src.utils.tracking.DotNotTrackScope",
+        "is_enabled": "keras.src.utils.tracking.is_tracking_enabled",
+        "set_attribute": (
+            "keras.src.backend.common.global_state.set_global_attribute"
+        ),
+    },
 )
 _REDUCING_METHODS = (
     "apply",
@@ -178,6 +194,15 @@ class _Local(
             self, grads, acc_grads
         )
 
+    def _backend_maybe_overwrite_model_variables(
+        self, trainable_variables: Sequence
+    ) -> Any:
+        # Keras 3.16 and newer call this; its version for TensorFlow calls the
+        # next method inside merge_call.
+        return _BaseOptimizer._backend_maybe_overwrite_model_variables(
+            self, trainable_variables
+        )
+
     def _overwrite_model_variables_with_average_value(
         self, trainable_variables: Sequence
     ) -> Any:
@@ -262,17 +287,14 @@ def tracked() -> Iterator[None]:
 
     LossScaleOptimizer.build disables this for all that is built inside it.
     """
-    before = _tracking.is_tracking_enabled()
-    _global_state.set_global_attribute("tracking_on", True)
+    before = _TRACKING.is_enabled()
+    _TRACKING.set_attribute("tracking_on", True)
     try:
         yield
     finally:
-        _global_state.set_global_attribute("tracking_on", before)
+        _TRACKING.set_attribute("tracking_on", before)
 
 
 def untracked() -> Any:
     """A context in which attributes take variables without owning them."""
-    return _tracking.DotNotTrackScope()
-
-
-dependencies.check_names(KERAS_PRIVATE_NAMES)
+    return _TRACKING.untracked()

@@ -12,22 +12,25 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_xshard import dependencies
 from tf_xshard.private import keras_shards
+from tf_xshard.private import names
 
-# Keras' private names, each with the reason. Present in 3.12 to 3.15.
-KERAS_PRIVATE_NAMES = (
-    # Called with each variable that an optimizer creates, before anything is
-    # restored into it.
-    (keras.optimizers.Optimizer, "_track_variable"),
-    # Called with each attribute that tf.train.Checkpoint is to find.
-    (keras.optimizers.Optimizer, "_track_trackable"),
-    # What an optimizer looks variables up by.
-    (keras.optimizers.Optimizer, "_var_key"),
-    # Clips by norms of what it is given: of shards.
-    (keras.optimizers.Optimizer, "_clip_gradients"),
+_OPTIMIZER = "keras.optimizers.Optimizer."
+# Present in Keras 3.12 to 3.16.
+NAMES = names.PrivateNames(
+    "CrossShardOptimizer(shard_update=True)",
+    {
+        # Called with each variable that an optimizer creates, before anything
+        # is restored into it.
+        "track_variable": _OPTIMIZER + "_track_variable",
+        # Called with each attribute that tf.train.Checkpoint is to find.
+        "track_trackable": _OPTIMIZER + "_track_trackable",
+        # What an optimizer looks variables up by.
+        "var_key": _OPTIMIZER + "_var_key",
+        # Clips by norms of what it is given: of shards.
+        "clip": _OPTIMIZER + "_clip_gradients",
+    },
 )
-dependencies.check_names(KERAS_PRIVATE_NAMES)
 # An attribute used the same way: what MultiOptimizer calls in `build` for a
 # variable's optimizer.
 KERAS_PRIVATE_ATTRIBUTES = ("_optimizer_map",)

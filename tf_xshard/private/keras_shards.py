@@ -17,18 +17,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard import dependencies
+from tf_xshard.private import names
 
-# Keras' private names, each with the reason. Present in 3.12 to 3.15.
-KERAS_PRIVATE_NAMES = (
-    # The write behind every assign of a Keras variable.
-    (keras.Variable, "_direct_assign"),
-    # What tf.train.Checkpoint writes and reads.
-    (keras.Variable, "_serialize_to_tensors"),
-    (keras.Variable, "_restore_from_tensors"),
-    (keras.Variable, "_shared_name"),
+# Present in Keras 3.12 to 3.16.
+NAMES = names.PrivateNames(
+    "CrossShardOptimizer(shard_update=True)",
+    {
+        # The write behind every assign of a Keras variable.
+        "assign": "keras.Variable._direct_assign",
+        # What tf.train.Checkpoint writes and reads.
+        "serialize": "keras.Variable._serialize_to_tensors",
+        "restore": "keras.Variable._restore_from_tensors",
+        "shared_name": "keras.Variable._shared_name",
+    },
 )
-dependencies.check_names(KERAS_PRIVATE_NAMES)
 # Attributes used the same way: a variable's TensorFlow variable, its path and
 # name.
 KERAS_PRIVATE_ATTRIBUTES = ("_value", "_path", "_name")

@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from absl import logging
-from keras.src.backend.tensorflow import trainer as _trainer
 
 from tf_xshard import dependencies
+from tf_xshard.private import names
 
-# Keras' private names, each with the reason. Present in 3.12 to 3.15.
-KERAS_PRIVATE_NAMES = (
-    # Takes the mean of a tuple of PerReplica values, which
-    # MultiWorkerMirroredStrategy refuses (keras#20585).
-    (_trainer.TensorFlowTrainer, "_maybe_symbolic_build"),
-    # Reduces scalars over dimension 0, which they do not have.
-    (_trainer, "reduce_per_replica"),
-    # Called by the first; correct.
-    (_trainer.TensorFlowTrainer, "_symbolic_build"),
+_MODEL = "keras.Model."
+# Present in Keras 3.12 to 3.16.
+NAMES = names.PrivateNames(
+    "tf_xshard.multi_worker_fit()",
+    {
+        # Takes the mean of a tuple of PerReplica values, which
+        # MultiWorkerMirroredStrategy refuses (keras#20585).
+        "maybe_build": _MODEL + "_maybe_symbolic_build",
+        # Called by it; correct.
+        "build": _MODEL + "_symbolic_build",
+        # Reduces scalars over dimension 0, which they do not have.
+        "reduce_per_replica": (
+            "keras.src.backend.tensorflow.trainer.reduce_per_replica"
+        ),
+    },
 )
-dependencies.check_names(KERAS_PRIVATE_NAMES)
-
-# The SHA-256 of sources known to be wrong: Keras 3.12 to 3.15.
+# The SHA-256 of sources known to be wrong: Keras 3.12 to 3.16.
 _KNOWN_WRONG = {
     "_maybe_symbolic_build": "92a504f5eba9b29f",
     "reduce_per_replica": "2e7d54b1e6edc29a",
@@ -72,13 +77,16 @@ def replace(
     Raises:
       RuntimeError: If this Keras is unknown.
     """
+    NAMES.check()
+    trainer: Any = names.defining_class(keras.Model, "fit")
+    module = sys.modules[NAMES.reduce_per_replica.__module__]
     places = {
         "_maybe_symbolic_build": (
-            _trainer.TensorFlowTrainer,
+            trainer,
             lambda original: _maybe_symbolic_build(original, spans_processes),
         ),
         "reduce_per_replica": (
-            _trainer,
+            module,
             lambda original: _reduce_per_replica(
                 original, spans_processes, mean_of_replicas
             ),
@@ -95,7 +103,7 @@ def replace(
         raise RuntimeError(
             "tf_xshard.multi_worker_fit() does not know whether fit works over"
             f" several processes in Keras {keras.__version__}: {states}. It"
-            f" knows Keras {dependencies.proven_range('keras')}; leave the call"
+            f" knows Keras {dependencies.tested_range('keras')}; leave the call"
             " out to try."
         )
     wrong = [name for name, state in states.items() if state == "wrong"]
@@ -109,15 +117,15 @@ def replace(
     for name in wrong:
         owner, make = places[name]
         setattr(owner, name, make(originals[name]))
-    loops = {name: getattr(_trainer.TensorFlowTrainer, name) for name in LOOPS}
+    loops = {name: getattr(trainer, name) for name in LOOPS}
     for name, loop in loops.items():
-        setattr(_trainer.TensorFlowTrainer, name, loop_of_worker(loop))
+        setattr(trainer, name, loop_of_worker(loop))
 
     def undo() -> None:
         for name in wrong:
             setattr(places[name][0], name, originals[name])
         for name, loop in loops.items():
-            setattr(_trainer.TensorFlowTrainer, name, loop)
+            setattr(trainer, name, loop)
 
     return undo
 

@@ -13,58 +13,84 @@ import types
 from collections.abc import Callable
 
 import tensorflow as tf
-from tensorflow.python.autograph.impl import api as _autograph
-from tensorflow.python.distribute import mirrored_run as _mirrored_run
-from tensorflow.python.eager import context as _eager_context
-from tensorflow.python.eager import execute as _eager_execute
-from tensorflow.python.eager import lift_to_graph as _lift_to_graph
-from tensorflow.python.eager.polymorphic_function import (
-    polymorphic_function as _polymorphic_function,
+
+from tf_xshard.private import names
+
+_PYTHON = "tensorflow.python."
+_CONTEXT = _PYTHON + "eager.context.Context."
+_FUNCTION = _PYTHON + "eager.polymorphic_function.polymorphic_function.Function"
+# Present in TensorFlow 2.20 to 2.22, as are the names below.
+_XLA = names.PrivateNames(
+    "An optimizer step that XLA compiles",
+    {
+        # XLA can't compile tf.unique (its output shape depends on data), so
+        # IndexedSlices must be made dense there; no public API says whether XLA
+        # compiles.
+        "in_context": (
+            _PYTHON + "ops.control_flow_util.GraphOrParentsInXlaContext"
+        ),
+    },
 )
-from tensorflow.python.ops import control_flow_util as _control_flow_util
-from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
-
-from tf_xshard import dependencies
-
-# TensorFlow's private names, each with the reason. Present in 2.20 and 2.21.
-# If one moves, conformance/private_names_test.py fails with its name.
-TF_PRIVATE_NAMES = (
-    # XLA can't compile tf.unique (its output shape depends on data), so
-    # IndexedSlices must be made dense there; no public API says whether XLA
-    # compiles.
-    (_control_flow_util, "GraphOrParentsInXlaContext"),
-    # The key-value store of the coordination service that
-    # MultiWorkerMirroredStrategy starts. Workers exchange there, while they
-    # trace, which variables have a gradient. A collective would not do: its
-    # error does not say which worker was missing.
-    (_eager_context.Context, "set_config_key_value"),
-    (_eager_context.Context, "get_config_key_value"),
-    (_eager_context.Context, "delete_config_key_value"),
-    # Ends collectives that wait for missing peers.
-    (_eager_context.Context, "abort_collective_ops"),
-    # Where a thread is while TensorFlow runs a function for it: distinguishes a
-    # waiting batch from one that is traced.
-    (_eager_execute, "quick_execute"),
-    # The thread that traces a replica, with `graph`, that of the replica
-    # function. The graphs between it and the current one decide if replicas can
-    # communicate: `is_control_flow_graph` of a FuncGraph, and this class.
-    (_mirrored_run, "_MirroredReplicaThread"),
-    (_func_graphs, "WhileBodyFuncGraph"),
-    # Marks a function that AutoGraph calls unconverted. do_not_convert does so,
-    # too, but hides whether the caller is converted, which hooks need.
-    (_autograph, "autograph_artifact"),
-    # The trace that creates variables (`_initialize`, with their initial values
-    # in its argument `add_initializers_to`), what initializes them after it,
-    # and its error.
-    (_polymorphic_function.Function, "_initialize"),
-    (
-        _polymorphic_function.Function,
-        "_initialize_uninitialized_variables",
-    ),
-    (_lift_to_graph, "UnliftableError"),
+_STORE = names.PrivateNames(
+    "An optimizer under MultiWorkerMirroredStrategy",
+    {
+        # The key-value store of the coordination service that
+        # MultiWorkerMirroredStrategy starts. Workers exchange there, while they
+        # trace, which variables have a gradient. A collective would not do: its
+        # error does not say which worker was missing.
+        "context": _PYTHON + "eager.context.context",
+        "set": _CONTEXT + "set_config_key_value",
+        "get": _CONTEXT + "get_config_key_value",
+        "delete": _CONTEXT + "delete_config_key_value",
+    },
 )
-
-dependencies.check_names(TF_PRIVATE_NAMES)
+_TIMEOUT = names.PrivateNames(
+    "The timeout of collectives",
+    {
+        "context": _PYTHON + "eager.context.context",
+        # Ends collectives that wait for missing peers.
+        "abort": _CONTEXT + "abort_collective_ops",
+        # Where a thread is while TensorFlow runs a function for it:
+        # distinguishes a waiting batch from one that is traced.
+        "execute": _PYTHON + "eager.execute",
+        "quick_execute": _PYTHON + "eager.execute.quick_execute",
+    },
+)
+_REPLICAS = names.PrivateNames(
+    "An optimizer under MirroredStrategy",
+    {
+        # The thread that traces a replica, with `graph`, that of the replica
+        # function. The graphs between it and the current one decide if replicas
+        # can communicate: `is_control_flow_graph` of a FuncGraph, and the class
+        # below.
+        "thread": _PYTHON + "distribute.mirrored_run._MirroredReplicaThread",
+        "loop_body": (
+            _PYTHON + "ops.control_flow_v2_func_graphs.WhileBodyFuncGraph"
+        ),
+    },
+)
+_AUTOGRAPH = names.PrivateNames(
+    "An optimizer in a tf.function",
+    {
+        # Marks a function that AutoGraph calls unconverted. do_not_convert does
+        # so, too, but hides whether the caller is converted, which hooks need.
+        "artifact": _PYTHON + "autograph.impl.api.autograph_artifact",
+    },
+)
+_TRACE = names.PrivateNames(
+    "An optimizer that is first used in a tf.function",
+    {
+        # The trace that creates variables (`_initialize`, with their initial
+        # values in its argument `add_initializers_to`), what initializes them
+        # after it, and its error.
+        "Function": _FUNCTION,
+        "initialize": _FUNCTION + "._initialize",
+        "initialize_variables": (
+            _FUNCTION + "._initialize_uninitialized_variables"
+        ),
+        "UnliftableError": _PYTHON + "eager.lift_to_graph.UnliftableError",
+    },
+)
 
 
 def has_device_assignment(strategy: tf.distribute.Strategy) -> bool:
@@ -86,23 +112,21 @@ def initialize_new_variables() -> None:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         function = frame.f_locals.get("self")
-        if isinstance(function, _polymorphic_function.Function) and (
-            frame.f_code is _polymorphic_function.Function._initialize.__code__
+        if isinstance(function, _TRACE.Function) and (
+            frame.f_code is _TRACE.initialize.__code__
         ):
             try:
                 function._initialize_uninitialized_variables(
                     frame.f_locals["add_initializers_to"]
                 )
-            except _lift_to_graph.UnliftableError:
+            except _TRACE.UnliftableError:
                 return  # A value depends on the function's arguments.
         frame = frame.f_back
 
 
 def in_xla() -> bool:
     """Whether XLA will compile what is being traced."""
-    return _control_flow_util.GraphOrParentsInXlaContext(
-        tf.compat.v1.get_default_graph()
-    )
+    return _XLA.in_context(tf.compat.v1.get_default_graph())
 
 
 def replica_graph() -> tf.Graph:
@@ -112,18 +136,18 @@ def replica_graph() -> tf.Graph:
     traced by a separate thread.
     """
     thread = threading.current_thread()
-    assert isinstance(thread, _mirrored_run._MirroredReplicaThread), thread
+    assert isinstance(thread, _REPLICAS.thread), thread
     return thread.graph
 
 
 def is_loop_body(graph: tf.Graph) -> bool:
     """Whether a graph is the body of a `tf.while_loop`."""
-    return isinstance(graph, _func_graphs.WhileBodyFuncGraph)
+    return isinstance(graph, _REPLICAS.loop_body)
 
 
 def publish(key: str, value: str) -> None:
     """Puts a value into the cluster's key-value store."""
-    _eager_context.context().set_config_key_value(key, value)
+    _STORE.set(_STORE.context(), key, value)
 
 
 _LOOKUP_SLICE_SECONDS = 5.0
@@ -141,8 +165,8 @@ def lookup(key: str, timeout_seconds: float) -> str:
         seconds = min(remaining, _LOOKUP_SLICE_SECONDS)
         remaining -= seconds
         try:
-            return _eager_context.context().get_config_key_value(
-                key, max(1, int(seconds * 1000))
+            return _STORE.get(
+                _STORE.context(), key, max(1, int(seconds * 1000))
             )
         except tf.errors.DeadlineExceededError:
             if remaining <= 0:
@@ -151,19 +175,17 @@ def lookup(key: str, timeout_seconds: float) -> str:
 
 def withdraw(key: str) -> None:
     """Removes a value from the cluster's key-value store."""
-    _eager_context.context().delete_config_key_value(key)
+    _STORE.delete(_STORE.context(), key)
 
 
 def context() -> object:
     """TensorFlow's runtime context: another object after it has been reset."""
-    return _eager_context.context()
+    return _TIMEOUT.context()
 
 
 def abort_collectives(message: str) -> None:
     """Makes every current and future collective of this process fail."""
-    _eager_context.context().abort_collective_ops(
-        tf.errors.DEADLINE_EXCEEDED, message
-    )
+    _TIMEOUT.abort(_TIMEOUT.context(), tf.errors.DEADLINE_EXCEEDED, message)
 
 
 # Where a thread's innermost Python frame is while TensorFlow computes for it.
@@ -183,7 +205,7 @@ def _is_another_thread_in(files: tuple[str, ...]) -> bool:
 
 def a_function_runs() -> bool:
     """Whether TensorFlow executes (not just traces) a function for a thread."""
-    return _is_another_thread_in((_eager_execute.__file__,))
+    return _is_another_thread_in((_TIMEOUT.execute.__file__,))
 
 
 def nothing_computes() -> bool:
@@ -198,9 +220,9 @@ def nothing_computes() -> bool:
 
 
 # Code that calls for a function that AutoGraph has converted.
-_CONVERTING = (
-    _autograph.__file__,
-    os.path.join(os.path.dirname(tf.__file__), "python", "distribute", ""),
+_CONVERTING = tuple(
+    os.path.join(os.path.dirname(tf.__file__), "python", *path)
+    for path in (("autograph", "impl", "api.py"), ("distribute", ""))
 )
 _caller = threading.local()
 
@@ -225,6 +247,8 @@ def entry_point(function: Callable) -> Callable:
         # An entry point inside another is called by this package.
         if getattr(_caller, "convert", None) is not None:
             return unconverted(*args, **kwargs)
+        if not tf.executing_eagerly():
+            _AUTOGRAPH.check()
         _caller.convert = _as_it_is
         # Converted code calls through AutoGraph's module. Its context does not
         # help: in a replica's thread it is always UNSPECIFIED.
@@ -241,7 +265,8 @@ def entry_point(function: Callable) -> Callable:
         finally:
             _caller.convert = None
 
-    return _autograph.autograph_artifact(call)
+    # Without it, the first call in a graph fails, not the import.
+    return call if _AUTOGRAPH.missing() else _AUTOGRAPH.artifact(call)
 
 
 def as_called_by_user(function: Callable) -> Callable:

@@ -11,52 +11,59 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import summary_ops_v2 as _summary_ops
-from tensorflow.python.ops import variable_scope as _variable_scope
-from tensorflow.python.tpu import tpu_function as _tpu_function
 
-from tf_xshard import dependencies
+from tf_xshard.private import names
 
 _Optimizer = tf.compat.v1.train.Optimizer
 
-# Each with the reason. Seen in 2.20 and 2.21.
-# conformance/private_names_test.py fails with the name of one that moved.
-TF_PRIVATE_NAMES = (
-    # The number of shards of tf.compat.v1.tpu.shard; nothing public has it.
-    (_tpu_function, "get_tpu_context"),
-    # Under a strategy a v1 optimizer sums gradients over all replicas in here.
-    # Its argument `skip_gradients_aggregation` would skip more than the sum:
-    # slots would not be distributed variables any more.
-    (_Optimizer, "_distributed_apply"),
-    # tf.train.Checkpoint restores an optimizer's slots through this method.
-    (_Optimizer, "_create_or_restore_slot_variable"),
-    # Makes one object a part of another in a tf.train.Checkpoint.
-    (_Optimizer, "_track_trackable"),
-    # The name under which a Saver stores the slices of a partitioned variable.
-    (tf.Variable, "_get_save_slice_info"),
-    # The counts behind tf.layers' "dense_1" (its `variable_scopes_count`), of
-    # which each thread has its own.
-    (_variable_scope, "get_variable_scope_store"),
-    # `tf.compat.v1.summary.initialize` opens the default writer only.
-    (_summary_ops, "_SUMMARY_WRITER_INIT_COLLECTION_NAME"),
-    # The stack of tf.variable_creator_scope, of which each thread has its own.
-    (tf.Graph, "_variable_creator_stack"),
-    # Whether code is in a branch or loop of control flow v1.
-    (tf.Graph, "_get_control_flow_context"),
-    # Makes a variable's initialization run before operations that exist.
-    (tf.Operation, "_add_control_input"),
-    # Makes an operation use a shard's copy of a variable that all share.
-    (tf.Operation, "_update_input"),
+_OPTIMIZER = "tensorflow.compat.v1.train.Optimizer."
+# Present in TensorFlow 2.20 to 2.22.
+_V1 = names.PrivateNames(
+    "tf_xshard.compat.v1",
+    {
+        # The number of shards of tf.compat.v1.tpu.shard; nothing public has it.
+        "tpu_context": "tensorflow.python.tpu.tpu_function.get_tpu_context",
+        # Under a strategy a v1 optimizer sums gradients over all replicas in
+        # here. Its argument `skip_gradients_aggregation` would skip more than
+        # the sum: slots would not be distributed variables any more.
+        "apply": _OPTIMIZER + "_distributed_apply",
+        # tf.train.Checkpoint restores an optimizer's slots through this method.
+        "restore_slot": _OPTIMIZER + "_create_or_restore_slot_variable",
+        # Makes one object a part of another in a tf.train.Checkpoint.
+        "track": _OPTIMIZER + "_track_trackable",
+        # The name under which a Saver stores the slices of a partitioned
+        # variable.
+        "slice_info": "tensorflow.Variable._get_save_slice_info",
+        # The counts behind tf.layers' "dense_1" (its `variable_scopes_count`),
+        # of which each thread has its own.
+        "scope_store": (
+            "tensorflow.python.ops.variable_scope.get_variable_scope_store"
+        ),
+        # `tf.compat.v1.summary.initialize` opens the default writer only.
+        "writers": (
+            "tensorflow.python.ops.summary_ops_v2"
+            "._SUMMARY_WRITER_INIT_COLLECTION_NAME"
+        ),
+        # The stack of tf.variable_creator_scope, of which each thread has its
+        # own.
+        "creators": "tensorflow.Graph._variable_creator_stack",
+        # Whether code is in a branch or loop of control flow v1.
+        "control_flow": "tensorflow.Graph._get_control_flow_context",
+        # Makes a variable's initialization run before operations that exist.
+        "add_control_input": "tensorflow.Operation._add_control_input",
+        # Makes an operation use a shard's copy of a variable that all share.
+        "update_input": "tensorflow.Operation._update_input",
+    },
 )
+_V1.check()
 # Attributes that only instances have: a v1 optimizer's state. Seen in 2.20 and
 # 2.21.
 _STATE = ("_slots", "_non_slot_dict", "_deferred_slot_restorations")
-dependencies.check_names(TF_PRIVATE_NAMES)
 
 
 def tpu_number_of_shards() -> int | None:
     """How many shards tf.compat.v1.tpu is building; None outside of it."""
-    return _tpu_function.get_tpu_context().number_of_shards
+    return _V1.tpu_context().number_of_shards
 
 
 def in_control_flow(graph: tf.Graph) -> bool:
@@ -125,15 +132,13 @@ def thread_state(
     Returns:
       A context manager that the other thread enters.
     """
-    counts = dict(
-        _variable_scope.get_variable_scope_store().variable_scopes_count
-    )
+    counts = dict(_V1.scope_store().variable_scopes_count)
     creators = list(graph._variable_creator_stack)
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with graph.as_default():
-            store = _variable_scope.get_variable_scope_store()
+            store = _V1.scope_store()
             store.variable_scopes_count = dict(counts)
             graph._variable_creator_stack = list(creators)
             yield
@@ -286,5 +291,4 @@ def saved_name(variable: tf.Variable) -> str:
 
 def summary_writer_initializers(graph: tf.Graph) -> list[tf.Operation]:
     """The operations that open the writers of `tf.summary` in a graph."""
-    name = _summary_ops._SUMMARY_WRITER_INIT_COLLECTION_NAME
-    return graph.get_collection(name)
+    return graph.get_collection(_V1.writers)

@@ -8,17 +8,21 @@ import gc
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import input_lib as _input_lib
 
-from tf_xshard import dependencies
+from tf_xshard.private import names
 
-# Seen in TensorFlow 2.20 and 2.21.
-TF_PRIVATE_NAMES = (
-    # Iterators over distributed datasets: `_iterators` has one for each host,
-    # whose `_iterator` has one for each device in `_device_iterators`.
-    (_input_lib, "DistributedIterator"),
+# Present in TensorFlow 2.20 to 2.22.
+_ITERATORS = names.PrivateNames(
+    "tf_xshard.testing.simulated_tpu_strategy()",
+    {
+        # Iterators over distributed datasets: `_iterators` has one for each
+        # host, whose `_iterator` has one for each device in
+        # `_device_iterators`.
+        "distributed": (
+            "tensorflow.python.distribute.input_lib.DistributedIterator"
+        ),
+    },
 )
-dependencies.check_names(TF_PRIVATE_NAMES)
 
 
 def untuned(dataset: Any) -> Any:
@@ -46,7 +50,7 @@ def end_iterators_at_exit() -> None:
 
 def _end_iterators() -> None:
     for one in gc.get_objects():
-        if not issubclass(type(one), _input_lib.DistributedIterator):
+        if not issubclass(type(one), _ITERATORS.distributed):
             continue
         for of_host in one._iterators:
             # The threads of the devices first: the host's wait for them.

@@ -14,54 +14,61 @@ import jax
 import keras
 import numpy as np
 import tensorflow as tf
-from jax._src import core as _jax_core
-from jax._src.array import ArrayImpl as _ArrayImpl
-from jax._src.interpreters import mlir as _jax_mlir
-from jax._src.lib import xla_client
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import hlo as stablehlo
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _gen_xla_ops
-from tensorflow.python.distribute import tpu_strategy as _tpu_strategy
-from tensorflow.python.eager import context as _eager_context
-from tensorflow.python.framework import auto_control_deps as _auto_control_deps
-from tensorflow.python.framework import (
-    auto_control_deps_utils as _auto_control_deps_utils,
-)
-from tensorflow.python.ops import handle_data_util as _handle_data_util
-from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tf_xshard import dependencies
+from tf_xshard.private import names
 from tf_xshard.private import tpu_iterators
 
-# TensorFlow's private names, each with the reason. Seen in 2.20 and 2.21.
-# conformance/private_names_test.py fails with the name of one that moved.
-TF_PRIVATE_NAMES = (
-    # Turns the function given to strategy.run() into one that replicates it:
-    # what SimulatedTPUExtended is for.
-    (_tpu_strategy.TPUExtended, "_tpu_function_creator"),
-    # Distribute the user's datasets.
-    (_tpu_strategy.TPUExtended, "_experimental_distribute_dataset"),
-    (_tpu_strategy.TPUExtended, "_distribute_datasets_from_function"),
-    # Orders reads and writes of variables in a graph, as tf.function does.
-    (_auto_control_deps, "AutomaticControlDependencies"),
-    # Which variables an operation only reads, calls of functions included.
-    (_auto_control_deps_utils, "get_read_write_resource_inputs"),
-    # Register a GraphDef's function with the eager runtime, and remove it.
-    (_eager_context.Context, "add_function_def"),
-    (_eager_context.Context, "remove_function"),
-    # Whether the runtime has started, after which devices are fixed. Asking
-    # through the public API starts it.
-    (_eager_context.context(), "_context_handle"),
-    # dtype and shape of the variable behind a resource.
-    (_handle_data_util, "get_resource_handle_data"),
-    # A variable that no strategy's scope turns into a distributed one.
-    (_resource_variables, "ResourceVariable"),
-    # A TPU program returns a tensor of dynamic shape as the padded tensor.
-    (_gen_xla_ops, "xla_remove_dynamic_dimension_size"),
+_FEATURE = "tf_xshard.testing"
+_PYTHON = "tensorflow.python."
+_EXTENDED = _PYTHON + "distribute.tpu_strategy.TPUExtended"
+_CONTEXT = _PYTHON + "eager.context.Context."
+# Present in TensorFlow 2.20 to 2.22.
+_TENSORFLOW = names.PrivateNames(
+    _FEATURE,
+    {
+        "Extended": _EXTENDED,
+        # Turns the function given to strategy.run() into one that replicates
+        # it: what SimulatedTPUExtended is for.
+        "create_function": _EXTENDED + "._tpu_function_creator",
+        # Distribute the user's datasets.
+        "distribute": _EXTENDED + "._experimental_distribute_dataset",
+        "distribute_from": _EXTENDED + "._distribute_datasets_from_function",
+        # Orders reads and writes of variables in a graph, as tf.function does.
+        "AutomaticControlDependencies": (
+            _PYTHON + "framework.auto_control_deps.AutomaticControlDependencies"
+        ),
+        # Which variables an operation only reads, calls of functions included.
+        "read_write": (
+            _PYTHON + "framework.auto_control_deps_utils"
+            ".get_read_write_resource_inputs"
+        ),
+        "context": _PYTHON + "eager.context.context",
+        # Register a GraphDef's function with the eager runtime, and remove it.
+        "add_function": _CONTEXT + "add_function_def",
+        "remove_function": _CONTEXT + "remove_function",
+        # dtype and shape of the variable behind a resource.
+        "handle_data": (
+            _PYTHON + "ops.handle_data_util.get_resource_handle_data"
+        ),
+        # A variable that no strategy's scope turns into a distributed one.
+        "ResourceVariable": (
+            _PYTHON + "ops.resource_variable_ops.ResourceVariable"
+        ),
+        # A TPU program returns a tensor of dynamic shape as the padded tensor.
+        "remove_dynamic_dimension": (
+            "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
+            ".xla_remove_dynamic_dimension_size"
+        ),
+    },
 )
+# An attribute of the runtime's context, present in 2.20 to 2.22: None until the
+# runtime starts, after which devices are fixed. Asking through the public API
+# starts it.
+_HANDLE = "_context_handle"
 
-# Attributes that TPUExtended gives its instances. Seen in 2.20 and 2.21;
-# creating a SimulatedTPUExtended fails with the name of one that moved.
+# Attributes that TPUExtended gives its instances. Present in 2.20 to
+# 2.22; creating a SimulatedTPUExtended fails with the name of one that moved.
 TF_PRIVATE_ATTRIBUTES = (
     # The device of each replica, [num_replicas, cores_per_replica]. Without a
     # device assignment TPUExtended takes the names of TPU devices.
@@ -75,8 +82,8 @@ TF_PRIVATE_ATTRIBUTES = (
     "_tpu_function_cache",
 )
 
-# Attributes of nodes in the graph of a replicated function. Seen in 2.20 and
-# 2.21. TPUExtended marks every operation of the replicas' program with one.
+# Attributes of nodes in the graph of a replicated function. Present in 2.20 to
+# 2.22. TPUExtended marks every operation of the replicas' program with one.
 REPLICATED = "_tpu_replicate"
 # Operations that the host of the TPU executes, from inside the program.
 OUTSIDE_COMPILATION = (
@@ -93,19 +100,36 @@ PLACEMENT = (
 )
 
 # What `fit` calls before its first step, so that no step creates variables.
-# Seen in Keras 3.12 to 3.15.
-KERAS_PRIVATE_NAMES = ((keras.Model, "_symbolic_build"),)
+# Present in Keras 3.12 to 3.16.
+_KERAS = names.PrivateNames(
+    _FEATURE, {"symbolic_build": "keras.Model._symbolic_build"}
+)
+# Present in jax 0.10 to 0.12.
+_JAX = names.PrivateNames(
+    _FEATURE,
+    {
+        # The StableHLO dialect and its parser.
+        "make_ir_context": "jax._src.interpreters.mlir.make_ir_context",
+        "ir": "jax._src.lib.mlir.ir",
+        "stablehlo": "jax._src.lib.mlir.dialects.hlo",
+        # The PJRT client for CPUs, and the TPU compiler.
+        "xla_client": "jax._src.lib.xla_client",
+        "make_cpu_client": "jax._src.lib.xla_client.make_cpu_client",
+        # An array that holds one buffer for each device.
+        "ArrayImpl": "jax._src.array.ArrayImpl",
+        "ShapedArray": "jax._src.core.ShapedArray",
+    },
+)
+for _names in (_TENSORFLOW, _KERAS, _JAX):
+    _names.check()
 
-dependencies.check_names(TF_PRIVATE_NAMES + KERAS_PRIVATE_NAMES)
-
-# jax is pinned to one version (requirements.py), so its names need no check:
-# the PJRT client for CPUs and the TPU compiler, the StableHLO dialect, and the
-# array type that holds one buffer per device.
-make_ir_context = _jax_mlir.make_ir_context
-
-AutomaticControlDependencies = _auto_control_deps.AutomaticControlDependencies
-ResourceVariable = _resource_variables.ResourceVariable
-remove_dynamic_dimension = _gen_xla_ops.xla_remove_dynamic_dimension_size
+make_ir_context = _JAX.make_ir_context
+ir = _JAX.ir
+stablehlo = _JAX.stablehlo
+xla_client = _JAX.xla_client
+AutomaticControlDependencies = _TENSORFLOW.AutomaticControlDependencies
+ResourceVariable = _TENSORFLOW.ResourceVariable
+remove_dynamic_dimension = _TENSORFLOW.remove_dynamic_dimension
 
 __all__ = (
     "AutomaticControlDependencies",
@@ -118,7 +142,10 @@ __all__ = (
 )
 
 
-class SimulatedTPUExtended(_tpu_strategy.TPUExtended):
+_Extended: Any = _TENSORFLOW.Extended
+
+
+class SimulatedTPUExtended(_Extended):
     """TPUStrategy's own implementation, except for what executes a program.
 
     Args:
@@ -145,9 +172,10 @@ class SimulatedTPUExtended(_tpu_strategy.TPUExtended):
         super().__init__(
             strategy, resolver, device_assignment=device_assignment
         )
-        dependencies.check_names(
-            tuple((self, name) for name in TF_PRIVATE_ATTRIBUTES)
-        )
+        missing = [
+            one for one in TF_PRIVATE_ATTRIBUTES if not hasattr(self, one)
+        ]
+        dependencies.refuse_moved(_FEATURE, missing)
         self._execute = execute
         if device_assignment is None:
             self._tpu_devices = np.array(
@@ -203,7 +231,7 @@ def disable_packed_variables(strategy: tf.distribute.TPUStrategy) -> None:
 
 def is_initialized() -> bool:
     """Whether TensorFlow's runtime has started and its devices are fixed."""
-    return _eager_context.context()._context_handle is not None
+    return getattr(_TENSORFLOW.context(), _HANDLE) is not None
 
 
 def register_functions(owner: object, definitions: Iterable[Any]) -> None:
@@ -213,11 +241,14 @@ def register_functions(owner: object, definitions: Iterable[Any]) -> None:
       owner: What calls them.
       definitions: Their FunctionDefs.
     """
-    context = _eager_context.context()
+    context = _TENSORFLOW.context()
     for definition in definitions:
-        context.add_function_def(definition)
+        _TENSORFLOW.add_function(context, definition)
         weakref.finalize(
-            owner, context.remove_function, definition.signature.name
+            owner,
+            _TENSORFLOW.remove_function,
+            context,
+            definition.signature.name,
         ).atexit = False
 
 
@@ -230,7 +261,7 @@ def variable_spec(handle: tf.Tensor) -> tf.TensorSpec | None:
     Returns:
       The variable's `tf.TensorSpec`, None if the resource is not a variable.
     """
-    data = _handle_data_util.get_resource_handle_data(handle)
+    data = _TENSORFLOW.handle_data(handle)
     if not data.is_set or len(data.shape_and_type) != 1:
         return None
     (variable,) = data.shape_and_type
@@ -239,9 +270,7 @@ def variable_spec(handle: tf.Tensor) -> tf.TensorSpec | None:
 
 def written_resources(operation: tf.Operation) -> list[tf.Tensor]:
     """The inputs (scalars of dtype resource) that an operation may write."""
-    _, written = _auto_control_deps_utils.get_read_write_resource_inputs(
-        operation
-    )
+    _, written = _TENSORFLOW.read_write(operation)
     return list(written)
 
 
@@ -271,8 +300,8 @@ def jax_array(
     Returns:
       The array, of the shape of one value.
     """
-    return _ArrayImpl(
-        _jax_core.ShapedArray(values[0].shape, values[0].dtype),
+    return _JAX.ArrayImpl(
+        _JAX.ShapedArray(values[0].shape, values[0].dtype),
         sharding,
         buffers,
         committed=True,

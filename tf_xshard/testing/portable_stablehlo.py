@@ -17,9 +17,9 @@ from tf_xshard.private import tpu_simulation
 from tf_xshard.testing import tpu_operations
 
 _UNKNOWN = "tf_xshard.unknown"
-# Long bool constants: the bridge prints one bit per element, the parser expects
-# one byte.
-_BITS = re.compile(r'dense<"0x([0-9A-F]+)"> : tensor<([0-9x]+)xi1>')
+# Long bool constants. The bridge of TensorFlow 2.20 and 2.21 prints one bit per
+# element, since 2.22 one byte, as the parser expects.
+_BOOLS = re.compile(r'dense<"0x([0-9A-F]+)"> : tensor<([0-9x]+)xi1>')
 
 
 def portable(text: str) -> str:
@@ -52,20 +52,44 @@ def parse(text: str) -> tpu_simulation.ir.Module:
     text = text.replace(
         '"mhlo.unknown"(', f"stablehlo.custom_call @{_UNKNOWN}("
     )
-    text = _BITS.sub(_bytes_of_bits, text)
+    text = _BOOLS.sub(_as_bytes, text)
     module = tpu_simulation.ir.Module.parse(text)
     _replace_custom_calls(module)
     return module
 
 
-def _bytes_of_bits(match: re.Match[str]) -> str:
-    shape = [int(size) for size in match[2].split("x")]
-    bits = np.unpackbits(
-        np.frombuffer(bytes.fromhex(match[1]), np.uint8),
-        count=math.prod(shape),
-        bitorder="little",
-    )
-    return f'dense<"0x{bits.tobytes().hex().upper()}"> : tensor<{match[2]}xi1>'
+def _as_bytes(match: re.Match[str]) -> str:
+    num_elements = math.prod(int(size) for size in match[2].split("x"))
+    data = bytes.fromhex(match[1])
+    if len(data) != num_elements:
+        bits = np.unpackbits(
+            np.frombuffer(data, np.uint8), count=num_elements, bitorder="little"
+        )
+        data = bits.tobytes()
+    return f'dense<"0x{data.hex().upper()}"> : tensor<{match[2]}xi1>'
+
+
+def constants(text: str) -> list[np.ndarray]:
+    """The constants of a module's main function.
+
+    Args:
+      text: What the bridge printed.
+
+    Returns:
+      Arrays, in the order of the text.
+    """
+    ir = tpu_simulation.ir
+    found = []
+
+    def visit(operation):
+        if operation.name == "stablehlo.constant":
+            value = ir.DenseElementsAttr(operation.attributes["value"])
+            found.append(np.array(value))
+        return ir.WalkResult.ADVANCE
+
+    with tpu_simulation.make_ir_context():
+        parse(text).operation.walk(visit)
+    return found
 
 
 def _replace_custom_calls(module: tpu_simulation.ir.Module) -> None:

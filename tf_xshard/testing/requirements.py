@@ -6,11 +6,9 @@ import importlib.metadata
 
 from tf_xshard import dependencies
 
-# Both need names that jax does not export, and versions of libtpu support
-# different TPUs: 0.0.51 with jax 0.10.2 can't compile for tpu7x. setup.cfg pins
-# them.
-[JAX, *_] = dependencies.versions("jax", "==")
-[LIBTPU, *_] = dependencies.versions("libtpu", "==")
+# Versions of libtpu support different TPUs: 0.0.51 can't compile for tpu7x with
+# jax 0.10.2. setup.cfg pins it.
+[LIBTPU] = {one.version for one in dependencies.specifier("libtpu")}
 
 _INSTALL = "pip install 'tf_xshard[cpu,testing]' in an environment of its own"
 
@@ -26,8 +24,8 @@ def check_jax() -> None:
     """Checks the versions that `simulated_tpu_strategy` needs.
 
     Raises:
-      ImportError: If jax or jaxlib is missing or of another version, or if
-        tensorflow-tpu is installed in the same environment.
+      ImportError: If jax or jaxlib is missing or outside the tested range, or
+        if tensorflow-tpu is installed in the same environment.
     """
     if _version("tensorflow-tpu") is not None:
         raise ImportError(
@@ -35,8 +33,8 @@ def check_jax() -> None:
             f" it needs libtpu {LIBTPU}, tensorflow-tpu needs another version."
             f" Use {_INSTALL}."
         )
-    _check("jax", JAX)
-    _check("jaxlib", JAX)
+    _check("jax")
+    _check("jaxlib")
 
 
 def check_libtpu() -> None:
@@ -45,17 +43,18 @@ def check_libtpu() -> None:
     Raises:
       ImportError: If libtpu is missing or of another version.
     """
-    _check("libtpu", LIBTPU)
+    _check("libtpu")
 
 
-def _check(distribution: str, tested: str) -> None:
+def _check(distribution: str) -> None:
     found = _version(distribution)
-    if found == tested:
+    tested = dependencies.specifier(distribution)
+    if found is not None and tested.contains(found):
         return
     where = ""
     if distribution == "libtpu":
-        where = " (Linux x86-64 only)"
+        where = " for compile_for_tpu (Linux x86-64 only)"
     raise ImportError(
-        f"tf_xshard.testing needs {distribution} {tested}{where}, found"
+        f"tf_xshard.testing needs {distribution}{tested}{where}, found"
         f" {found or 'none'}: {_INSTALL}."
     )

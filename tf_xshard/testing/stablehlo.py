@@ -6,12 +6,15 @@ TensorFlow's own bridge lowers it: the result is what a TPU would compile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from tf_xshard import dependencies
 from tf_xshard.private import tpu_simulation
 from tf_xshard.testing import portable_stablehlo
 from tf_xshard.testing import replicated_program
@@ -74,8 +77,10 @@ def lower(
       The program in StableHLO.
 
     Raises:
+      ImportError: If the bridge prints constants in a way that is not known.
       NotImplementedError: If XLA can't compile an operation.
     """
+    check_constants()
     specs = [
         tf.TensorSpec(shape, spec.dtype)
         for shape, spec in zip(shapes, program.argument_specs, strict=True)
@@ -114,6 +119,39 @@ def lower(
                 f" XLA's error: {error}"
             ) from error
     return _finish(text, program, specs, tuple(results))
+
+
+@functools.cache
+def check_constants() -> None:
+    """Checks that constants arrive as they are; once in a process.
+
+    Long ones are printed as bytes, whose meaning TensorFlow 2.22 has changed
+    for bools. A wrong attention mask would be silent.
+
+    Raises:
+      ImportError: If one does not.
+    """
+    # Longer than what the bridge prints as a list.
+    numbers = np.arange(203) * 7 % 11
+    known = (numbers < 4, numbers.astype("float32"), numbers)
+    function = tf.function(
+        lambda: [tf.constant(value) for value in known],
+        jit_compile=True,
+        autograph=False,
+        input_signature=(),
+    )
+    with tf.init_scope(), tf.device("CPU:0"):
+        text = function.experimental_get_compiler_ir()(stage="stablehlo")
+    for found, value in zip(
+        portable_stablehlo.constants(text), known, strict=True
+    ):
+        if not np.array_equal(found, value):
+            raise ImportError(
+                f"TensorFlow {tf.__version__} writes {value.dtype} constants in"
+                " a way that tf_xshard.testing does not know, so programs would"
+                " compute wrong numbers. Tested: TensorFlow"
+                f" {dependencies.tested_range('tensorflow')}."
+            )
 
 
 def _import(

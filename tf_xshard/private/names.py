@@ -1,0 +1,96 @@
+"""Private names by their paths, resolved when a feature first needs them.
+
+An `import` statement of a name that a new version has moved would break
+`import tf_xshard` for everyone. A name that is declared here breaks the feature
+that needs it, with an error that says which name and which versions have it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from tf_xshard import dependencies
+
+# All that has been declared, for the tests.
+DECLARED: list[PrivateNames] = []
+
+
+class PrivateNames:
+    """The private names of one feature; each is an attribute.
+
+    Args:
+      feature: What fails without them, the subject of the error's sentence.
+      names: Paths by the attributes' names, such as
+        "tensorflow.python.eager.context.Context.abort_collective_ops". A tuple
+        of paths has one for each range of versions; the first that exists is
+        used.
+    """
+
+    def __init__(
+        self, feature: str, names: Mapping[str, str | tuple[str, ...]]
+    ) -> None:
+        self.feature = feature
+        self.paths = {
+            name: (paths,) if isinstance(paths, str) else tuple(paths)
+            for name, paths in names.items()
+        }
+        self._found: dict[str, Any] = {}
+        DECLARED.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.check()
+        return self._found[name]
+
+    def missing(self) -> list[str]:
+        """The paths that this TensorFlow, Keras or jax does not have."""
+        missing = []
+        for name, paths in self.paths.items():
+            for path in paths:
+                try:
+                    self._found[name] = _resolved(path)
+                    break
+                except (ModuleNotFoundError, AttributeError):
+                    continue
+            else:
+                missing.append(" or ".join(paths))
+        return missing
+
+    def check(self) -> None:
+        """Checks that all names exist.
+
+        Raises:
+          ImportError: If one is missing. Features that do not need it work.
+        """
+        if len(self._found) == len(self.paths):
+            return
+        dependencies.refuse_moved(self.feature, self.missing())
+
+
+def _resolved(path: str) -> Any:
+    """A module, or an attribute of a module or of a class in it."""
+    owner, _, name = path.rpartition(".")
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        if not owner:
+            raise
+    return getattr(_resolved(owner), name)
+
+
+def defining_class(owner: type, name: str) -> type | None:
+    """The first class of an inheritance order that defines a name.
+
+    Keras' classes move and are renamed more often than their methods.
+
+    Args:
+      owner: A public class, such as `keras.Model`.
+      name: A method's name.
+
+    Returns:
+      The class, or None if there is none.
+    """
+    return next((one for one in owner.__mro__ if name in vars(one)), None)
