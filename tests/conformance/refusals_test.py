@@ -96,19 +96,86 @@ def test_v1_reductions(reduction, expected):
     assert CrossShardOptimizer(SGD(), reduction).reduction == expected
 
 
-def test_an_inner_optimizer_that_reduces_by_itself():
-    class ReducesInApply(SGD):
-        def apply(self, grads, trainable_variables=None):
-            grads = tf.distribute.get_replica_context().all_reduce("SUM", grads)
-            super().apply(grads, trainable_variables)
+class _OverridesTheSum(SGD):
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        return grads_and_vars
 
-    class OverridesTheSum(SGD):
-        def _all_reduce_sum_gradients(self, grads_and_vars):
-            return grads_and_vars
 
-    for inner in (ReducesInApply(), OverridesTheSum()):
-        with pytest.raises(TypeError, match="would be reduced twice"):
-            CrossShardOptimizer(inner)
+def test_an_inner_optimizer_that_overrides_the_reduction():
+    with pytest.raises(TypeError, match="would be reduced twice"):
+        CrossShardOptimizer(_OverridesTheSum())
+
+
+def _all_reduce(gradients):
+    context = tf.distribute.get_replica_context()
+    return [context.all_reduce("SUM", one) for one in gradients]
+
+
+def _batch_reduce(gradients):
+    def merge(strategy, gradients):
+        return strategy.extended.batch_reduce_to(
+            "SUM", [(one, one) for one in gradients]
+        )
+
+    context = tf.distribute.get_replica_context()
+    return context.merge_call(merge, args=(gradients,))
+
+
+class _Reduces(SGD):
+    def __init__(self, reduce, method):
+        super().__init__(1.0)
+        self._reduce = reduce
+        self._method = method
+
+    def apply(self, grads, trainable_variables=None):
+        if self._method == "apply":
+            grads = self._reduce(grads)
+        super().apply(grads, trainable_variables)
+
+    def update_step(self, gradient, variable, learning_rate):
+        if self._method == "update_step":
+            [gradient] = self._reduce([gradient])
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize("method", ["apply", "update_step"])
+@pytest.mark.parametrize(
+    "kind, run, reduce",
+    [
+        ("mirrored", tf.function, _all_reduce),
+        ("mirrored", lambda step: step, _all_reduce),
+        ("mirrored", lambda step: step, _batch_reduce),
+        ("tpu", tf.function, _all_reduce),
+    ],
+    ids=["function", "eager", "eager_merge_call", "tpu"],
+)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        CrossShardOptimizer,
+        lambda inner: tf_xshard.TowerOptimizer(inner, 1),
+        lambda inner: CrossShardOptimizer(
+            keras.optimizers.LossScaleOptimizer(inner)
+        ),
+        lambda inner: CrossShardOptimizer(CrossShardOptimizer(inner)),
+        lambda inner: tf_xshard.AGNOptimizer(SGD(), local_optimizer=inner),
+    ],
+    ids=["cross", "tower", "scale", "nested", "agn"],
+)
+def test_an_inner_optimizer_that_reduces(wrap, kind, run, reduce, method):
+    """In a helper, where reading the method's code would not show it."""
+    strategy = replicas.STRATEGIES[kind](4)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        optimizer = wrap(_Reduces(reduce, method))
+        optimizer.build([weight])
+
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
+
+    with pytest.raises(TypeError, match="would be reduced twice"):
+        run(step)()
+    assert replicas.values(strategy, weight) == [1.0] * 4
 
 
 def test_group_assignment_of_another_strategy():
@@ -229,6 +296,92 @@ def test_a_refused_wrapper_leaves_the_inner_optimizer_as_it_was():
         )
         # "global" arrives halved: the mean of 2 and 4; plain Keras sums.
         assert replicas.values(strategy, weight) == [-3.0, -3.0]
+
+
+@pytest.mark.parametrize(
+    "local, text",
+    [
+        (lambda: _OverridesTheSum(), "would be reduced twice"),
+        (lambda: _built(SGD()), "The local optimizer 'sgd.*' has been built"),
+    ],
+)
+def test_a_refused_local_optimizer_leaves_the_inner_one_as_it_was(local, text):
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight, inner = keras.Variable(0.0), SGD(1.0)
+        with pytest.raises((TypeError, ValueError), match=text):
+            tf_xshard.AGNOptimizer(inner, local_optimizer=local())
+        inner.build([weight])
+    replicas.apply_once(
+        strategy, inner, lambda r: [tf.constant(r + 1.0)], [weight]
+    )
+    assert replicas.values(strategy, weight) == [-3.0, -3.0]
+
+
+def _built(optimizer):
+    optimizer.build([keras.Variable(0.0)])
+    return optimizer
+
+
+def test_a_local_optimizer_of_another_scope():
+    local = SGD()
+    with replicas.mirrored(2).scope():
+        with pytest.raises(ValueError, match="its local optimizer 'sgd.*' was"):
+            tf_xshard.AGNOptimizer(SGD(), local_optimizer=local)
+
+
+def _steps(strategy, optimizer, weight, num_steps=1):
+    """The weight on all replicas, whose gradients are powers of ten."""
+    with strategy.scope():
+        weight.assign(0.0)
+    for _ in range(num_steps):
+        replicas.apply_once(
+            strategy, optimizer, lambda r: [tf.constant(10.0**r)], [weight]
+        )
+    return replicas.values(strategy, weight)
+
+
+def test_an_optimizer_that_was_inside_another_one():
+    """Alone it undoes 1/N again; inside others it takes their place."""
+    strategy = replicas.mirrored(4)
+    pairs = [[0, 1], [2, 3]]
+    alone = [-1111.0] * 4
+    with strategy.scope():
+        weight, cross = keras.Variable(0.0), CrossShardOptimizer(SGD(1.0))
+        towers = tf_xshard.TowerOptimizer(cross, 2)
+        assert _steps(strategy, cross, weight) == alone
+        assert _steps(strategy, towers, weight, 2) == alone
+        assert _steps(strategy, cross, weight) == alone
+        agn = tf_xshard.AGNOptimizer(SGD(1.0), communication_period=1)
+        outer = CrossShardOptimizer(agn, group_assignment=pairs)
+        in_pairs = [-22.0, -22.0, -2200.0, -2200.0]
+        assert _steps(strategy, outer, weight) == in_pairs
+        assert _steps(strategy, agn, weight) == alone
+        assert agn.group_assignment is None
+        assert _steps(strategy, outer, weight) == in_pairs
+
+
+@needs_multi_optimizer
+def test_a_refused_build_is_refused_again():
+    strategy = replicas.mirrored(2)
+
+    def optimizer_of(variable):
+        if variable.name == "own":
+            return CrossShardOptimizer(SGD(1.0), group_assignment=[[0], [1]])
+        return SGD(1.0)
+
+    with strategy.scope():
+        variables = [keras.Variable(0.0, name=n) for n in ("own", "all")]
+        optimizer = tf_xshard.TowerOptimizer(
+            keras.optimizers.MultiOptimizer(optimizer_of), 1
+        )
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Wrap each of them"):
+            replicas.apply_once(
+                strategy, optimizer, lambda r: [tf.constant(1.0)] * 2, variables
+            )
+        assert not optimizer.built
+    assert replicas.values(strategy, variables[0]) == [0.0, 0.0]
 
 
 def test_parameter_server_strategy():

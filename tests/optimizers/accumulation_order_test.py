@@ -298,18 +298,46 @@ def test_optimizers_by_path_reach_the_center(tmp_path):
         np.testing.assert_array_equal(mine, theirs, err_msg=mine.path)
 
 
-@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("how", ["names", "list", "anchored", "before"])
 @pytest.mark.parametrize("period", [1, 9], ids=["center", "local"])
-def test_exclude_from_weight_decay(by_name, period):
-    excluded, decayed = (keras.Variable(1.0, name=n) for n in ("bias", "w"))
-    optimizer = _agn(O.SGD(1.0, weight_decay=0.1), period)
-    if by_name:
-        optimizer.exclude_from_weight_decay(var_names=["bias"])
-    else:
-        optimizer.exclude_from_weight_decay(var_list=[excluded])
-    optimizer.apply([tf.constant(0.0)] * 2, [excluded, decayed])
-    assert excluded.numpy() == 1
-    np.testing.assert_allclose(decayed.numpy(), 0.9)
+def test_exclude_from_weight_decay(how, period):
+    """Weights of layers have a path that is not their name."""
+    model = keras.Sequential(
+        [
+            keras.layers.Input((1,)),
+            keras.layers.Dense(1, bias_initializer="ones", name="bias"),
+            keras.layers.Dense(1, bias_initializer="ones"),
+        ]
+    )
+    biases = [layer.bias for layer in model.layers]
+    kernels = [layer.kernel for layer in model.layers]
+    for kernel in kernels:
+        kernel.assign([[1.0]])
+    arguments = {
+        "names": {"var_names": ["bias"]},
+        "anchored": {"var_names": ["^bias$"]},
+    }.get(how, {"var_list": biases})
+    inner = O.SGD(1.0, weight_decay=0.1)
+    if how == "before":
+        inner.exclude_from_weight_decay(**arguments)
+    optimizer = _agn(inner, period)
+    if how != "before":
+        optimizer.exclude_from_weight_decay(**arguments)
+    optimizer.apply(
+        [tf.zeros(v.shape) for v in model.trainable_variables],
+        model.trainable_variables,
+    )
+    assert [float(bias[0]) for bias in biases] == [1, 1]
+    for kernel in kernels:
+        np.testing.assert_allclose(kernel.numpy(), 0.9, rtol=1e-6)
+
+
+def test_exclude_a_variable_whose_name_is_part_of_another():
+    raw, weight = (keras.Variable(1.0, name=n) for n in ("raw", "w"))
+    optimizer = _agn(O.SGD(1.0, weight_decay=0.1), 1)
+    optimizer.exclude_from_weight_decay(var_list=[weight])
+    optimizer.apply([tf.constant(0.0)] * 2, [raw, weight])
+    np.testing.assert_allclose((raw.numpy(), weight.numpy()), (0.9, 1.0))
 
 
 # AGN under a strategy, and around the end of fit.

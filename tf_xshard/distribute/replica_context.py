@@ -127,6 +127,13 @@ def is_default(strategy: tf.distribute.Strategy) -> bool:
     return strategy is _default_strategy()
 
 
+def other_scope(strategy: tf.distribute.Strategy) -> str:
+    """Where something was created that is used elsewhere, for errors."""
+    if is_default(strategy):
+        return "outside any strategy's scope"
+    return f"in the scope of another strategy, {type(strategy).__name__},"
+
+
 @functools.cache
 def _default_strategy() -> tf.distribute.Strategy:
     with tf.Graph().as_default():

@@ -22,6 +22,7 @@ from tf_xshard.distribute import replica_variables
 from tf_xshard.group_state import optimizer_groups
 from tf_xshard.group_state import state_variable
 from tf_xshard.group_state import walk
+from tf_xshard.optimizers import stack
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizer_state
 
@@ -229,6 +230,10 @@ def _walked(
 ) -> tuple[dict[str, walk.Part], dict[str, Optimizers]]:
     """The parts, and the optimizers of each, those inside others included."""
     parts = walk.parts_of(holder)
+    for part in parts.values():
+        for optimizer in part.optimizers:
+            # Its groups depend on what is around it now.
+            stack.settle(optimizer)
     return parts, {
         name: tuple(
             one

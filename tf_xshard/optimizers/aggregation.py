@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import inner_update
@@ -21,7 +22,7 @@ from tf_xshard.reduction import loss_scaling
 class Aggregating(wrapper.OptimizerWrapper):
     """The part of TowerOptimizer that applies what towers have added up."""
 
-    _reduces = False
+    has_own_reducer = False
     _seen: accumulation.SeenVariables
 
     def forgetting_traces(self) -> contextlib.AbstractContextManager:
@@ -31,7 +32,7 @@ class Aggregating(wrapper.OptimizerWrapper):
     def _weight(self, here: replica_context.Here) -> int:
         """`GroupReducer.weight` for the reduction that comes after a round."""
         for one in tree.wrappers(self.inner_optimizer):
-            if one._reduces and not one._reducer.is_redundant:
+            if one.has_own_reducer and not one._reducer.is_redundant:
                 return one._reducer.weight(here, one.reduction)
         return 1
 
@@ -67,7 +68,8 @@ class Aggregating(wrapper.OptimizerWrapper):
             )
             vote.note(aggregated)
             aggregated = vote.apply(aggregated)
-        self.inner_optimizer.apply(aggregated, variables)
+        with reduction_guard.guarded(self.inner_optimizer):
+            self.inner_optimizer.apply(aggregated, variables)
 
 
 def contribution(

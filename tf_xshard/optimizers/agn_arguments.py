@@ -11,6 +11,8 @@ import tensorflow as tf
 from tf_xshard import checks
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import wrapper_arguments
+from tf_xshard.private import keras_optimizer_state
 
 ACCUMULATIONS = ("gradients", "updates")
 
@@ -44,8 +46,10 @@ def check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
     """Checks the two optimizers; the second may be None.
 
     Raises:
-      TypeError: If `local_optimizer` is not a Keras optimizer.
-      ValueError: If either is, or wraps, an optimizer that is not allowed.
+      TypeError: If `local_optimizer` is not a Keras optimizer, or reduces
+        gradients by itself.
+      ValueError: If either is, or wraps, an optimizer that is not allowed, or
+        has been built, or if the local one was created in another scope.
     """
     if not isinstance(
         local_optimizer, (keras.optimizers.Optimizer, type(None))
@@ -61,11 +65,25 @@ def check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
             f"The inner optimizer {inner_optimizer.name!r} has been built for"
             " variables that are not the center. Pass a new one."
         )
-    if local_optimizer is not None and local_optimizer is inner_optimizer:
+    if local_optimizer is None:
+        return
+    if local_optimizer is inner_optimizer:
         raise ValueError(
             "local_optimizer is the inner optimizer itself. Pass another"
             " object, or None (the default) to make a copy."
         )
+    if local_optimizer.built:
+        raise ValueError(
+            f"The local optimizer {local_optimizer.name!r} has been built, so"
+            " its slots may be those of other variables. Pass a new one."
+        )
+    wrapper_arguments.check_same_scope(
+        "AGNOptimizer",
+        tf.distribute.get_strategy(),
+        local_optimizer,
+        "local",
+    )
+    inner_update.refuse_own_reductions(local_optimizer)
 
 
 def check_variables(variables: Sequence) -> None:
@@ -113,7 +131,15 @@ def copied(
         config = inner_optimizer.get_config()
         # Legacy .h5 files key variables by path, which contains this name.
         config["name"] = f"{inner_optimizer.name}_local"
-        return type(inner_optimizer).from_config(config)
+        result = type(inner_optimizer).from_config(config)
+        # A MultiOptimizer may have others before it is built.
+        for one, copy in zip(
+            tree.descendants(inner_optimizer),
+            tree.descendants(result),
+            strict=False,
+        ):
+            keras_optimizer_state.copy_exclusions(one, copy)
+        return result
     except Exception as error:
         raise ValueError(
             f"{type(inner_optimizer).__name__} can't be copied by its config"

@@ -164,6 +164,7 @@ class AGNOptimizer(local_training.LocalTraining):
             variables, self._center, self._shown, self._strategy
         )
         self._set_untracked("_center_pairs", pairs)
+        self._exclude_center()
         self.inner_optimizer.build(self._center)
         with keras.name_scope("local"):
             self.local_optimizer.build(variables)

@@ -11,7 +11,9 @@ import tensorflow as tf
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import loss_conventions
+from tf_xshard.optimizers import stack
 from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_optimizers
 from tf_xshard.private import keras_shards
@@ -27,16 +29,6 @@ class Building(loss_conventions.LossConventions):
     def _strategy(self) -> tf.distribute.Strategy:
         """The strategy in whose scope this optimizer was made."""
         return keras_optimizer_state.strategy_of(self)
-
-    def _check_same_scope(self, inner: keras.optimizers.Optimizer) -> None:
-        own, its = self._strategy, keras_optimizer_state.strategy_of(inner)
-        if own is not its:
-            raise ValueError(
-                f"{type(self).__name__} is created in the scope of"
-                f" {type(own).__name__}, but its inner optimizer"
-                f" {inner.name!r} in that of {type(its).__name__}. Create both"
-                " inside the same `with strategy.scope():`."
-            )
 
     def _checked_variables(
         self, grads: Sequence, trainable_variables: Sequence | None
@@ -86,18 +78,20 @@ class Building(loss_conventions.LossConventions):
         >>> optimizer.inner_optimizer.built
         True
         """
-        self._refuse_loss_scale_optimizer_above()
-        variables = list(variables)
-        # Keras' loader of legacy .h5 files builds with the model's own
-        # variables, without its layers': none. What it then sets has to wait.
-        if self.built or not variables:
-            return
-        if tf.distribute.has_strategy():
-            self._check_strategy(tf.distribute.get_strategy())
-            self._build(variables)
-        else:
-            with self._strategy.scope():
+        with stack.call_of(self):
+            self._refuse_loss_scale_optimizer_above()
+            variables = list(variables)
+            # Keras' loader of legacy .h5 files builds with the model's own
+            # variables, without its layers': none. What it then sets has to
+            # wait.
+            if self.built or not variables:
+                return
+            if tf.distribute.has_strategy():
+                self._check_strategy(tf.distribute.get_strategy())
                 self._build(variables)
+            else:
+                with self._strategy.scope():
+                    self._build(variables)
 
     def _build(self, variables: list) -> None:
         with (
@@ -108,10 +102,14 @@ class Building(loss_conventions.LossConventions):
         ):
             self._build_inner(variables)
             self._build_residuals(variables)
-        keras_optimizer_state.set_trainable_variables(self, variables)
+        # A MultiOptimizer may have created optimizers.
         inner_update.make_local(self.inner_optimizer)
-        self._resolved_loss_normalization()
-        self._claim_inner_wrappers()
+        stack.settle_again(self)
+        self._check_stack()
+        if self._pending_weights is not None:
+            self._check_weights(self._pending_weights)
+        # Last, when nothing can be refused any more.
+        keras_optimizer_state.set_trainable_variables(self, variables)
         # Keras keeps a MultiOptimizer's optimizers in a list that
         # tf.train.Checkpoint does not follow, so track them here.
         for index, one in enumerate(_own_tree(self)):
@@ -130,8 +128,18 @@ class Building(loss_conventions.LossConventions):
     def _warn_of_fresh_parts(self) -> None:
         raise NotImplementedError
 
-    def _claim_inner_wrappers(self) -> None:
-        raise NotImplementedError
+    def _check_stack(self) -> None:
+        """Checks what only the optimizers inside show, once built.
+
+        Raises:
+          ValueError: If they do not fit.
+        """
+        self._resolved_loss_normalization()
+        # For others the constructor has checked it.
+        if self._reducer.role == "stand_in" and tree.wrappers(
+            self.inner_optimizer
+        ):
+            wrapper_arguments.refuse_partial_reduction(self.inner_optimizer)
 
     def _build_residuals(self, variables: list) -> None:
         raise NotImplementedError
@@ -147,17 +155,11 @@ class Building(loss_conventions.LossConventions):
             return
         raise RuntimeError(
             f"{self.name} was created"
-            f" {_scope_name(own)} but is used under"
+            f" {replica_context.other_scope(own)} but is used under"
             f" {type(strategy).__name__}. Create the model, the inner optimizer"
             f" and {type(self).__name__} inside `with strategy.scope():` of the"
             " strategy that trains them."
         )
-
-
-def _scope_name(strategy: tf.distribute.Strategy) -> str:
-    if replica_context.is_default(strategy):
-        return "outside any strategy's scope"
-    return f"in the scope of another strategy, {type(strategy).__name__},"
 
 
 def _own_tree(optimizer: Any) -> list[keras.optimizers.Optimizer]:

@@ -180,13 +180,6 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         sharded.build()
         self._set_untracked("_update_stage", sharded)
 
-    def _claim_inner_wrappers(self) -> None:
-        found = tree.wrappers(self.inner_optimizer)
-        if found and self._reducer.role == "stand_in":
-            wrapper_arguments.refuse_partial_reduction(self.inner_optimizer)
-            self._reducer.defer_to(found[0]._reducer)
-        super()._claim_inner_wrappers()
-
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here
     ) -> None:

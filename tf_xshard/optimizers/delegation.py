@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tf_xshard.optimizers import stack
 from tf_xshard.private import keras_moving_averages
 from tf_xshard.private import keras_optimizer_state
 
@@ -85,7 +86,8 @@ class Delegation(
         Args:
           var_list: The model's trainable variables.
         """
-        self.inner_optimizer.finalize_variable_values(var_list)
+        with stack.call_of(self):
+            self.inner_optimizer.finalize_variable_values(var_list)
 
     def exclude_from_weight_decay(
         self,
@@ -120,6 +122,11 @@ class Delegation(
         if not self.built:
             self._set_untracked("_pending_weights", weights)
             return
+        self._check_weights(weights)
+        for variable, weight in zip(self.variables, weights, strict=True):
+            variable.assign(weight)
+
+    def _check_weights(self, weights: Sequence[np.ndarray]) -> None:
         variables = self.variables
         if len(weights) != len(variables):
             raise ValueError(
@@ -134,8 +141,6 @@ class Delegation(
                     f" {tuple(variable.shape)}, got a weight of shape"
                     f" {weight.shape}."
                 )
-        for variable, weight in zip(variables, weights, strict=True):
-            variable.assign(weight)
 
     def _set_untracked(self, name: str, value: Any) -> None:
         """Sets an attribute that Keras and TensorFlow neither wrap nor save."""

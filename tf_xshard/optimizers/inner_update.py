@@ -13,6 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizers
@@ -34,9 +35,25 @@ def make_local(optimizer: keras.optimizers.Optimizer) -> None:
       TypeError: If an optimizer reduces gradients by itself in a way that
         can't be disabled.
     """
-    keras_optimizers.make_local(
+    keras_optimizers.make_local(_foreign(optimizer))
+
+
+def refuse_own_reductions(optimizer: keras.optimizers.Optimizer) -> None:
+    """Checks what `make_local` checks, and changes nothing.
+
+    Args:
+      optimizer: The inner optimizer.
+
+    Raises:
+      TypeError: As `make_local`.
+    """
+    keras_optimizers.refuse_own_reductions(_foreign(optimizer))
+
+
+def _foreign(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+    return [
         one for one in tree.descendants(optimizer) if not tree.is_wrapper(one)
-    )
+    ]
 
 
 @contextlib.contextmanager
@@ -232,6 +249,9 @@ def apply(
       optimizer: The inner optimizer, already made local.
       gradients: A tensor or IndexedSlices of each variable's shape, or None.
       variables: The variables.
+
+    Raises:
+      TypeError: If the optimizer reduces gradients by itself.
     """
     if any(one.loss_scale_factor for one in tree.descendants(optimizer)):
         # Keras divides gradients by it; IndexedSlices can't be divided.
@@ -245,4 +265,5 @@ def apply(
     apply_gradients = private_tensorflow.as_called_by_user(
         optimizer.apply_gradients
     )
-    apply_gradients(list(zip(gradients, variables, strict=True)))
+    with reduction_guard.guarded(optimizer):
+        apply_gradients(list(zip(gradients, variables, strict=True)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import center as center_lib
+from tf_xshard.optimizers import stack
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper
 from tf_xshard.private import keras_optimizer_state
@@ -99,12 +99,22 @@ class LocalTraining(wrapper.OptimizerWrapper):
           var_list: Variables to exclude, or None.
           var_names: Strings; a variable whose name contains one is excluded.
         """
-        # The center does not exist yet; it will get the variables' paths.
-        names = [*(var_names or ())] + [
-            f"{re.escape(variable.path)}$" for variable in var_list or ()
-        ]
         for one in (self.inner_optimizer, self.local_optimizer):
-            one.exclude_from_weight_decay(var_names=names)
+            one.exclude_from_weight_decay(var_list, var_names)
+        if self.built:
+            self._exclude_center()
+
+    def _exclude_center(self) -> None:
+        """Excludes the centers of the variables that the inner one excludes."""
+        center_of = {id(local): center for local, center in self._center_pairs}
+        for one in tree.descendants(self.inner_optimizer):
+            excluded = keras_optimizer_state.excluded_from_weight_decay(
+                one, [local for local, _ in self._center_pairs]
+            )
+            if excluded:
+                one.exclude_from_weight_decay(
+                    [center_of[id(local)] for local in excluded]
+                )
 
     def show_center(self, shown: bool) -> None:
         """Puts the center, or the local variables, into the model.
@@ -145,6 +155,10 @@ class LocalTraining(wrapper.OptimizerWrapper):
         """
         if not self.built:
             return
+        with stack.call_of(self):
+            self._finalize(var_list)
+
+    def _finalize(self, var_list: Sequence) -> None:
         self.show_center(False)
         strategy = self._strategy
         [pending, *_] = strategy.experimental_local_results(self._pending.value)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import delegation
 from tf_xshard.optimizers import scalar_loss
+from tf_xshard.optimizers import stack
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import tensorflow as private_tensorflow
@@ -50,14 +51,15 @@ class LossConventions(delegation.Delegation):
         16.0
         """
         num_replicas = self._strategy.num_replicas_in_sync
-        if (
-            num_replicas > 1
-            and self._is_outermost
-            and not self._has_checked_losses
-        ):
-            self._has_checked_losses = True
-            scalar_loss.warn_about_scalar_losses(num_replicas)
-        return self.inner_optimizer.scale_loss(loss)
+        with stack.call_of(self):
+            if (
+                num_replicas > 1
+                and self._is_outermost
+                and not self._has_checked_losses
+            ):
+                self._has_checked_losses = True
+                scalar_loss.warn_about_scalar_losses(num_replicas)
+            return self.inner_optimizer.scale_loss(loss)
 
     def _refuse_loss_scale_optimizer_above(self) -> None:
         has_caller_of = keras_optimizer_state.has_caller_of

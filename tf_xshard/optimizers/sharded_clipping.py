@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf_xshard.collectives import recorder
+from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_context
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_sharded_updates
@@ -79,6 +80,7 @@ def _squares(
     )
     # Groups may hold different gradients but take part in one operation.
     padded = tf.pad(own, [[0, num_variables - len(gradients)]])
-    with recorder.labelled("norms", counts=[len(gradients)]):
+    labelled = recorder.labelled("norms", counts=[len(gradients)])
+    with reduction_guard.lifted(), labelled:
         total = reducer.sum_over_group(padded, replica_context.current())
     return tf.unstack(total[: len(gradients)], len(gradients))

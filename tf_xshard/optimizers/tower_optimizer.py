@@ -15,6 +15,7 @@ from tf_xshard.distribute import replica_variables
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import aggregation
 from tf_xshard.optimizers import cross_shard_optimizer
+from tf_xshard.optimizers import stack
 from tf_xshard.optimizers import tree
 from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import keras_optimizer_state
@@ -201,11 +202,13 @@ class TowerOptimizer(aggregation.Aggregating):
                 f"{self.name} has {self._num_towers} towers, got gradients of"
                 f" {len(towers)}. Pass a list of gradients for each tower."
             )
-        for gradients in towers:
-            variables = self._checked_variables(gradients, trainable_variables)
-        here = replica_context.current()
-        self._check_strategy(here.strategy)
-        with tf.name_scope(self.name):
+        with stack.call_of(self), tf.name_scope(self.name):
+            for gradients in towers:
+                variables = self._checked_variables(
+                    gradients, trainable_variables
+                )
+            here = replica_context.current()
+            self._check_strategy(here.strategy)
             summed = aggregation.added(
                 towers, variables, self._gradient_multiplier(here)
             )

@@ -16,11 +16,12 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import saved_state
-from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import stack
 from tf_xshard.optimizers import wrapper_arguments
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import group_sum
@@ -50,8 +51,8 @@ class OptimizerWrapper(saved_state.Saved):
     """
 
     is_tf_xshard_wrapper = True
-    # Whether this wrapper's own reducer reduces, not one inside.
-    _reduces = True
+    # Whether `_reducer` is this wrapper's, not one inside.
+    has_own_reducer = True
 
     def __init__(
         self,
@@ -80,18 +81,19 @@ class OptimizerWrapper(saved_state.Saved):
         # A callable avoids a learning rate variable, which would be saved but
         # never used.
         super().__init__(learning_rate=_no_learning_rate, name=name)
-        self._check_same_scope(inner_optimizer)
+        wrapper_arguments.check_same_scope(
+            type(self).__name__, self._strategy, inner_optimizer
+        )
         self.inner_optimizer = inner_optimizer
         self._reduction = reduction
         self._loss_normalization = loss_normalization
         self._set_untracked("_reducer", reducer)
         self._set_untracked("_pending_weights", None)
-        self._is_outermost = True
         self._resolved_loss_normalization()
         # Change the inner optimizers last, when nothing can be refused any
         # more.
         inner_update.make_local(inner_optimizer)
-        self._claim_inner_wrappers()
+        stack.settle(self)
 
     @property
     def reduction(self) -> str:
@@ -110,15 +112,12 @@ class OptimizerWrapper(saved_state.Saved):
 
     # The training step.
 
-    def _claim_inner_wrappers(self) -> None:
-        """Makes the wrappers inside leave to this one what is done once.
-
-        Called again after `build`, where a MultiOptimizer may create some.
-        """
-        for inner in tree.wrappers(self.inner_optimizer):
-            inner._is_outermost = False
-            if self._reduces:
-                inner._reducer.defer_to(self._reducer)
+    def take(self, place: stack.Place) -> None:
+        """Takes a place in the stack of optimizers that is used."""
+        self._set_untracked("_is_outermost", place.is_outermost)
+        if self.has_own_reducer:
+            self._reducer.group_assignment = place.group_assignment
+            self._reducer.is_redundant = place.is_redundant
 
     @private_tensorflow.entry_point
     def apply(
@@ -151,13 +150,14 @@ class OptimizerWrapper(saved_state.Saved):
         grads = list(grads)
         if not grads:
             return
-        variables = self._checked_variables(grads, trainable_variables)
-        here = replica_context.current()
-        self._check_strategy(here.strategy)
-        if any(isinstance(one, tf.IndexedSlices) for one in grads):
-            inner_update.note_summed_rows(self.inner_optimizer)
-        with tf.name_scope(self.name):
-            self._step(grads, variables, here)
+        with stack.call_of(self), reduction_guard.lifted():
+            variables = self._checked_variables(grads, trainable_variables)
+            here = replica_context.current()
+            self._check_strategy(here.strategy)
+            if any(isinstance(one, tf.IndexedSlices) for one in grads):
+                inner_update.note_summed_rows(self.inner_optimizer)
+            with tf.name_scope(self.name):
+                self._step(grads, variables, here)
 
     def _step(
         self, gradients: list, variables: list, here: replica_context.Here
@@ -194,7 +194,7 @@ class OptimizerWrapper(saved_state.Saved):
         return self.iterations
 
     def _build_residuals(self, variables: list) -> None:
-        if not (self._reduces and self.communication.error_feedback):
+        if not (self.has_own_reducer and self.communication.error_feedback):
             return
         residuals = residuals_lib.Residuals(
             [v for v in variables if not inner_update.is_overwritten(v)]

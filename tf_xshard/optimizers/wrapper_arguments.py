@@ -12,6 +12,7 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_context
 from tf_xshard.optimizers import tree
+from tf_xshard.private import keras_optimizer_state
 from tf_xshard.reduction import group_sum
 
 LOSS_NORMALIZATIONS = ("global", "replica")
@@ -67,6 +68,33 @@ def check(
             f" None, got {loss_normalization!r}."
         )
     return _checked_reduction(reduction)
+
+
+def check_same_scope(
+    own_name: str,
+    own: tf.distribute.Strategy,
+    inner: keras.optimizers.Optimizer,
+    what: str = "inner",
+) -> None:
+    """Checks that an optimizer was created under the wrapper's strategy.
+
+    Args:
+      own_name: The name of the wrapper's class.
+      own: The strategy in whose scope the wrapper is created.
+      inner: The optimizer given.
+      what: What the wrapper calls it.
+
+    Raises:
+      ValueError: If it was not.
+    """
+    its = keras_optimizer_state.strategy_of(inner)
+    if own is not its:
+        raise ValueError(
+            f"{own_name} is created in the scope of {type(own).__name__}, but"
+            f" its {what} optimizer {inner.name!r} was created"
+            f" {replica_context.other_scope(its)} and can't be used here."
+            " Create both inside the same `with strategy.scope():`."
+        )
 
 
 def refuse_partial_reduction(inner: keras.optimizers.Optimizer) -> None:

@@ -30,6 +30,11 @@ KERAS_PRIVATE_ATTRIBUTES = (
     "_track_trackable",
 )
 
+# What `exclude_from_weight_decay` sets: keys of variables, and a pattern of
+# names or None. Present in Keras 3.12 to 3.16.
+_EXCLUDED = "_exclude_from_weight_decay"
+_EXCLUDED_NAMES = "_exclude_from_weight_decay_pattern"
+
 
 def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
     """Makes `tf.train.Checkpoint` find an object under an optimizer.
@@ -117,6 +122,37 @@ def own_variables(
     optimizer counts.
     """
     return [v for v in optimizer._variables if v is not optimizer._iterations]
+
+
+def excluded_from_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence
+) -> list[Any]:
+    """The variables that an optimizer's weight decay leaves as they are.
+
+    Args:
+      optimizer: The optimizer.
+      variables: Variables, which need not be the optimizer's own.
+
+    Returns:
+      Those that `exclude_from_weight_decay` was called for.
+    """
+    keys = getattr(optimizer, _EXCLUDED, ())
+    pattern = getattr(optimizer, _EXCLUDED_NAMES, None)
+    return [
+        one
+        for one in variables
+        if optimizer._var_key(one) in keys
+        or (pattern is not None and pattern.search(one.name))
+    ]
+
+
+def copy_exclusions(
+    source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer
+) -> None:
+    """Excludes the same variables from weight decay, as no config says."""
+    for name in (_EXCLUDED, _EXCLUDED_NAMES):
+        if hasattr(source, name):
+            object.__setattr__(target, name, getattr(source, name))
 
 
 def set_iterations(

@@ -79,13 +79,6 @@ _TRACKING = names.PrivateNames(
         ),
     },
 )
-_REDUCING_METHODS = (
-    "apply",
-    "apply_gradients",
-    "update_step",
-    "_backend_apply_gradients",
-    "_backend_update_step",
-)
 
 
 def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
@@ -99,8 +92,7 @@ def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
         can't be disabled. Then none has been changed.
     """
     found = list(optimizers)
-    for one in found:
-        _refuse_own_reduction(one)
+    refuse_own_reductions(found)
     for one in found:
         if isinstance(one, keras.optimizers.LossScaleOptimizer):
             _change_class(one, _LocalLossScale)
@@ -110,29 +102,35 @@ def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
             one._iterations.__class__ = _ReplicaLocalVariable
 
 
+def refuse_own_reductions(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+) -> None:
+    """Checks what `make_local` checks, and changes nothing.
+
+    Args:
+      optimizers: Keras' own or a user's.
+
+    Raises:
+      TypeError: If an optimizer reduces gradients by itself in a way that
+        can't be disabled.
+    """
+    for one in optimizers:
+        _refuse_own_reduction(one)
+
+
 def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
     own = type(optimizer)
     if issubclass(own, _Local):
         return
-    found = None
+    # A reduction elsewhere is noticed when it is called: see
+    # distribute.reduction_guard.
     if own._all_reduce_sum_gradients is not (
         _TFOptimizer._all_reduce_sum_gradients
     ):
-        found = "_all_reduce_sum_gradients"
-    for name in _REDUCING_METHODS:
-        names = getattr(getattr(own, name), "__code__", None)
-        if (
-            # None for what `exec` defines.
-            not str(getattr(own, name).__module__).startswith("keras.src.")
-            and names is not None
-            and "all_reduce" in names.co_names
-        ):
-            found = name
-    if found:
         raise TypeError(
-            f"{own.__name__}.{found} reduces gradients over the replicas by"
-            " itself; inside a tf_xshard optimizer they would be reduced twice."
-            " Remove the reduction from the inner optimizer."
+            f"{own.__name__}._all_reduce_sum_gradients reduces gradients over"
+            " the replicas by itself; inside a tf_xshard optimizer they would"
+            " be reduced twice. Remove the method from the inner optimizer."
         )
 
 

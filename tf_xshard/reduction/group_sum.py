@@ -50,27 +50,15 @@ class GroupReducer:
         communication: communication_lib.Communication,
         role: str = "explicit",
     ) -> None:
-        self.group_assignment = group_assignment
+        self.given_assignment = group_assignment
         self.communication = communication
         self.role = role
+        # Set by the stack that it is used in.
+        self.group_assignment = group_assignment
         self.is_redundant = False
         self.owner = owners.number_for(self)
         self.residuals: residuals_lib.Residuals | None = None
         self._known_patterns: negotiation.KnownPatterns = {}
-
-    def defer_to(self, other: GroupReducer) -> None:
-        """Takes the groups of a reducer around it, or of one that replaces it.
-
-        Only the first call has an effect, and none on an explicit one.
-
-        Args:
-          other: A reducer that the same gradients pass through.
-        """
-        if self.role == "explicit":
-            return
-        self.group_assignment = other.group_assignment
-        self.is_redundant = self.role == "stand_in"
-        self.role = "explicit"
 
     def groups(
         self, num_replicas: int, where: str = "the strategy"

@@ -1,0 +1,156 @@
+"""Notices an inner optimizer that reduces gradients over replicas by itself.
+
+The gradients that it gets are reduced already. What its code looks like does
+not tell: the reduction may be in a helper. So it runs in a replica context of
+its own, which is TensorFlow's except that it refuses to reduce.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+_do_not_convert = tf.autograph.experimental.do_not_convert
+# Their merge_call is for variables, such as assigning one that all replicas
+# share.
+_OF_TENSORFLOW = ("tensorflow.", "keras.src.")
+
+
+class _Guard:
+    """The part of a replica context that refuses to reduce.
+
+    Attributes:
+      culprit: The name of the optimizer's class.
+      base: TensorFlow's class of the context.
+    """
+
+    culprit: str
+    base: type
+
+    @_do_not_convert
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses."""
+        _refuse(self.culprit, "all_reduce")
+
+    @_do_not_convert
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses."""
+        _refuse(self.culprit, "all_gather")
+
+    @_do_not_convert
+    def merge_call(
+        self, merge_fn: Callable, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """TensorFlow's, for what does not reduce."""
+        if not str(getattr(merge_fn, "__module__", "")).startswith(
+            _OF_TENSORFLOW
+        ):
+            merge_fn = _guarded_function(merge_fn, self.culprit)
+        with lifted():
+            context: Any = tf.distribute.get_replica_context()
+            return context.merge_call(merge_fn, args=args, kwargs=kwargs)
+
+
+class _Extended:
+    """A strategy's `extended` that refuses to reduce."""
+
+    def __init__(
+        self, extended: tf.distribute.StrategyExtended, culprit: str
+    ) -> None:
+        self._extended = extended
+        self._culprit = culprit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._extended, name)
+
+    def reduce_to(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses."""
+        _refuse(self._culprit, "reduce_to")
+
+    def batch_reduce_to(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses."""
+        _refuse(self._culprit, "batch_reduce_to")
+
+
+class _Strategy:
+    """A strategy that refuses to reduce."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, culprit: str) -> None:
+        self._strategy = strategy
+        self._culprit = culprit
+        self.extended = _Extended(strategy.extended, culprit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses."""
+        _refuse(self._culprit, "reduce")
+
+
+def _guarded_function(merge_fn: Callable, culprit: str) -> Callable:
+    @functools.wraps(merge_fn)
+    def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        return merge_fn(_Strategy(strategy, culprit), *args, **kwargs)
+
+    return call
+
+
+def _refuse(culprit: str, what: str) -> None:
+    raise TypeError(
+        f"{culprit} calls {what}(), so it reduces gradients over the replicas"
+        " by itself. Inside a tf_xshard optimizer they would be reduced twice."
+        " Remove the reduction from the inner optimizer."
+    )
+
+
+@functools.cache
+def _guarded_class(base: type) -> type:
+    return type(f"Guarded{base.__name__}", (_Guard, base), {"base": base})
+
+
+@contextlib.contextmanager
+def guarded(optimizer: Any) -> Iterator[None]:
+    """A context in which an optimizer can't reduce over replicas.
+
+    Args:
+      optimizer: An optimizer that gets reduced gradients.
+
+    Yields:
+      None.
+
+    Raises:
+      TypeError: By what the optimizer calls to reduce.
+    """
+    current: Any = tf.distribute.get_replica_context()
+    if current is None or current.strategy.num_replicas_in_sync == 1:
+        yield
+        return
+    base = getattr(current, "base", type(current))
+    guard: Any = _guarded_class(base)(current.strategy, _replica_id(current))
+    guard.culprit = type(optimizer).__name__
+    with guard:
+        yield
+
+
+@contextlib.contextmanager
+def lifted() -> Iterator[None]:
+    """A context in which code of this package may reduce, inside `guarded`."""
+    current: Any = tf.distribute.get_replica_context()
+    if not isinstance(current, _Guard):
+        yield
+        return
+    # A new one: to enter TensorFlow's own again would make it forget the state
+    # to which it returns.
+    with current.base(current.strategy, _replica_id(current)):
+        yield
+
+
+def _replica_id(context: tf.distribute.ReplicaContext) -> Any:
+    """An int, or a scalar tensor where it is only known at run time."""
+    value = tf.get_static_value(context.replica_id_in_sync_group)
+    return context.replica_id_in_sync_group if value is None else int(value)
