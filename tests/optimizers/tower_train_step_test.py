@@ -362,7 +362,7 @@ def test_masked_metrics():
             [
                 keras.layers.Input((5, 3)),
                 keras.layers.Masking(),
-                keras.layers.SimpleRNN(1, return_sequences=True),
+                keras.layers.Dense(1),
             ]
         )
         optimizer = keras.optimizers.SGD(0.1)

@@ -29,7 +29,7 @@ class _Guard:
     """
 
     culprit: str
-    base: type
+    base: Any
 
     @_do_not_convert
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def _refuse(culprit: str, what: str) -> None:
 
 
 @functools.cache
-def _guarded_class(base: type) -> type:
+def _guarded_class(base: Any) -> type:
     return type(f"Guarded{base.__name__}", (_Guard, base), {"base": base})
 
 
@@ -130,7 +130,7 @@ def guarded(optimizer: Any) -> Iterator[None]:
     if current is None or current.strategy.num_replicas_in_sync == 1:
         yield
         return
-    base = getattr(current, "base", type(current))
+    base: Any = getattr(current, "base", type(current))
     guard: Any = _guarded_class(base)(current.strategy, _replica_id(current))
     guard.culprit = type(optimizer).__name__
     with guard:
@@ -141,12 +141,13 @@ def guarded(optimizer: Any) -> Iterator[None]:
 def lifted() -> Iterator[None]:
     """A context in which code of this package may reduce, inside `guarded`."""
     current: Any = tf.distribute.get_replica_context()
-    if not isinstance(current, _Guard):
+    base = getattr(current, "base", None)
+    if base is None:
         yield
         return
     # A new one: to enter TensorFlow's own again would make it forget the state
     # to which it returns.
-    with current.base(current.strategy, _replica_id(current)):
+    with base(current.strategy, _replica_id(current)):
         yield
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ NAMES = names.PrivateNames(
         # Called by it; correct.
         "build": _MODEL + "_symbolic_build",
         # Reduces scalars over dimension 0, which they do not have.
+        "module": "keras.src.backend.tensorflow.trainer",
         "reduce_per_replica": (
             "keras.src.backend.tensorflow.trainer.reduce_per_replica"
         ),
@@ -79,14 +79,13 @@ def replace(
     """
     NAMES.check()
     trainer: Any = names.defining_class(keras.Model, "fit")
-    module = sys.modules[NAMES.reduce_per_replica.__module__]
     places = {
         "_maybe_symbolic_build": (
             trainer,
             lambda original: _maybe_symbolic_build(original, spans_processes),
         ),
         "reduce_per_replica": (
-            module,
+            NAMES.module,
             lambda original: _reduce_per_replica(
                 original, spans_processes, mean_of_replicas
             ),
