@@ -1,10 +1,14 @@
-"""Runs the whole suite with the oldest and the newest TensorFlow and Keras.
+"""Runs the tests with other versions of Python, TensorFlow and Keras.
 
-Makes an environment for each pair and prints one line each:
-`python -m tests.programs.version_matrix`. About an hour on 2 cores.
+`python -m tests.programs.version_matrix` makes an environment for each row and
+runs the whole suite in it, about 10 minutes a row on 2 cores. With `--smoke`
+it runs `tests/conformance/smoke_test.py` on the rows of `.ci/run`. `--only`
+chooses rows by their names. It prints one row of the table in
+tf_xshard/docs/CONTRIBUTING.md as each ends.
 """
 
-import concurrent.futures
+import dataclasses
+import datetime
 import os
 import pathlib
 import subprocess
@@ -17,17 +21,82 @@ from absl import flags
 
 from tests.support import paths
 
-_JOBS = flags.DEFINE_integer("jobs", 1, "environments at a time", 1)
-_ONLY = flags.DEFINE_list("only", [], "such as 2.20/3.12; all if empty")
+_ONLY = flags.DEFINE_list("only", [], "names of rows; all if empty")
+_SMOKE = flags.DEFINE_bool("smoke", False, "only the smoke tests")
 _ARGUMENTS = flags.DEFINE_multi_string("pytest", [], "arguments for pytest")
 
-TENSORFLOWS = ("2.20.*", "2.21.*")
-KERASES = ("3.12.*", "3.15.*")
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One environment.
+
+    Attributes:
+      python: The interpreter, which has to be on the PATH.
+      tensorflow: A requirement of pip for `tensorflow-cpu`.
+      keras: A requirement for `keras`; "nightly" for keras-nightly.
+      may_fail: Whether a failure is printed, but not returned: these versions
+        have not been released.
+    """
+
+    python: str
+    tensorflow: str
+    keras: str
+    may_fail: bool = False
 
 
-def _suite(tensorflow, keras, folder) -> str:
-    """Installs, tests, and returns the last line and what was skipped."""
-    copy = os.path.join(folder, f"tf{tensorflow[:4]}-keras{keras[:4]}")
+# One axis at a time.
+ROWS = {
+    "keras-3.12.0": Row("python3.11", "==2.20.*", "==3.12.0"),
+    "keras-3.13": Row("python3.11", "==2.21.*", "==3.13.*"),
+    "keras-3.14": Row("python3.11", "==2.21.*", "==3.14.*"),
+    "keras-3.15": Row("python3.11", "==2.21.*", "==3.15.*"),
+    "keras-nightly": Row("python3.11", ">=2.22.0rc0", "nightly", True),
+    "python-3.12": Row("python3.12", "==2.21.*", "<4"),
+    "python-3.13": Row("python3.13", "==2.21.*", "<4"),
+}
+SMOKE = tuple(name for name in ROWS if name.startswith("keras-"))
+SMOKE_TESTS = "tests/conformance/smoke_test.py"
+_VERSIONS = """
+import importlib.metadata as m, platform, sys
+def version(*names):
+    for name in names:
+        try:
+            return m.version(name)
+        except m.PackageNotFoundError:
+            pass
+print(platform.python_version(), version("tensorflow-cpu"),
+      version("keras-nightly", "keras"), version("jax"), sep=" | ")
+"""
+
+
+def _install(row: Row, python: str, run) -> None:
+    """Installs the package and a row's versions into an environment."""
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    tensorflow = f"tensorflow-cpu{row.tensorflow}"
+    if row.keras != "nightly":
+        run(
+            *(*pip, "install", "-q", ".[cpu,test]"),
+            *(tensorflow, f"keras{row.keras}"),
+        )
+        return
+    run(*pip, "install", "-q", ".[cpu,test]", tensorflow)
+    # Both are installed into one folder, and TensorFlow requires one of them.
+    run(*pip, "uninstall", "-q", "-y", "keras", "keras-nightly")
+    run(*pip, "install", "-q", "--pre", "--no-deps", "keras-nightly")
+
+
+def _run_row(name: str, folder: str) -> bool:
+    """Installs and tests one row, and prints what came of it.
+
+    Args:
+      name: The row's name.
+      folder: Where to make the environment and the log.
+
+    Returns:
+      Whether all tests passed, or may fail.
+    """
+    row = ROWS[name]
+    copy = os.path.join(folder, name)
     os.makedirs(copy)
     archive = subprocess.run(
         ["git", "archive", "HEAD"],
@@ -36,60 +105,67 @@ def _suite(tensorflow, keras, folder) -> str:
         capture_output=True,
     )
     subprocess.run(["tar", "-x", "-C", copy], input=archive.stdout, check=True)
-    subprocess.run(
-        [sys.executable, "-m", "venv", ".venv"], cwd=copy, check=True
-    )
-    start = time.monotonic()
+    log = pathlib.Path(folder, f"{name}.log")
     python = os.path.join(copy, ".venv", "bin", "python")
-    log = os.path.join(folder, os.path.basename(copy) + ".log")
+    # Not the caller's checkout.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    versions, minutes = f"{row.python} | ? | ? | ?", 0.0
     with open(log, "w") as file:
-        install = [f"tensorflow-cpu=={tensorflow}", f"keras=={keras}"]
-        for command in (
-            ["pip", "install", "-q", ".[cpu,test]", *install],
-            ["pytest", "-q", *_ARGUMENTS.value],
-        ):
-            code = subprocess.run(
-                [python, "-m", *command],
+
+        def run(*command):
+            subprocess.run(
+                command,
                 cwd=copy,
+                env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-            ).returncode
-            if code:
-                break
-    lines = pathlib.Path(log).read_text().splitlines()
-    skipped = [
-        line
-        for line in lines
-        if line.startswith(("SKIPPED", "FAILED", "ERROR"))
-        and "needs --full" not in line
-    ]
-    minutes = (time.monotonic() - start) / 60
-    return "\n".join(
-        [
-            f"TensorFlow {tensorflow}, Keras {keras}: exit {code},"
-            f" {lines[-1] if lines else 'no output'}, {minutes:.0f} minutes;"
-            f" {log}",
-            *(f"    {line}" for line in skipped),
-        ]
-    )
+                check=True,
+            )
+
+        try:
+            run(row.python, "-m", "venv", ".venv")
+            _install(row, python, run)
+            versions = subprocess.run(
+                [python, "-c", _VERSIONS], capture_output=True, text=True
+            ).stdout.strip()
+            start = time.monotonic()
+            what = ["-n", "0", SMOKE_TESTS] if _SMOKE.value else []
+            try:
+                run(python, "-m", "pytest", "-q", *what, *_ARGUMENTS.value)
+            finally:
+                minutes = (time.monotonic() - start) / 60
+            passed = True
+        except subprocess.CalledProcessError:
+            passed = False
+    lines = log.read_text().splitlines()
+    outcome = lines[-1].strip("= ") if lines else "no output"
+    today = datetime.date.today().isoformat()
+    print(f"| {versions} | {outcome} | {minutes:.1f} | {today} |", flush=True)
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR", "SKIPPED")) and (
+            "needs --full" not in line
+        ):
+            print(f"    {line}", flush=True)
+    if not passed:
+        print(
+            f"    {'!' * 20} {name} FAILED {'!' * 20}"
+            + (" (not released, so this does not fail the run)") * row.may_fail,
+            *lines[-30:],
+            sep="\n        ",
+            flush=True,
+        )
+    return passed or row.may_fail
 
 
 def main(argv):
     del argv
     folder = tempfile.mkdtemp(prefix="version_matrix_")
     print(f"Logs in {folder}", flush=True)
-    with concurrent.futures.ThreadPoolExecutor(_JOBS.value) as pool:
-        results = [
-            pool.submit(_suite, tensorflow, keras, folder)
-            for tensorflow in TENSORFLOWS
-            for keras in KERASES
-            if not _ONLY.value or f"{tensorflow[:4]}/{keras[:4]}" in _ONLY.value
-        ]
-        failed = False
-        for result in concurrent.futures.as_completed(results):
-            print(result.result(), flush=True)
-            failed |= "exit 0," not in result.result()
-    sys.exit(failed)
+    print("| Python | TensorFlow | Keras | jax | outcome | minutes | date |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    names = _ONLY.value or (SMOKE if _SMOKE.value else ROWS)
+    results = [_run_row(name, folder) for name in names]
+    sys.exit(not all(results))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""What must work with every supported version, in little time.
+
+.ci/run runs these tests on the oldest and on each newer Keras; the rest of the
+suite runs on the newest.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import replicas
+from tests.support import seeds
+
+O = keras.optimizers  # noqa: E741
+X = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
+Y = X.sum(1, keepdims=True)
+WRAPPERS = {
+    "cross": lambda inner, **_: tf_xshard.CrossShardOptimizer(inner),
+    "sharded": lambda inner, **_: tf_xshard.CrossShardOptimizer(
+        inner, shard_update=True
+    ),
+    "tower": lambda inner, towers=1: tf_xshard.TowerOptimizer(inner, towers),
+}
+with_each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
+
+
+def _model(optimizer_fn, strategy=None, policy=None):
+    seeds.seed(1)
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((3,)),
+                keras.layers.Dense(4, activation="tanh", dtype=policy),
+                keras.layers.Dense(1, dtype="float32"),
+            ]
+        )
+        model.compile(optimizer_fn(), "mse", auto_scale_loss=False)
+    return model
+
+
+def _fit(model, batch_size=8, epochs=2):
+    model.fit(X, Y, batch_size, epochs, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def _check_replicas(model, expected, tolerance=1e-6):
+    strategy = model.distribute_strategy
+    for variable, want in zip(model.weights, expected, strict=True):
+        for value in replicas.values(strategy, variable):
+            np.testing.assert_allclose(value, want, atol=tolerance)
+
+
+@with_each_wrapper
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_fit_on_two_replicas(name, kind):
+    adam = lambda: O.Adam(0.05, global_clipnorm=0.5, weight_decay=0.01)
+    expected = _fit(_model(adam))
+    model = _model(lambda: WRAPPERS[name](adam()), replicas.STRATEGIES[kind](2))
+    _fit(model)
+    _check_replicas(model, expected)
+
+
+@with_each_wrapper
+def test_mixed_precision(name):
+    """With an overflow on one replica, in the first step."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        optimizer = WRAPPERS[name](O.LossScaleOptimizer(O.SGD(1.0), 4.0))
+        optimizer.build([weight])
+    values = tf.constant([[1.0, np.inf], [1.0, 3.0]])
+
+    @tf.function
+    def step(row):
+        def on_replica():
+            loss = values[row, replicas.replica_id()] / 2
+            gradient = optimizer.scale_loss(loss)
+            optimizer.apply([gradient], [weight])
+
+        strategy.run(on_replica)
+
+    step(tf.constant(0))
+    assert replicas.values(strategy, weight) == [1.0, 1.0]
+    step(tf.constant(1))
+    assert replicas.values(strategy, weight) == [-1.0, -1.0]
+
+
+def test_mixed_bfloat16():
+    model = _model(
+        lambda: tf_xshard.CrossShardOptimizer(O.Adam(0.05)),
+        replicas.mirrored(2),
+        "mixed_bfloat16",
+    )
+    before = model.get_weights()
+    after = _fit(model)
+    assert all(np.isfinite(one).all() for one in after)
+    assert np.abs(after[0] - before[0]).max() > 0.01
+    _check_replicas(model, after, 0)
+
+
+def test_accumulation():
+    """Four towers of four rows are a batch of 16; Keras' own way, too."""
+    expected = _fit(_model(lambda: O.Adam(0.05)), batch_size=16)
+    for make in (
+        lambda: tf_xshard.TowerOptimizer(O.Adam(0.05), 4),
+        lambda: tf_xshard.CrossShardOptimizer(
+            O.Adam(0.05, gradient_accumulation_steps=4)
+        ),
+    ):
+        model = _model(make, replicas.mirrored(2))
+        _fit(model, batch_size=4)
+        _check_replicas(model, expected)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "loss_scale"])
+@with_each_wrapper
+def test_moving_average(name, scaled):
+    """Overwriting the weights is in a tf.cond, where Keras calls merge_call."""
+    ema = lambda: O.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    )
+
+    def make():
+        inner = O.LossScaleOptimizer(ema()) if scaled else ema()
+        return WRAPPERS[name](inner)
+
+    expected = _fit(_model(ema))
+    model = _model(make, replicas.mirrored(2))
+    _fit(model)
+    _check_replicas(model, expected)
+
+
+@with_each_wrapper
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5", "checkpoint"])
+def test_save_and_load(name, suffix, tmp_path):
+    def make():
+        return _model(
+            lambda: WRAPPERS[name](O.Adam(0.05)), replicas.mirrored(2)
+        )
+
+    model = make()
+    _fit(model)
+    path = str(tmp_path / f"model{suffix}")
+    if suffix == ".keras":
+        model.save(path)
+        with replicas.mirrored(2).scope():
+            other = keras.models.load_model(path)
+    else:
+        other = make()
+        other.optimizer.build(other.trainable_variables)
+        if suffix == "checkpoint":
+            saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+            restored = tf.train.Checkpoint(
+                model=other, optimizer=other.optimizer
+            )
+            restored.read(saved.write(path)).assert_consumed()
+        else:
+            model.save_weights(path)
+            other.load_weights(path)
+    _fit(other)
+    _check_replicas(other, _fit(model))
+
+
+def test_agn():
+    model = _model(
+        lambda: tf_xshard.AGNOptimizer(O.SGD(0.1), communication_period=2),
+        replicas.mirrored(2),
+    )
+    before = model.evaluate(X, Y, verbose=0)
+    _check_replicas(model, _fit(model), 0)
+    assert model.evaluate(X, Y, verbose=0) < before
