@@ -98,6 +98,35 @@ def test_a_lambda():
         _fit(loss, WRAPPERS["cross"], 2)
 
 
+@pytest.mark.parametrize("weights", ["sample_weight", "class_weight"])
+def test_weights_of_rows(weights):
+    """A mean of products is not the product of means."""
+    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
+    arguments = {"sample_weight": np.arange(16.0)}
+    if weights == "class_weight":
+        arguments = {"class_weight": {0: 1.0, 1: 2.0}}
+
+    def fit(num_replicas):
+        model = _model(
+            tf_xshard.ScalarLoss(mean_square),
+            WRAPPERS["cross"],
+            num_replicas,
+        )
+        model.fit(x, np.eye(2)[np.arange(16) % 2], verbose=0, **arguments)
+
+    fit(1)
+    with pytest.raises(ValueError, match="got sample_weight of shape"):
+        fit(2)
+
+
+def test_one_weight_for_all_rows():
+    loss = tf_xshard.ScalarLoss(mean_square)
+    strategy = replicas.mirrored(2)
+    value = strategy.run(lambda: loss(np.zeros(4), np.full(4, 3.0), 2.0))
+    # Divided by the two replicas.
+    assert [float(one) for one in value.values] == [9.0, 9.0]
+
+
 def test_bad_arguments():
     with pytest.raises(TypeError, match="takes a function of"):
         tf_xshard.ScalarLoss("mse")

@@ -28,7 +28,8 @@ class ScalarLoss(keras.losses.Loss):
 
     Raises:
       TypeError: If `function` is not callable.
-      ValueError: When it is called: if it does not return a scalar.
+      ValueError: When it is called: if it does not return a scalar, or with
+        `sample_weight` for each row under several replicas.
 
     Example:
 
@@ -65,6 +66,36 @@ class ScalarLoss(keras.losses.Loss):
         super().__init__(name=name, **kwargs)
         self._function = function
 
+    def __call__(
+        self, y_true: Any, y_pred: Any, sample_weight: Any = None
+    ) -> Any:
+        """The loss, divided by the number of replicas.
+
+        Args:
+          y_true: The labels, a tensor.
+          y_pred: The predictions, a tensor.
+          sample_weight: A number for all rows. Under several replicas, weights
+            of rows (and `class_weight`) are refused: the function's number is
+            the mean over its rows already.
+
+        Returns:
+          A scalar tensor.
+
+        Raises:
+          ValueError: For weights of rows under several replicas.
+        """
+        num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        if num_replicas > 1 and _has_rows(sample_weight):
+            raise ValueError(
+                f"ScalarLoss({self.name}) got sample_weight of shape"
+                f" {keras.ops.shape(sample_weight)} under {num_replicas}"
+                " replicas. Its function returns one number for all rows, so"
+                " weights of rows can't act as on one device. Pass a loss that"
+                " returns a value for each row to compile(), or multiply by the"
+                " weights in the function."
+            )
+        return super().__call__(y_true, y_pred, sample_weight)
+
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """The function's result, as one row.
 
@@ -98,6 +129,10 @@ class ScalarLoss(keras.losses.Loss):
         """
         function = keras.saving.deserialize_keras_object(config["function"])
         return cls(**{**config, "function": function})
+
+
+def _has_rows(sample_weight: Any) -> bool:
+    return sample_weight is not None and keras.ops.ndim(sample_weight) > 0
 
 
 def warn_about_scalar_losses(num_replicas: int) -> None:
