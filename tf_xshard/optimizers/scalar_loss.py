@@ -94,6 +94,9 @@ class ScalarLoss(keras.losses.Loss):
                 " returns a value for each row to compile(), or multiply by the"
                 " weights in the function."
             )
+        if sample_weight is not None and not _has_rows(sample_weight):
+            # For a scalar, Keras would make the row a scalar again.
+            sample_weight = keras.ops.reshape(sample_weight, (1,))
         return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
