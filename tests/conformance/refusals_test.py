@@ -508,7 +508,7 @@ def test_replicas_that_apply_something_else():
         optimizer.apply([tf.constant(1.0, dtype)], variables[:1])
 
     for on_replica, message in (
-        (more_on_replica_1, "Replica 1 applies 2 gradients but replica 0"),
+        (more_on_replica_1, "Replica 1 passes 2 values but replica 0"),
         (other_types, r"different types \['float32', 'float64'\]"),
     ):
         for run in (tf.function(strategy.run), strategy.run):

@@ -86,7 +86,9 @@ def test_without_a_strategy_it_returns_the_values():
     [
         ((1.0, [[0, 1]]), ValueError, "is for 2 replicas"),
         ((1.0, None, "max"), ValueError, '"mean" or "sum", got .max.'),
-        ((1,), TypeError, "value_0.* has type int32"),
+        ((1,), TypeError, r"group_reduce\(\) reduces.* value_0 has type int32"),
+        (([1.0, True],), TypeError, "value_1 has type bool"),
+        ((1j,), TypeError, "value_0 has type complex128"),
         (
             (tf.IndexedSlices([[1.0]], [0]),),
             ValueError,
@@ -110,6 +112,42 @@ def test_replicas_with_different_structures():
 
     with pytest.raises(ValueError, match="All replicas must"):
         tf.function(lambda: strategy.run(on_replica))()
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["function", "eager"])
+@pytest.mark.parametrize(
+    "own, text",
+    [
+        (lambda r: tf.ones([2 + r]), r"shapes \['\(2,\)', '\(3,\)'\]"),
+        (
+            lambda r: tf.IndexedSlices([[1.0]], [0], [2 + r, 1]),
+            r"shapes \['\(2, 1\)', '\(3, 1\)'\]",
+        ),
+        (lambda r: tf.ones([2, 1][: 1 + r]), "different shapes"),
+        (
+            lambda r: [None, 1.0] if r else [1.0, None],
+            r"values together: \['value_0', 'value_1'\]",
+        ),
+        (lambda r: tf.ones([2], ["float32", "float64"][r]), "different types"),
+    ],
+    ids=["size", "slices", "rank", "None", "dtype"],
+)
+def test_replicas_with_different_values(own, text, is_eager):
+    """At once: a collective would wait until the timeout."""
+    strategy = replicas.mirrored(2)
+
+    def step(own=own):
+        return strategy.run(
+            lambda: tf_xshard.group_reduce(own(replicas.replica_id()))
+        )
+
+    with pytest.raises(ValueError, match=text):
+        (step if is_eager else tf.function(step))()
+    # Collectives still work.
+    same = lambda _: tf.ones([2])
+    result = step if is_eager else tf.function(lambda: step(same))
+    values = result(same) if is_eager else result()
+    assert [list(one.numpy()) for one in values.values] == [[1, 1]] * 2
 
 
 def test_cross_replica_context():

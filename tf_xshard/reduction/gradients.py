@@ -10,7 +10,7 @@ from tf_xshard.distribute import indexed_slices
 from tf_xshard.private import tensorflow as private_tensorflow
 
 # CollectiveReduceV2 and CrossReplicaSum have kernels for these.
-_SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 def standardized(gradients: Sequence, variables: Sequence) -> list:
@@ -34,11 +34,11 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
             result.append(None)
             continue
         gradient = indexed_slices.converted(gradient, variable)
-        if gradient.dtype not in _SUMMABLE:
+        if gradient.dtype not in SUMMABLE:
             raise TypeError(
                 f"The gradient for variable {variable.name!r} has type"
                 f" {gradient.dtype.name}. Supported:"
-                f" {[dtype.name for dtype in _SUMMABLE]}. Cast it:"
+                f" {[dtype.name for dtype in SUMMABLE]}. Cast it:"
                 " tf.cast(gradient, tf.float32)."
             )
         if not gradient.shape.is_compatible_with(variable.shape):

@@ -69,7 +69,8 @@ def group_reduce(
       TypeError: If an argument has the wrong type, or a value is not a floating
         point number.
       ValueError: If an argument is invalid, a shape is unknown, the groups do
-        not fit the strategy, or replicas pass different structures.
+        not fit the strategy, or replicas pass different structures, shapes or
+        types.
 
     Example:
 
@@ -121,14 +122,21 @@ def _reducer(
 def _place(index: int, value: Any) -> _Place:
     """What stands for a variable of the value's shape."""
     name = f"value_{index}"
-    if not isinstance(value, tf.IndexedSlices):
-        value = tf.convert_to_tensor(value)
-        shape = value.shape
+    is_sparse = isinstance(value, tf.IndexedSlices)
+    dense = tf.convert_to_tensor(value.values if is_sparse else value)
+    if not is_sparse:
+        shape = dense.shape
     elif value.dense_shape is None:
         shape = tf.TensorShape(None)
     else:
         rows = tf.get_static_value(tf.convert_to_tensor(value.dense_shape))
         shape = tf.TensorShape(None if rows is None else rows.tolist())
+    if dense.dtype not in gradients_lib.SUMMABLE:
+        raise TypeError(
+            f"group_reduce() reduces floating point values, but {name} has type"
+            f" {dense.dtype.name}. Cast it, tf.cast(value, tf.float32), or use"
+            " tf.distribute.ReplicaContext.all_reduce for other types."
+        )
     if not shape.is_fully_defined():
         raise ValueError(
             f"group_reduce() needs values of known shapes, but {name} has the"

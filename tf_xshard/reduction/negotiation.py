@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -22,7 +22,23 @@ from tf_xshard.private import tensorflow as private_tensorflow
 
 NONE, DENSE, SPARSE = "none", "dense", "sparse"
 
-Entry = tuple[str, str]  # (NONE | DENSE | SPARSE, dtype name)
+
+class Entry(NamedTuple):
+    """What a replica has for one variable.
+
+    Attributes:
+      kind: `NONE`, `DENSE` or `SPARSE`.
+      dtype: The name of the gradient's dtype; empty for `NONE`.
+      shape: The variable's shape, as text.
+      name: The variable's path.
+    """
+
+    kind: str
+    dtype: str
+    shape: str
+    name: str
+
+
 Pattern = tuple[Entry, ...]  # one entry per variable
 # The patterns of all replicas, by variables and this process's own patterns.
 KnownPatterns = dict[tuple, tuple[Pattern, ...]]
@@ -38,17 +54,17 @@ class _Opaque:
         self.value = value
 
 
-def of(gradients: Sequence) -> Pattern:
+def own_pattern(gradients: Sequence, variables: Sequence) -> Pattern:
     """The pattern of this replica's gradients."""
-    return tuple(
-        (NONE, "")
-        if g is None
-        else (
-            SPARSE if isinstance(g, tf.IndexedSlices) else DENSE,
-            g.dtype.name,
-        )
-        for g in gradients
-    )
+    pattern = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        kind, dtype = NONE, ""
+        if gradient is not None:
+            is_sparse = isinstance(gradient, tf.IndexedSlices)
+            kind, dtype = SPARSE if is_sparse else DENSE, gradient.dtype.name
+        name = getattr(variable, "path", variable.name)
+        pattern.append(Entry(kind, dtype, str(tuple(variable.shape)), name))
+    return tuple(pattern)
 
 
 def kinds(patterns: Sequence[Pattern], index: int) -> set[str]:
@@ -61,7 +77,7 @@ def kinds(patterns: Sequence[Pattern], index: int) -> set[str]:
     Returns:
       A subset of `NONE`, `DENSE` and `SPARSE`.
     """
-    return {pattern[index][0] for pattern in patterns}
+    return {pattern[index].kind for pattern in patterns}
 
 
 def agree(
@@ -88,10 +104,11 @@ def agree(
 
     Raises:
       RuntimeError: If another process does not answer in time.
-      ValueError: If replicas apply different numbers or dtypes of gradients.
+      ValueError: If replicas apply different numbers, dtypes or shapes of
+        gradients.
     """
-    own = of(gradients)
-    names = [getattr(v, "path", v.name) for v in variables]
+    own = own_pattern(gradients, variables)
+    names = [entry.name for entry in own]
     shapes = [list(v.shape) for v in variables]
     if here.replica_id is None:
         # One program is traced for all replicas.
@@ -112,7 +129,7 @@ def agree(
 
     eager = tf.executing_eagerly()
     patterns = _merge_call(in_cross_replica_context, _Opaque(own), here).value
-    _check_consistent(patterns, names)
+    _check_consistent(patterns)
     return patterns
 
 
@@ -129,26 +146,38 @@ def _merge_call(
         return context.merge_call(fn, args=(argument,))
 
 
-def _check_consistent(
-    patterns: Sequence[Pattern], names: Sequence[str]
-) -> None:
+def _check_consistent(patterns: Sequence[Pattern]) -> None:
     first = patterns[0]
     for replica_id, pattern in enumerate(patterns):
         if len(pattern) != len(first):
             raise ValueError(
-                f"Replica {replica_id} applies {len(pattern)} gradients but"
-                f" replica 0 applies {len(first)}. All replicas must apply the"
-                " same variables in one call; pass None for a gradient that a"
-                " replica does not have."
+                f"Replica {replica_id} passes {len(pattern)} values but"
+                f" replica 0 passes {len(first)}. All replicas must pass the"
+                " same variables, or the same structure, in one call; for a"
+                " gradient that a replica does not have, pass None to the"
+                " optimizer."
             )
-    for index, name in enumerate(names):
-        dtypes = {
-            pattern[index][1] for pattern in patterns if pattern[index][1]
-        }
+    for entries in zip(*patterns, strict=True):
+        names = list(dict.fromkeys(entry.name for entry in entries))
+        if len(names) > 1:
+            raise ValueError(
+                f"Replicas pass different values together: {names}. All"
+                " replicas must pass the same variables, or the same structure,"
+                " in one call, in the same order."
+            )
+        dtypes = {entry.dtype for entry in entries if entry.dtype}
         if len(dtypes) > 1:
             raise ValueError(
-                f"Replicas hold gradients of different types {sorted(dtypes)}"
-                f" for variable {name!r}. Cast them to one type."
+                f"Replicas pass different types {sorted(dtypes)} for"
+                f" {names[0]!r}. Cast them to one type."
+            )
+        shapes = list(dict.fromkeys(entry.shape for entry in entries))
+        if len(shapes) > 1:
+            raise ValueError(
+                f"Replicas pass different shapes {shapes} for {names[0]!r}: on"
+                f" the replicas, {[entry.shape for entry in entries]}. Pad"
+                " them to one shape, or reduce something of one shape, such as"
+                " a sum over the rows."
             )
 
 
@@ -208,4 +237,4 @@ def _receive(
             f" this worker applies {shapes} ({', '.join(names[:5])}). All"
             " workers must call their optimizers in the same order."
         )
-    return [tuple(tuple(entry) for entry in pattern) for pattern in patterns]
+    return [tuple(Entry(*entry) for entry in pattern) for pattern in patterns]
