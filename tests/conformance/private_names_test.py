@@ -258,6 +258,14 @@ def test_in_xla():
 
 def test_what_threads_do():
     """What the watchdog takes for running, tracing, and neither."""
+    with tf.init_scope():
+        captured, other = (
+            tf.raw_ops.VarHandleOp(
+                dtype=tf.float32, shape=[], shared_name=f"test_threads_{i}"
+            )
+            for i in range(2)
+        )
+        tf.raw_ops.AssignVariableOp(resource=captured, value=0.0)
     seen = []
 
     def look():
@@ -265,7 +273,8 @@ def test_what_threads_do():
             target=lambda: seen.append(
                 (
                     private_tensorflow.a_function_runs(),
-                    private_tensorflow.nothing_computes(),
+                    private_tensorflow.a_function_uses(captured),
+                    private_tensorflow.a_function_uses(other),
                 )
             )
         )
@@ -278,18 +287,23 @@ def test_what_threads_do():
         return x
 
     @tf.function
+    def inner(x):
+        tf.raw_ops.AssignVariableOp(resource=captured, value=x)
+        return tf.py_function(wait, [x], tf.float32)
+
+    @tf.function
     def function(x):
         look()
-        return tf.py_function(wait, [x], tf.float32)
+        return inner(x)
 
     look()
     deadline = time.monotonic() + 10
-    while seen[0] != (False, True) and time.monotonic() < deadline:
-        # The watchdog of earlier tests may just have read its counters.
+    while seen[0] != (False,) * 3 and time.monotonic() < deadline:
+        # The watchdog of earlier tests may just have read its variables.
         seen.clear()
         look()
     function(tf.constant(1.0))
     before, tracing, running = seen
-    assert before == (False, True)
-    assert tracing[0] is False
-    assert running == (True, False)
+    assert before == (False,) * 3
+    assert tracing == (False,) * 3
+    assert running == (True, True, False)

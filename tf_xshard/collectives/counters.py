@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tf_xshard.collectives import recorder
@@ -46,26 +45,17 @@ class Counters:
 
     def __init__(self, host: str, name: str) -> None:
         self._host, self._name = host, name
-        self._begun = runtime_variables.handle(host, f"{name}_begun", tf.int64)
         # How many, their bytes, and the bytes sent.
         self._ended = runtime_variables.handle(
             host, f"{name}_ended", tf.int64, [3]
         )
 
-    def begin(self) -> tf.Operation | None:
-        """Counts a collective whose input is ready.
-
-        Returns:
-          The operation, which the collective is to wait for; None if it has
-          run, in eager mode.
-        """
+    def begin(self) -> None:
+        """Notes the time at which a collective's input is ready."""
         if _is_timing():
             tf.raw_ops.AssignSubVariableOp(
                 resource=self._seconds(), value=tf.timestamp()
             )
-        return tf.raw_ops.AssignAddVariableOp(
-            resource=self._begun, value=tf.constant(1, tf.int64)
-        )
 
     def end(self, cost: recorder.Cost) -> None:
         """Counts a collective whose result is there."""
@@ -83,21 +73,17 @@ class Counters:
             self._host, f"{self._name}_seconds", tf.float64
         )
 
-    def num_begun_and_ended(self) -> tuple[int, int]:
-        """How many collectives have begun and how many have ended."""
-        # In this order, a collective that ends meanwhile counts as ended.
-        begun = _read(self._begun, tf.int64)
-        return int(begun), int(_read(self._ended, tf.int64)[0])
+    def num_ended(self) -> int:
+        """How many collectives have ended."""
+        return int(runtime_variables.read(self._ended, tf.int64)[0])
 
     def totals(self) -> Totals:
         """What the collectives that have ended have cost."""
-        seconds = _read(self._seconds(), tf.float64)
-        ended, num_bytes, bytes_sent = map(int, _read(self._ended, tf.int64))
+        seconds = runtime_variables.read(self._seconds(), tf.float64)
+        ended, num_bytes, bytes_sent = map(
+            int, runtime_variables.read(self._ended, tf.int64)
+        )
         return Totals(ended, num_bytes, bytes_sent, float(seconds))
-
-
-def _read(handle: tf.Tensor, dtype: tf.DType) -> np.ndarray:
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
 
 
 def added(totals: Iterable[Totals]) -> Totals:

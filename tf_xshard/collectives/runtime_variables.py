@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard.private import tensorflow as private_tensorflow
@@ -41,6 +42,11 @@ def handle(
         if (device, name) not in _handles:
             _handles[device, name] = _created(device, name, dtype, shape)
         return _handles[device, name]
+
+
+def read(handle: tf.Tensor, dtype: tf.DType) -> np.ndarray:
+    """The value of a variable now, outside of graphs."""
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
 
 
 def _created(

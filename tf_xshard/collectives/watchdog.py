@@ -2,16 +2,18 @@
 
 TensorFlow's own `timeout_seconds` starts two threads per collective that sleep
 for the whole timeout, even after it has completed: at 300 seconds and 1,000
-collectives per second, hundreds of thousands. Here two variables per device and
-lane count the collectives that have begun and ended, and one thread per process
-polls them.
+collectives per second, hundreds of thousands. Here one variable for each
+function, device and lane is odd while a collective waits, and one thread per
+process polls them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -19,6 +21,8 @@ from absl import logging
 
 from tf_xshard.collectives import counters
 from tf_xshard.collectives import recorder
+from tf_xshard.collectives import runtime_variables
+from tf_xshard.distribute import replica_context
 from tf_xshard.private import tensorflow as private_tensorflow
 
 _LOOKS_PER_TIMEOUT = 20
@@ -53,46 +57,102 @@ class _Clock:
         self._last = now
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Lane:
     """The collectives of one lane of one device."""
 
     counters: counters.Counters
+    name: str
+    host: str
     device: str
     timeout_seconds: float
     context: object
-    num_cancelled: int = 0
-    num_ended: int = 0
-    waiting_since: float | None = None
+
+
+class _Waiting:
+    """Whether a collective of one function waits in a lane.
+
+    A function runs the collectives of a lane one after another, so one of them
+    waits at most. Each adds 1 to the variable when it begins and when it ends.
+    A step that fails may leave it odd: the function makes it even when it
+    begins, and a function that does not run does not wait.
+
+    Args:
+      lane: The lane.
+      number: The number of the function.
+      graph: The function's graph; None for eager code.
+    """
+
+    def __init__(
+        self, lane: _Lane, number: int, graph: tf.Graph | None
+    ) -> None:
+        self.lane = lane
+        self._graph = weakref.ref(graph) if graph is not None else None
+        self._count = runtime_variables.handle(
+            lane.host, f"{lane.name}_{number}", tf.int64
+        )
+        self._last = 0
+        self._since = 0.0
+        if graph is not None:
+            # Before all other operations of the function on this variable:
+            # automatic control dependencies keep the order of the code.
+            with graph.as_default(), tf.control_dependencies(None):
+                count = tf.raw_ops.ReadVariableOp(
+                    resource=self._count, dtype=tf.int64
+                )
+                self._add(tf.bitwise.bitwise_and(count, 1))
+
+    def is_of(self, lane: _Lane, graph: tf.Graph | None) -> bool:
+        """Whether this is the state of a lane in a graph."""
+        own = self._graph() if self._graph is not None else None
+        return self.lane is lane and own is graph
+
+    def is_alive(self) -> bool:
+        """Whether the function may still be called."""
+        return self._graph is None or self._graph() is not None
+
+    def begin(self) -> tf.Operation | None:
+        """Notes that a collective waits from now on.
+
+        Returns:
+          The operation, which the collective is to wait for; None if it has
+          run, in eager mode.
+        """
+        return self._add(tf.constant(1, tf.int64))
+
+    def end(self) -> None:
+        """Notes that no collective waits."""
+        self._add(tf.constant(1, tf.int64))
+
+    def _add(self, value: tf.Tensor) -> tf.Operation | None:
+        # No time or other stateful operation: these would run one after
+        # another, those of all replicas, and replicas wait for each other.
+        return tf.raw_ops.AssignAddVariableOp(resource=self._count, value=value)
 
     def is_overdue(self, now: float) -> bool:
         """Whether a collective has waited longer than the timeout.
 
         Args:
-          now: The time, in seconds.
+          now: The time in which the process has run, in seconds.
 
         Returns:
           A bool.
         """
-        begun, ended = self.counters.num_begun_and_ended()
-        if begun - self.num_cancelled <= ended:
-            self.waiting_since = None
-        elif self.waiting_since is None or ended != self.num_ended:
-            self.waiting_since = now
-        self.num_ended = ended
-        if (
-            self.waiting_since is None
-            or now - self.waiting_since <= self.timeout_seconds
-        ):
+        count = self._read()
+        if count != self._last:
+            self._last, self._since = count, now
+        is_waiting = count % 2 == 1
+        if not is_waiting or now - self._since <= self.lane.timeout_seconds:
             return False
-        # A step that fails on one replica cancels the others' collectives.
-        if private_tensorflow.nothing_computes() and (
-            self.counters.num_begun_and_ended() == (begun, ended)
-        ):
-            self.num_cancelled = begun - ended
-            self.waiting_since = None
-            return False
-        return True
+        # A step that fails on one replica cancels the others' collectives, and
+        # what runs now may be another function.
+        runs = self._graph is None or private_tensorflow.a_function_uses(
+            self._count
+        )
+        return runs and self._read() == count
+
+    def _read(self) -> int:
+        return int(runtime_variables.read(self._count, tf.int64))
 
 
 @dataclasses.dataclass(eq=False)
@@ -145,6 +205,40 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self.lanes: dict[tuple[str, str, float], _Lane] = {}
         self.batches: list[WatchedBatch] = []
+        # By the lane and the number of the function.
+        self._waiting: dict[tuple[str, int], _Waiting] = {}
+        self._numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def waiting(
+        self, device: str, lane: str, timeout_seconds: float
+    ) -> _Waiting:
+        """What the function that is being traced waits for in a lane.
+
+        Args:
+          device: The device of the replica.
+          lane: Collectives of one lane run one after another.
+          timeout_seconds: Each timeout has separate lanes.
+
+        Returns:
+          A `_Waiting`.
+        """
+        found = self.lane(device, lane, timeout_seconds)
+        graph = replica_context.outermost_graph()
+        with self._lock:
+            number = 0
+            if graph is not None:
+                if graph not in self._numbers:
+                    used = set(self._numbers.values())
+                    self._numbers[graph] = next(
+                        n for n in itertools.count(1) if n not in used
+                    )
+                number = self._numbers[graph]
+            key = found.name, number
+            known = self._waiting.get(key)
+            # The number may have been that of a graph that is gone.
+            if known is None or not known.is_of(found, graph):
+                self._waiting[key] = _Waiting(found, number, graph)
+            return self._waiting[key]
 
     def lane(self, device: str, lane: str, timeout_seconds: float) -> _Lane:
         """The counters of one lane, created on first use.
@@ -166,6 +260,8 @@ class Watchdog:
                 name = "tf_xshard_" + "_".join(map(str, key))
                 self.lanes[key] = _Lane(
                     counters.Counters(host.to_string(), name),
+                    name,
+                    host.to_string(),
                     device,
                     timeout_seconds,
                     context,
@@ -210,11 +306,19 @@ class Watchdog:
         while True:
             context = private_tensorflow.context()
             with self._lock:
-                lanes, batches = list(self.lanes.values()), list(self.batches)
-            # Counters of a context that was reset can't be read any more.
-            lanes = [one for one in lanes if one.context is context]
+                # Variables of a context that was reset can't be read any more.
+                self._waiting = {
+                    key: one
+                    for key, one in self._waiting.items()
+                    if one.lane.context is context and one.is_alive()
+                }
+                waiting = list(self._waiting.values())
+                lanes = [
+                    one for one in self.lanes.values() if one.context is context
+                ]
+                batches = list(self.batches)
             try:
-                message = _overdue(lanes, batches, clock.seconds)
+                message = _overdue(waiting, lanes, batches, clock.seconds)
             except Exception as error:  # Without this thread, no timeout.
                 message = f"The watchdog of collectives failed: {error}"
                 if private_tensorflow.context() is not context:
@@ -239,12 +343,17 @@ WATCHDOG = Watchdog()
 
 
 def _overdue(
-    lanes: Sequence[_Lane], batches: Sequence[WatchedBatch], now: float
+    waiting: Sequence[_Waiting],
+    lanes: Sequence[_Lane],
+    batches: Sequence[WatchedBatch],
+    now: float,
 ) -> str | None:
     """An error message for what is overdue at a time, or None."""
-    overdue = [lane for lane in lanes if lane.is_overdue(now)]
-    num_ended = sum(lane.num_ended for lane in lanes)
-    stuck = [batch for batch in batches if batch.is_overdue(num_ended, now)]
+    overdue = [one.lane for one in waiting if one.is_overdue(now)]
+    stuck = []
+    if batches:
+        num_ended = sum(lane.counters.num_ended() for lane in lanes)
+        stuck = [one for one in batches if one.is_overdue(num_ended, now)]
     if overdue:
         return (
             f"A collective on {overdue[0].device} waited longer than"
@@ -284,12 +393,19 @@ def run(
     Returns:
       The result of `collective`.
     """
-    watched = WATCHDOG.lane(device, lane, timeout_seconds).counters
+    waiting = WATCHDOG.waiting(device, lane, timeout_seconds)
     with tf.control_dependencies([after]):
-        begin = watched.begin()
-    # In eager mode it has already run; there is nothing to depend on.
-    with tf.control_dependencies([] if begin is None else [begin]):
-        result = collective()
+        begin = waiting.begin()
+        waiting.lane.counters.begin()
+    try:
+        # In eager mode it has already run; there is nothing to depend on.
+        with tf.control_dependencies([] if begin is None else [begin]):
+            result = collective()
+    except BaseException:
+        if begin is None:
+            waiting.end()
+        raise
     with tf.control_dependencies([result]):
-        watched.end(cost)
+        waiting.end()
+        waiting.lane.counters.end(cost)
     return result

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -56,6 +56,8 @@ _TIMEOUT = names.PrivateNames(
         "quick_execute": _PYTHON + "eager.execute.quick_execute",
     },
 )
+# The argument of `quick_execute` with a function's inputs, also captured ones.
+_INPUTS = "inputs"
 _REPLICAS = names.PrivateNames(
     "An optimizer under MirroredStrategy",
     {
@@ -188,34 +190,33 @@ def abort_collectives(message: str) -> None:
     _TIMEOUT.abort(_TIMEOUT.context(), tf.errors.DEADLINE_EXCEEDED, message)
 
 
-# Where a thread's innermost Python frame is while TensorFlow computes for it.
-_COMPUTES = tuple(
-    os.path.join(os.path.dirname(tf.__file__), "python", name, "")
-    for name in ("client", "data", "eager", "framework", "ops")
-)
-
-
-def _is_another_thread_in(files: tuple[str, ...]) -> bool:
-    return any(
-        frame.f_code.co_filename.startswith(files)
-        for thread, frame in sys._current_frames().items()
-        if thread != threading.get_ident()
-    )
+def _executing() -> Iterator[types.FrameType]:
+    """The frames in which other threads wait for TensorFlow to execute."""
+    for thread, frame in sys._current_frames().items():
+        if (
+            thread != threading.get_ident()
+            and frame.f_code.co_filename == _TIMEOUT.execute.__file__
+        ):
+            yield frame
 
 
 def a_function_runs() -> bool:
     """Whether TensorFlow executes (not just traces) a function for a thread."""
-    return _is_another_thread_in((_TIMEOUT.execute.__file__,))
+    return any(True for _ in _executing())
 
 
-def nothing_computes() -> bool:
-    """Whether no thread waits for TensorFlow, so no collective is running.
+def a_function_uses(handle: tf.Tensor) -> bool:
+    """Whether another thread waits for a function that captured a handle.
 
-    Ignores the calling thread.
+    Args:
+      handle: An eager tensor.
+
+    Returns:
+      A bool; True if that can't be seen, as while TensorFlow is asynchronous.
     """
-    return (
-        tf.config.experimental.get_synchronous_execution()
-        and not _is_another_thread_in(_COMPUTES)
+    return not tf.config.experimental.get_synchronous_execution() or any(
+        any(one is handle for one in frame.f_locals.get(_INPUTS, ()))
+        for frame in _executing()
     )
 
 
