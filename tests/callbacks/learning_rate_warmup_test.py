@@ -6,7 +6,7 @@ import pytest
 
 import tf_xshard
 from tests.support import replicas
-from tests.support.replicas import needs_multi_optimizer
+from tests.support.versions import needs_multi_optimizer
 
 SGD = keras.optimizers.SGD
 

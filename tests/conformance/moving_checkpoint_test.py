@@ -7,6 +7,7 @@ import pytest
 
 import tf_xshard
 from tests.support import moving
+from tests.support.versions import needs_multi_optimizer
 
 O = moving.O  # noqa: E741
 
@@ -77,6 +78,7 @@ def test_a_checkpoint_into_and_out_of_agn(is_built, tmp_path):
     assert moving.iterations(back) == 4
 
 
+@needs_multi_optimizer
 def test_a_checkpoint_of_several_optimizers(tmp_path):
     """tf.train.Checkpoint does not follow a MultiOptimizer; wrappers do."""
 

@@ -15,6 +15,7 @@ from tests.support import mutants
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
+from tests.support import versions
 
 
 class _Traced:
@@ -215,7 +216,7 @@ def test_a_wrong_reduction_is_noticed(name):
         )
 
 
-@replicas.needs_multi_optimizer
+@versions.needs_multi_optimizer
 def test_wrappers_that_a_multi_optimizer_makes_are_inner_ones():
     """They neither undo 1/N again nor mix what the groups have reduced."""
     groups = [[0, 1], [2, 3]]
@@ -238,7 +239,7 @@ def test_wrappers_that_a_multi_optimizer_makes_are_inner_ones():
     assert state.group_assignment.to_list() == groups
 
 
-@replicas.needs_multi_optimizer
+@versions.needs_multi_optimizer
 def test_a_reduction_of_some_variables_only_is_refused():
     with pytest.raises(
         ValueError, match="reduce gradients .* do not: .'plain'"

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import training
-from tests.support.replicas import needs_multi_optimizer
+from tests.support.versions import needs_multi_optimizer
 from tf_xshard import dependencies
 from tf_xshard.distribute import replica_context
 
@@ -302,7 +302,10 @@ def test_a_refused_wrapper_leaves_the_inner_optimizer_as_it_was():
     "local, text",
     [
         (lambda: _OverridesTheSum(), "would be reduced twice"),
-        (lambda: _built(SGD()), "The local optimizer 'sgd.*' has been built"),
+        (
+            lambda: _built(SGD()),
+            "local optimizer '(?i:sgd).*' has been built",
+        ),
     ],
 )
 def test_a_refused_local_optimizer_leaves_the_inner_one_as_it_was(local, text):
@@ -326,7 +329,9 @@ def _built(optimizer):
 def test_a_local_optimizer_of_another_scope():
     local = SGD()
     with replicas.mirrored(2).scope():
-        with pytest.raises(ValueError, match="its local optimizer 'sgd.*' was"):
+        with pytest.raises(
+            ValueError, match="local optimizer .* was created outs"
+        ):
             tf_xshard.AGNOptimizer(SGD(), local_optimizer=local)
 
 

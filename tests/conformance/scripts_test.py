@@ -8,6 +8,7 @@ from tests.support import own_step_scripts
 from tests.support import replicas
 from tests.support import scripts
 from tests.support import transformer_scripts
+from tests.support.versions import needs_multi_optimizer
 
 ALL = (
     own_step_scripts.AdversarialNetwork,
@@ -47,7 +48,16 @@ def _at_start(script):
     return start
 
 
-@pytest.mark.parametrize("script", ALL, ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(one, marks=needs_multi_optimizer)
+        if one is scripts.WideAndDeep
+        else one
+        for one in ALL
+    ],
+    ids=lambda one: one.__name__,
+)
 def test_two_replicas_train_as_one_device(script):
     wrap = tf_xshard.CrossShardOptimizer
     reference = script().train(

@@ -1,5 +1,7 @@
 """Saved and restored to the bit, whole at every instant, or refused."""
 
+import concurrent.futures
+import hashlib
 import json
 import os
 import signal
@@ -395,6 +397,79 @@ def test_a_crash_between_any_two_operations(small, tmp_path, monkeypatch):
             break
     assert found[0] == 1 and found[-1] == 2 and len(found) > 12
     assert found == sorted(found)
+
+
+def _own_state(value):
+    """A state of one variable, on the replicas of this thread alone."""
+    weight = keras.Variable(np.full([64], value, "float32"))
+    return tf_xshard.GroupState({"weight": [weight]}), weight
+
+
+_NUM_ROUNDS = 25
+
+
+@pytest.mark.parametrize("remove", [False, True], ids=["save", "and_remove"])
+def test_two_writers(remove, tmp_path):
+    """Whoever saves last wins whole, also where another one removes saves."""
+    directory = tmp_path / "state"
+
+    def write(value):
+        state, _ = _own_state(value)
+        for step in range(_NUM_ROUNDS):
+            state.save(directory, epoch=value, step=step)
+            if remove and step % 5 == 0:
+                checkpoint_files.remove(str(directory))
+
+    state, weight = _own_state(0)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for one in [pool.submit(write, value) for value in (1, 2, 3)]:
+            one.result()
+    position = state.restore(directory)
+    assert position.step == _NUM_ROUNDS - 1
+    np.testing.assert_array_equal(weight.numpy(), np.full(64, position.epoch))
+    assert len(os.listdir(directory)) == 3
+
+
+def test_a_writer_that_does_not_end(monkeypatch, tmp_path):
+    state, weight = _own_state(1)
+    state.save(tmp_path, step=1)
+    weight.assign(np.zeros(64))
+    monkeypatch.setattr(checkpoint_files, "LOCK_SECONDS", 0.2)
+    with checkpoint_files.locked(str(tmp_path)):
+        with pytest.raises(TimeoutError, match="Another job or thread has"):
+            state.save(tmp_path, step=2)
+    assert state.restore(tmp_path).step == 1
+    state.save(tmp_path, step=3)
+
+
+def test_without_locks_only_the_replaced_save_is_removed(monkeypatch, tmp_path):
+    """As in an object store."""
+    monkeypatch.setattr(checkpoint_files, "_has_locks", lambda directory: False)
+    state, _ = _own_state(1)
+    state.save(tmp_path, step=1)
+    # What another job is writing.
+    other = tmp_path / f"state-{'0' * 16}-00000.index"
+    other.touch()
+    state.save(tmp_path, step=2)
+    assert other.exists() and len(os.listdir(tmp_path)) == 4
+    assert state.restore(tmp_path).step == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.index", "/etc/hostname", "x.index"]
+)
+def test_a_manifest_with_other_files(name, small, tmp_path):
+    """A path out of the directory is not read, though its checksum is right."""
+    small.save(tmp_path)
+    path = tmp_path / "manifest.json"
+    outer = json.loads(path.read_text())
+    manifest = json.loads(outer["manifest"])
+    manifest["files"][name] = "0"
+    outer["manifest"] = json.dumps(manifest)
+    outer["sha256"] = hashlib.sha256(outer["manifest"].encode()).hexdigest()
+    path.write_text(json.dumps(outer))
+    with pytest.raises(ValueError, match="names the file .*Do not use"):
+        small.restore(tmp_path)
 
 
 def test_a_disk_that_is_full(small, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import group_training
 from tests.support import replicas
+from tests.support import versions
 
 ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 MEMBERS = group_training.GROUPS
@@ -830,6 +831,8 @@ def test_the_ensembles_regularization_is_the_groups_mean():
     zeros = np.zeros([8, 4], "float32"), np.zeros([8, 1], "float32")
     assert state.evaluate(zeros).column("loss") == [4.0, 36.0, 20.0]
     ones = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
+    if versions.KERAS < (3, 14):
+        return  # It does not divide activities by the number of rows.
     # Outputs of 4, 12 and 8; activities 0.5 * 16 and 0.5 * 144.
     losses = state.evaluate(ones).column("loss")
     np.testing.assert_allclose(

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import versions
 
 O = keras.optimizers  # noqa: E741
 
@@ -263,7 +264,7 @@ def test_constraints_hold_for_the_center():
     assert (model.get_weights()[0] >= 0).all()
 
 
-@replicas.needs_multi_optimizer
+@versions.needs_multi_optimizer
 def test_optimizers_by_path_reach_the_center(tmp_path):
     def make():
         by_path = O.OptimizerMap(O.SGD(0.0))

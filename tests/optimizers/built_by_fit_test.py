@@ -6,6 +6,7 @@ import pytest
 
 import tf_xshard
 from tests.support import seeds
+from tests.support import versions
 
 O = keras.optimizers  # noqa: E741
 WRAPPERS = {
@@ -27,6 +28,7 @@ def _trained(optimizer, has_input):
     return model.get_weights()
 
 
+@versions.needs_optimizer("ScheduleFreeAdamW")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_an_optimizer_that_copies_weights_when_it_is_built(wrapper):
     """Its momentum begins as the weights, which must exist by then."""

@@ -11,7 +11,7 @@ import tf_xshard
 from tests.support import replicas
 from tests.support import training
 from tests.support import versions
-from tests.support.replicas import needs_multi_optimizer
+from tests.support.versions import needs_multi_optimizer
 
 O = keras.optimizers  # noqa: E741
 

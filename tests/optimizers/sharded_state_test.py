@@ -9,6 +9,7 @@ import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
 from tests.support import sharded
+from tests.support import versions
 
 O = keras.optimizers  # noqa: E741
 GROUPS = [[0, 2], [3, 1]]
@@ -302,7 +303,7 @@ def test_what_can_not_be_sharded_is_refused_when_it_is_wrapped(inner_fn, error):
     tf_xshard.CrossShardOptimizer(inner)
 
 
-@replicas.needs_multi_optimizer
+@versions.needs_multi_optimizer
 def test_what_multi_optimizer_chooses_is_checked():
     with replicas.mirrored(2).scope():
         optimizer = tf_xshard.CrossShardOptimizer(

@@ -12,11 +12,6 @@ from tests.support import xla_compilation
 from tf_xshard import testing
 from tf_xshard.private import keras_shards
 
-needs_multi_optimizer = pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"),
-    reason="this Keras has no MultiOptimizer",
-)
-
 
 @functools.cache
 def mirrored(num_replicas: int) -> tf.distribute.MirroredStrategy:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,33 @@ def save(
     step: int,
 ) -> None:
     """See `GroupState.save`. Collective."""
+    with locked_by_first(replicas, directory):
+        _save(catalog, replicas, directory, epoch, step)
+
+
+@contextlib.contextmanager
+def locked_by_first(
+    replicas: replica_values.ReplicaValues, directory: str
+) -> Iterator[None]:
+    """`checkpoint_files.locked` on the process that commits. Collective."""
+    with contextlib.ExitStack() as stack:
+        replicas.run_on_all_processes(
+            f"Locking {directory!r}",
+            lambda: (
+                replicas.rank == 0
+                and stack.enter_context(checkpoint_files.locked(directory))
+            ),
+        )
+        yield
+
+
+def _save(
+    catalog: catalog_lib.Catalog,
+    replicas: replica_values.ReplicaValues,
+    directory: str,
+    epoch: int,
+    step: int,
+) -> None:
     variables = catalog.variables()
     digests = replicas.digests([one.variable for one in variables])
     # The first replica that holds a value saves it for all.

@@ -7,20 +7,31 @@ Each save's files have unique names. They are flushed to disk before a rename
 puts the manifest in place; only then are the previous save's files removed. So
 a crash leaves one save or the other. The files hold JSON and numbers only, and
 reading them executes nothing.
+
+Two jobs, or threads, may save to one directory: the first process of each locks
+the directory meanwhile, and the last save wins. Where there are no locks (an
+object store), each removes only the files of the save that it replaces.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+try:
+    import fcntl
+except ImportError:  # Not on Windows.
+    fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
 _FORMAT = "tf_xshard group state"
@@ -28,7 +39,11 @@ _VERSION = 2
 _FILES = re.compile(
     r"(state-[0-9a-f]{16}-\d{5}\.|manifest\.json\.[0-9a-f]{16}\.).*"
 )
+# What a manifest may list: no path that leads out of the directory.
+_VALUES = re.compile(r"state-[0-9a-f]{16}-\d{5}\.[\w-]+")
 _BYTES_AT_ONCE = 16 << 20
+LOCK_SECONDS = 60.0
+_SECONDS_BETWEEN_TRIES = 0.01
 
 
 def new_token() -> str:
@@ -39,6 +54,74 @@ def new_token() -> str:
 def has_save(directory: str) -> bool:
     """Whether a directory holds a completed save."""
     return tf.io.gfile.exists(os.path.join(directory, MANIFEST))
+
+
+@contextlib.contextmanager
+def locked(directory: str) -> Iterator[None]:
+    """A context in which no other job or thread saves to a directory.
+
+    The operating system ends the lock with the process. A directory of an
+    object store has none.
+
+    Args:
+      directory: A path, created if missing.
+
+    Yields:
+      None.
+
+    Raises:
+      TimeoutError: If another one holds the lock for too long.
+    """
+    _create(directory)
+    if not _has_locks(directory):
+        yield
+        return
+    end = time.monotonic() + LOCK_SECONDS
+    while (descriptor := _try_lock(directory)) is None:
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"Another job or thread has been saving to {directory!r} for"
+                f" {LOCK_SECONDS:.0f} seconds. Nothing was saved. Give each job"
+                " a directory of its own."
+            )
+        time.sleep(_SECONDS_BETWEEN_TRIES)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _has_locks(directory: str) -> bool:
+    return fcntl is not None and "://" not in directory
+
+
+def _try_lock(directory: str) -> int | None:
+    """A file descriptor that holds the lock, None if another one does."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:  # The one that held it has removed it.
+        _create(directory)
+        return None
+    is_kept = False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opened = os.fstat(descriptor)
+        is_kept = os.path.samestat(opened, os.stat(directory))
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        is_kept = True  # The file system has no locks.
+    finally:
+        if not is_kept:
+            os.close(descriptor)
+    return descriptor if is_kept else None
+
+
+def _create(directory: str) -> None:
+    if not tf.io.gfile.exists(directory):
+        tf.io.gfile.makedirs(directory)
+        if "://" not in directory:
+            _to_disk(os.path.dirname(os.path.abspath(directory)))
 
 
 def write_values(
@@ -58,10 +141,7 @@ def write_values(
     Returns:
       The files' checksums by file name; empty if there are no values.
     """
-    if not tf.io.gfile.exists(directory):
-        tf.io.gfile.makedirs(directory)
-        if "://" not in directory:
-            _to_disk(os.path.dirname(os.path.abspath(directory)))
+    _create(directory)
     _refuse_foreign(directory)
     if not values:
         return {}
@@ -119,6 +199,7 @@ def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
         {"format": _FORMAT, "version": _VERSION, **manifest}, sort_keys=True
     )
     path = os.path.join(directory, MANIFEST)
+    before = _listed_files(directory)
     new = f"{path}.{token}.new"
     with tf.io.gfile.GFile(new, "w") as file:
         file.write(
@@ -131,9 +212,21 @@ def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
     _to_disk(directory)
     tf.io.gfile.rename(new, path, overwrite=True)
     _to_disk(directory)
-    for name in tf.io.gfile.listdir(directory):
+    if _has_locks(directory):
+        # Including those of saves that did not complete.
+        before = tf.io.gfile.listdir(directory)
+    for name in before:
         if _FILES.fullmatch(name) and name not in manifest["files"]:
-            tf.io.gfile.remove(os.path.join(directory, name))
+            with contextlib.suppress(tf.errors.NotFoundError):
+                tf.io.gfile.remove(os.path.join(directory, name))
+
+
+def _listed_files(directory: str) -> list[str]:
+    """The files of the save that a directory holds, if it is undamaged."""
+    try:
+        return list(read_manifest(directory)["files"])
+    except (FileNotFoundError, ValueError):
+        return []
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
@@ -192,6 +285,12 @@ def read_values(
       ValueError: If a file is missing or damaged.
     """
     for name, checksum in sorted(manifest["files"].items()):
+        if not _VALUES.fullmatch(name):
+            raise ValueError(
+                f"The manifest in {directory!r} names the file {name!r}, which"
+                " is not one that a save writes to its own directory. Do not"
+                " use this save."
+            )
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
             raise ValueError(
@@ -217,9 +316,10 @@ def read_values(
 
 def remove(directory: str) -> None:
     """Removes a save atomically, the manifest first."""
-    if has_save(directory):
-        tf.io.gfile.remove(os.path.join(directory, MANIFEST))
-    tf.io.gfile.rmtree(directory)
+    with locked(directory):
+        if has_save(directory):
+            tf.io.gfile.remove(os.path.join(directory, MANIFEST))
+        tf.io.gfile.rmtree(directory)
 
 
 def _checksum_of(data: bytes) -> str:

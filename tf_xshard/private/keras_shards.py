@@ -127,7 +127,9 @@ class Sharded(keras.Variable):
         """The value as an array."""
         return np.asarray(self.value)
 
-    def __array__(self, dtype: Any = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        # The value is read, so it is a copy.
+        del copy
         return np.asarray(self.value, dtype)
 
     def _direct_assign(self, value: Any) -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.support import replicas
 from tests.support import v1_oracle
+from tests.support import versions
 from tf_xshard.compat import v1
 
 tf1 = tf.compat.v1
@@ -450,10 +451,7 @@ def test_variables_and_control_flow(use_resource, v2):
         )()
 
 
-@pytest.mark.skipif(
-    tf.__version__.startswith("2.20."),
-    reason="TensorFlow 2.20 can't write a graph with protobuf 7.34",
-)
+@versions.writes_graphs
 def test_monitored_session(tmp_path):
     def computation(x):
         w = tf1.get_variable("w", initializer=0.0)

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import linear_estimator as linear
+from tests.support import versions
 from tf_xshard.compat import v1
 
 tf1 = tf.compat.v1
@@ -216,6 +217,7 @@ def test_hooks_of_a_spec_and_earlier_checkpoints(tmp_path):
     )
 
 
+@versions.writes_graphs
 def test_scaffolds_savers_and_params(tmp_path):
     """A Scaffold's own initialization, a Saver of one's own, mutable params."""
 
