@@ -66,6 +66,24 @@ def tpu_number_of_shards() -> int | None:
     return _V1.tpu_context().number_of_shards
 
 
+def kept_by(graph: tf.Graph, name: str, make: Callable[[], Any]) -> Any:
+    """An object that lives as long as a graph.
+
+    Args:
+      graph: The graph.
+      name: The object's name.
+      make: Makes the object when it is first asked for.
+
+    Returns:
+      The object.
+    """
+    # An attribute, since the object refers to the graph's variables: as the
+    # value of a WeakKeyDictionary it would keep its own key.
+    if not hasattr(graph, name):
+        setattr(graph, name, make())
+    return getattr(graph, name)
+
+
 def in_control_flow(graph: tf.Graph) -> bool:
     """Whether the current code is in a v1 branch or loop of `graph`."""
     return graph._get_control_flow_context() is not None

@@ -1,6 +1,8 @@
 """TPUEstimator's model_fn, driven with no TPU and no Estimator package."""
 
+import gc
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import tensorflow as tf
 
 from tests.support import linear_estimator as linear
 from tf_xshard.compat import v1
+from tf_xshard.compat.v1 import shard_copies
 
 tf1 = tf.compat.v1
 
@@ -116,3 +119,21 @@ def test_features_only(num_shards, tmp_path):
     np.testing.assert_allclose(estimator.get_variable_value("w"), w, rtol=1e-5)
     rows = list(estimator.predict(linear.once))
     np.testing.assert_allclose(rows, w * linear.X, rtol=1e-4)
+
+
+def test_graphs_are_not_kept(tmp_path, monkeypatch):
+    """Each call of train makes one, of megabytes for a large model."""
+    estimator = linear.make(tmp_path, 2)
+    graphs = []
+    copies_of = shard_copies.of
+
+    def recorded(graph):
+        graphs.append(weakref.ref(graph))
+        return copies_of(graph)
+
+    monkeypatch.setattr(shard_copies, "of", recorded)
+    for _ in range(3):
+        estimator.train(linear.input_fn, steps=1)
+    assert len(graphs) >= 3
+    gc.collect()
+    assert not [graph for graph in graphs if graph() is not None]

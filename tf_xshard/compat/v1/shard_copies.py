@@ -7,7 +7,6 @@ count all their updates.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,16 +14,10 @@ import tensorflow as tf
 
 from tf_xshard.private import tensorflow_v1
 
-_by_graph: weakref.WeakKeyDictionary[tf.Graph, ShardCopies] = (
-    weakref.WeakKeyDictionary()
-)
-
 
 def of(graph: tf.Graph) -> ShardCopies:
     """The `ShardCopies` of a graph, for all calls of `shard` in it."""
-    if graph not in _by_graph:
-        _by_graph[graph] = ShardCopies()
-    return _by_graph[graph]
+    return tensorflow_v1.kept_by(graph, "tf_xshard_shard_copies", ShardCopies)
 
 
 class ShardCopies:
