@@ -1,5 +1,7 @@
 """A plan is what runs: counted, and by the formulas that a person would use."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tf_xshard
 from tests.support import collective_counts
 from tests.support import replicas
 from tests.support import training
+from tf_xshard.collectives import recorder
 from tf_xshard.collectives import watchdog
 
 SGD = keras.optimizers.SGD
@@ -215,6 +218,40 @@ def test_nothing_runs_and_nothing_is_remembered():
         step()
     assert first.numpy() == -1.0  # The gradient, 1 / N undone.
     assert second.numpy() == 1.0
+
+
+def test_a_plan_leaves_another_threads_trace_alone():
+    """That one negotiates, and its collectives are not in the plan."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(1.0))
+        weight = keras.Variable(0.0)
+        optimizer.build([weight])
+    seen = []
+
+    def trace():
+        seen.append(recorder.is_recording())
+        replicas.apply_once(
+            strategy, other, lambda r: [tf.constant(1.0)], [others]
+        )
+
+    def meanwhile(pairs):
+        thread = threading.Thread(target=trace)
+        thread.start()
+        thread.join()
+        seen.append(recorder.is_recording())
+        return pairs
+
+    with strategy.scope():
+        others = keras.Variable(0.0)
+        other = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(1.0))
+        planned = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0), pre_reduce=meanwhile
+        )
+    expected = tf_xshard.communication_plan(optimizer, [weight])
+    plan = tf_xshard.communication_plan(planned, [weight])
+    assert plan.operations == expected.operations
+    assert seen == [False, True] * 2
 
 
 def test_memory():

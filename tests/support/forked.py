@@ -163,6 +163,8 @@ def _next_program(listener):
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             os._exit(0)
         with listener.accept()[0] as connection:
+            if _user_of(connection) != os.getuid():
+                continue  # Any local user can connect.
             message, fds, _, _ = socket.recv_fds(
                 connection, _LARGEST_REQUEST, _NUM_FDS
             )
@@ -175,6 +177,14 @@ def _next_program(listener):
             return json.loads(message), fds
         for fd in fds:
             os.close(fd)
+
+
+def _user_of(connection):
+    """The user id of the process at the other end of a socket."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    return struct.unpack("3i", credentials)[1]
 
 
 def _tell_the_end(program, status):

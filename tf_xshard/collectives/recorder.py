@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -98,7 +98,16 @@ def cost(operation: str, num_bytes: Any, group_size: int) -> Cost:
     return Cost(num_bytes, int(sent) if isinstance(sent, float) else sent)
 
 
-_recorders: list[Callable[[Collective, int | None], None]] = []
+Found = list[tuple[Collective, int | None]]
+
+
+class _Recorder(threading.local):
+    """What this thread records; another one's step is negotiated and runs."""
+
+    found: Found | None = None
+
+
+_recorder = _Recorder()
 
 
 class _Labels(threading.local):
@@ -162,7 +171,7 @@ def note(
       tensor: What the replica hands in.
       position: Which of the collectives of this context it is.
     """
-    if not _recorders:
+    if _recorder.found is None:
         return
     counts = _labels.counts
     collective = Collective(
@@ -176,8 +185,7 @@ def note(
         _num_bytes(tensor, tensor.shape[1:]) or 0,
         _labels.every,
     )
-    for recorder in tuple(_recorders):
-        recorder(collective, replica_id)
+    _recorder.found.append((collective, replica_id))
 
 
 def _num_bytes(tensor: tf.Tensor, shape: tf.TensorShape) -> int | None:
@@ -187,28 +195,28 @@ def _num_bytes(tensor: tf.Tensor, shape: tf.TensorShape) -> int | None:
 
 
 def is_recording() -> bool:
-    """Whether a step is traced only to see what it communicates."""
-    return bool(_recorders)
+    """Whether this thread traces a step only to see what it communicates."""
+    return _recorder.found is not None
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[Collective, int | None]]]:
-    """Records the collectives that are created, by all threads.
+def recorded(found: Found | None = None) -> Iterator[Found]:
+    """Records the collectives that this thread creates.
 
     Which gradients there are is not negotiated meanwhile: replicas of other
     processes are taken to have the same as this one's. A step that was traced
     here must not run.
 
+    Args:
+      found: What a context around this one yielded, for code that a strategy
+        may run in threads of the replicas. None (default) for a new list.
+
     Yields:
       A list that fills with (collective, id of the replica or None).
     """
-    found: list[tuple[Collective, int | None]] = []
-
-    def append(collective: Collective, replica_id: int | None) -> None:
-        found.append((collective, replica_id))
-
-    _recorders.append(append)
+    before = _recorder.found
+    _recorder.found = found if found is not None else []
     try:
-        yield found
+        yield _recorder.found
     finally:
-        _recorders.remove(append)
+        _recorder.found = before

@@ -94,15 +94,17 @@ def communication_plan(
             gradients: list = [tf.zeros(v.shape, v.dtype) for v in variables]
         else:
             gradients = _gradients(model, variables, features)
-        optimizer.apply(gradients, variables)
+        with recorder.recorded(found):
+            optimizer.apply(gradients, variables)
 
+    found: recorder.Found = []
     step = tf.function(
         lambda features: strategy.run(on_replica, (features,)), autograph=False
     )
     with contextlib.ExitStack() as stack:
         for one in tree.wrappers(optimizer):
             stack.enter_context(one.forgetting_traces())
-        found = stack.enter_context(recorder.recorded())
+        stack.enter_context(recorder.recorded(found))
         step.get_concrete_function(inputs)
     first = min((r for _, r in found if r is not None), default=None)
     collectives = [one for one, r in found if r == first]
