@@ -289,6 +289,10 @@ def test_towers_agn_and_sparse_rows(wrapper):
         np.testing.assert_allclose(value[1], [-4.0, -4.0], rtol=1e-6)
 
 
+def _weight():
+    return keras.Variable(np.zeros([40, 30]), dtype="float32")
+
+
 def test_residuals_are_saved_and_regrouped(tmp_path):
     """A file holds their mean, so the group's sum is what it was."""
     gradients = _gradients(4, [(40, 30)], 3)
@@ -324,6 +328,15 @@ def test_residuals_are_saved_and_regrouped(tmp_path):
         replicas.values(strategy, other._residuals[0]), of_replicas, strict=True
     ):
         np.testing.assert_array_equal(mine, theirs)
+    # A reader without them says so, built or not.
+    for is_built in (True, False):
+        with replicas.mirrored(4).scope():
+            without = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(1.0))
+            if is_built:
+                without.build([_weight()])
+        with pytest.warns(UserWarning, match="CrossShardOptimizer.residuals'"):
+            tf.train.Checkpoint(optimizer=without).read(path)
+            without.build([_weight()])
     # On two, by a checkpoint.
     strategy, _, fewer = made(2)
     tf.train.Checkpoint(optimizer=fewer).read(path).assert_consumed()

@@ -420,3 +420,58 @@ def test_a_hook_with_variables_is_in_checkpoints(tmp_path):
     hook.factor.assign(5.0)
     tf.train.Checkpoint(optimizer=optimizer).read(path).assert_consumed()
     assert float(hook.factor) == 2.0
+
+
+class _Store(dict):
+    """What a user may pass instead of Keras' store."""
+
+
+def test_calls_with_other_stores_leave_nothing_behind(tmp_path):
+    """They made the next save write nothing, and the next load keep all."""
+    strategy = replicas.mirrored(2)
+    model, _ = training.train(_wrapped("adam"), strategy, num_steps=2)
+    optimizer = model.optimizer
+    for store in ({}, _Store()):
+        optimizer.save_own_variables(store)
+        assert len(store) == len(optimizer.variables)
+        optimizer.load_own_variables(store)
+    path = os.path.join(tmp_path, "model.weights.h5")
+    expected = _state(model)
+    model.save_weights(path)
+    restored = _fresh("adam", strategy)
+    restored.optimizer.build(restored.trainable_variables)
+    restored.load_weights(path)
+    for mine, theirs in zip(_state(restored), expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_model_that_also_holds_the_inner_optimizer(tmp_path):
+    """Each save is whole, and what Keras can't save is named."""
+
+    def make(wrap):
+        model = training.model()
+        model.adam = O.Adam(0.01)
+        model.compile(wrap(model.adam), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    model = make(tf_xshard.CrossShardOptimizer)
+    x, y = training.data(16)
+    for number in range(2):
+        model.fit(x, y, verbose=0)
+        path = os.path.join(tmp_path, f"{number}.weights.h5")
+        model.save_weights(path)
+        other = make(tf_xshard.CrossShardOptimizer)
+        other.load_weights(path)
+        for mine, theirs in zip(_state(other), _state(model), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    with_residuals = make(
+        lambda inner: tf_xshard.CrossShardOptimizer(
+            inner,
+            communication=tf_xshard.Communication(
+                "bfloat16", error_feedback=True
+            ),
+        )
+    )
+    with pytest.warns(UserWarning, match="CrossShardOptimizer'. is not saved:"):
+        with_residuals.save_weights(path)

@@ -103,11 +103,12 @@ def test_hooks_see_unscaled_gradients():
 @replicas.on_every_strategy
 def test_the_reducer(kind, reduction):
     reducer = _reducer()
+    variables = [keras.Variable(np.zeros([2], "float32")) for _ in range(2)]
 
     def on_replica(x):
         [total, none] = reducer.reduce(
             [x, None],
-            [tf.zeros([2]), tf.zeros([2])],
+            variables,
             replica_context.current(),
             reduction,
             multiplier=4,

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,9 @@ from absl import flags
 from tests.support import paths
 
 _ONLY = flags.DEFINE_list("only", [], "names of rows; all if empty")
+_SOURCE = flags.DEFINE_string(
+    "source", "", "a folder to copy; by default what is committed"
+)
 _SMOKE = flags.DEFINE_bool("smoke", False, "only the smoke tests")
 _ARGUMENTS = flags.DEFINE_multi_string("pytest", [], "arguments for pytest")
 
@@ -31,7 +35,7 @@ class Row:
     """One environment.
 
     Attributes:
-      python: The interpreter, which has to be on the PATH.
+      python: The interpreter: this one, or one on the PATH.
       tensorflow: A requirement of pip for `tensorflow-cpu`.
       keras: A requirement for `keras`; "nightly" for keras-nightly.
       may_fail: Whether a failure is printed, but not returned: these versions
@@ -46,11 +50,11 @@ class Row:
 
 # One axis at a time.
 ROWS = {
-    "keras-3.12.0": Row("python3.11", "==2.20.*", "==3.12.0"),
-    "keras-3.13": Row("python3.11", "==2.21.*", "==3.13.*"),
-    "keras-3.14": Row("python3.11", "==2.21.*", "==3.14.*"),
-    "keras-3.15": Row("python3.11", "==2.21.*", "==3.15.*"),
-    "keras-nightly": Row("python3.11", ">=2.22.0rc0", "nightly", True),
+    "keras-3.12.0": Row(sys.executable, "==2.20.*", "==3.12.0"),
+    "keras-3.13": Row(sys.executable, "==2.21.*", "==3.13.*"),
+    "keras-3.14": Row(sys.executable, "==2.21.*", "==3.14.*"),
+    "keras-3.15": Row(sys.executable, "==2.21.*", "==3.15.*"),
+    "keras-nightly": Row(sys.executable, ">=2.22.0rc0", "nightly", True),
     "python-3.12": Row("python3.12", "==2.21.*", "<4"),
     "python-3.13": Row("python3.13", "==2.21.*", "<4"),
 }
@@ -98,18 +102,28 @@ def _run_row(name: str, folder: str) -> bool:
     row = ROWS[name]
     copy = os.path.join(folder, name)
     os.makedirs(copy)
-    archive = subprocess.run(
-        ["git", "archive", "HEAD"],
-        cwd=paths.ROOT,
-        check=True,
-        capture_output=True,
-    )
-    subprocess.run(["tar", "-x", "-C", copy], input=archive.stdout, check=True)
+    if _SOURCE.value:
+        shutil.copytree(
+            _SOURCE.value,
+            copy,
+            ignore=shutil.ignore_patterns(".venv", "build", ".git"),
+            dirs_exist_ok=True,
+        )
+    else:
+        archive = subprocess.run(
+            ["git", "archive", "HEAD"],
+            cwd=paths.ROOT,
+            check=True,
+            capture_output=True,
+        )
+        subprocess.run(
+            ["tar", "-x", "-C", copy], input=archive.stdout, check=True
+        )
     log = pathlib.Path(folder, f"{name}.log")
     python = os.path.join(copy, ".venv", "bin", "python")
     # Not the caller's checkout.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    versions, minutes = f"{row.python} | ? | ? | ?", 0.0
+    versions, minutes = f"{name} | ? | ? | ?", 0.0
     with open(log, "w") as file:
 
         def run(*command):
@@ -149,11 +163,12 @@ def _run_row(name: str, folder: str) -> bool:
     if not passed:
         print(
             f"    {'!' * 20} {name} FAILED {'!' * 20}"
-            + (" (not released, so this does not fail the run)") * row.may_fail,
-            *lines[-30:],
-            sep="\n        ",
+            + " (not released, so this does not fail the run)" * row.may_fail
+            + f"\n    {log}",
             flush=True,
         )
+        if _SMOKE.value:
+            print(*lines[-60:], sep="\n        ", flush=True)
     return passed or row.may_fail
 
 

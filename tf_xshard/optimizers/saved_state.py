@@ -77,7 +77,7 @@ class Saved(checkpointed.CheckpointedAsInner, building.Building):
         Args:
           store: A dict-like object, from Keras.
         """
-        if not keras_saving.skips_this_load(self):
+        if not keras_saving.skips_this_load(self, store):
             _load(self, store)
 
 
@@ -90,9 +90,22 @@ def _save(root: Any, store: Any) -> None:
     """
     chain = _chain(root)
     first, *others = _in_order(chain)
+    lost = []
     for one, saved in zip(chain[1:], others, strict=True):
-        keras_saving.save_instead(one, functools.partial(_write, saved))
+        is_written = keras_saving.save_instead(
+            one, store, functools.partial(_write, saved)
+        )
+        if not is_written and tree.is_wrapper(saved) and _variables(saved):
+            lost.append(saved.name)
     _write(first, store)
+    if lost:
+        warnings.warn(
+            f"The state of {lost} is not saved: the model also holds an"
+            f" optimizer inside {root.name} as an attribute, and Keras saves an"
+            " object only once. Remove the attribute, or use"
+            " tf_xshard.GroupState or tf.train.Checkpoint.",
+            stacklevel=3,
+        )
 
 
 def _load(root: Any, store: Any) -> None:
@@ -105,7 +118,7 @@ def _load(root: Any, store: Any) -> None:
     chain = _chain(root)
     levels = [level for level in keras_saving.levels(store) if level]
     for one in chain[1:]:
-        keras_saving.skip_next_load(one)
+        keras_saving.skip_load(one, store)
     fresh = []
     for one in _in_order(chain):
         variables = _variables(one)
@@ -119,9 +132,14 @@ def _load(root: Any, store: Any) -> None:
         # A MultiOptimizer's state includes that of its optimizers.
         for inner in () if tree.is_wrapper(one) else tree.descendants(one):
             if inner not in chain:
-                keras_saving.skip_next_load(inner)
+                keras_saving.skip_load(inner, store)
         for variable, value in zip(variables, level, strict=True):
             variable.assign(value)
+    if not keras_saving.has_local_optimizer(store):
+        # Keras would look for the center's state under a path of others.
+        for center in _center_optimizers(chain):
+            keras_saving.skip_load(center, store)
+            fresh.append(center.name)
     if levels and not root.built:
         warnings.warn(
             f"{root.name} has not been built, so state in the file is not"
@@ -153,6 +171,16 @@ def _chain(root: Any) -> list[Any]:
 
 def _inside(optimizer: Any) -> Any:
     return getattr(optimizer, "local_optimizer", optimizer.inner_optimizer)
+
+
+def _center_optimizers(chain: Sequence[Any]) -> list[Any]:
+    """The optimizers of the center, which are not in the chain."""
+    return [
+        inner
+        for one in chain
+        if hasattr(one, "local_optimizer")
+        for inner in tree.descendants(one.inner_optimizer)
+    ]
 
 
 def _in_order(chain: Sequence[Any]) -> list[Any]:

@@ -90,6 +90,8 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
     _own_part: OwnPart
     _reads_first_format = False
     _starts_fresh: tuple[str, ...] = ()
+    # What the checkpoint has of each part, by the names of the children.
+    _saved_children: dict[str, set[str]] = {}
 
     def _checkpointed_as(self) -> Any:
         """The optimizer inside: a wrapper, too, or any other."""
@@ -149,6 +151,16 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
         self.__dict__["_reads_first_format"] = is_first_format
         fresh = () if is_first_format else tuple(set(parts) - set(nodes))
         self.__dict__["_starts_fresh"] = fresh
+        graph_nodes = position.checkpoint.object_graph_proto.nodes
+        self.__dict__["_saved_children"] = {
+            name: {
+                child.local_name
+                for child in nodes[name].children
+                if graph_nodes[child.node_id].children
+                or graph_nodes[child.node_id].attributes
+            }
+            for name in set(parts) & set(nodes)
+        }
         self._warn_of_fresh_parts()
         lost = sorted(
             name.removeprefix(_PREFIX)
@@ -182,6 +194,17 @@ class CheckpointedAsInner(keras.optimizers.Optimizer):
         self.__dict__["_starts_fresh"] = ()
         if fresh:
             self._warn_of_other_optimizers(f"{sorted(fresh)} start fresh.")
+        lost = sorted(
+            f"{parts[name].name}.{child.strip('_')}"
+            for name, children in self._saved_children.items()
+            for child in children - set(parts[name]._own_children())
+            if not child.startswith(_OF_MULTI_OPTIMIZER)
+        )
+        self.__dict__["_saved_children"] = {}
+        if lost:
+            self._warn_of_other_optimizers(
+                f"There is no place for the state of {lost}."
+            )
 
     def _warn_of_other_optimizers(self, what: str) -> None:
         warnings.warn(

@@ -6,6 +6,7 @@ optimizer that was saved inside another one is below that path.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,19 +29,30 @@ def levels(store: Any) -> list[list[np.ndarray]]:
     Returns:
       One list of arrays for each optimizer, the outermost first.
     """
-    file, path = getattr(store, _FILE, None), getattr(store, _PATH, None)
     found = [_arrays(store)]
-    if file is None or path is None:
-        return found
-    inner = path
-    while True:
+    path = getattr(store, _PATH, None)
+    for inner in _inner_paths(store):
+        found.append(_arrays(store.get(inner)))
+    if path is not None:
+        store.get(path)
+    return found
+
+
+def has_local_optimizer(store: Any) -> bool:
+    """Whether an AGNOptimizer's state is at a store's path, or inside it."""
+    return any(path.endswith(_CHILDREN[0]) for path in _inner_paths(store))
+
+
+def _inner_paths(store: Any) -> list[str]:
+    """The paths of the optimizers inside the one at a store's path."""
+    file, inner = getattr(store, _FILE, None), getattr(store, _PATH, None)
+    found: list[str] = []
+    while file is not None and inner is not None:
         # A pickled optimizer is the whole file, its path is empty.
         children = [f"{inner}/{name}".lstrip("/") for name in _CHILDREN]
         inner = next((one for one in children if one in file), None)
-        if inner is None:
-            break
-        found.append(_arrays(store.get(inner)))
-    store.get(path)
+        if inner is not None:
+            found.append(inner)
     return found
 
 
@@ -48,32 +60,71 @@ def _arrays(store: Any) -> list[np.ndarray]:
     return [np.array(store[str(i)]) for i in range(len(store.keys()))]
 
 
-def save_instead(optimizer: Any, write: Callable[[Any], None]) -> None:
-    """Makes an optimizer, when Keras saves it next, save something else.
+class _Session:
+    """What wrappers want of the optimizers inside while one file is handled.
+
+    Attributes:
+      write_instead: By an optimizer's id, what to write under its path.
+      skip: The ids of optimizers that have been loaded.
+      saved: The ids of optimizers that have been saved.
+    """
+
+    def __init__(self) -> None:
+        self.write_instead: dict[int, Callable[[Any], None]] = {}
+        self.skip: set[int] = set()
+        self.saved: set[int] = set()
+
+
+# By Keras' store, which is one object for a whole file. Nothing is left when
+# the file is closed, nor of a call with another store, such as a dict.
+_sessions: weakref.WeakKeyDictionary[Any, _Session] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _session(store: Any) -> _Session:
+    if not hasattr(store, _FILE):
+        return _Session()
+    return _sessions.setdefault(store, _Session())
+
+
+def save_instead(
+    optimizer: Any, store: Any, write: Callable[[Any], None]
+) -> bool:
+    """Makes Keras save something else under an optimizer's path of a file.
 
     Args:
       optimizer: One that is made local, or a wrapper.
+      store: What Keras passed to `save_own_variables` of an outer one.
       write: A function of the store.
+
+    Returns:
+      Whether it will be written: Keras saves an object once, and may have saved
+      this one under another path of the file.
     """
-    optimizer.__dict__["_write_instead"] = write
+    session = _session(store)
+    session.write_instead[id(optimizer)] = write
+    return id(optimizer) not in session.saved
 
 
 def saves_something_else(optimizer: Any, store: Any) -> bool:
-    """Saves what `save_instead` was given, if it was called."""
-    write = optimizer.__dict__.pop("_write_instead", None)
+    """Saves what `save_instead` was given for the file, if it was called."""
+    session = _session(store)
+    session.saved.add(id(optimizer))
+    write = session.write_instead.pop(id(optimizer), None)
     if write is not None:
         write(store)
     return write is not None
 
 
-def skip_next_load(optimizer: Any) -> None:
-    """Makes an optimizer, when Keras loads it next, keep what it has."""
-    optimizer.__dict__["_skips_next_load"] = True
+def skip_load(optimizer: Any, store: Any) -> None:
+    """Makes an optimizer keep what it has when Keras loads it from a file."""
+    _session(store).skip.add(id(optimizer))
 
 
-def skips_this_load(optimizer: Any) -> bool:
-    """Whether `skip_next_load` was called since the last load."""
-    return optimizer.__dict__.pop("_skips_next_load", False)
+def skips_this_load(optimizer: Any, store: Any) -> bool:
+    """Whether `skip_load` was called for the file."""
+    return id(optimizer) in _session(store).skip
 
 
 def saved_variables(optimizer: Any) -> list[Any]:
@@ -108,5 +159,5 @@ class SavedElsewhere:
         Args:
           store: A dict-like object, from Keras.
         """
-        if not skips_this_load(self):
+        if not skips_this_load(self, store):
             super().load_own_variables(store)  # type: ignore[misc]
