@@ -430,7 +430,7 @@ def test_another_scope():
         )
     with replicas.mirrored(4).scope():
         other = CrossShardOptimizer(SGD())
-    with pytest.raises(RuntimeError, match="in the scope of another strategy"):
+    with pytest.raises(RuntimeError, match="in the scope of another Mirrored"):
         replicas.apply_once(
             strategy, other, lambda r: [tf.constant(1.0)], [weight]
         )

@@ -220,23 +220,22 @@ class GroupCheckpoint(keras.callbacks.Callback):
         self._num_since_save = 0
         name = f"epoch-{epoch:05d}-step-{step:08d}"
         path = os.path.join(self._directory, name)
+        self._state.save(path, epoch=epoch, step=step)
         keep = self._keep
-        replicas = self._state.replicas
-        # Another job's save must not be removed while it is incomplete.
-        with checkpoint.locked_by_first(replicas, self._directory):
-            self._state.save(path, epoch=epoch, step=step)
-            if keep is not None:
-                replicas.run_on_all_processes(
-                    "Removing older saves",
-                    lambda: self._remove_all_but(path, keep),
-                )
+        if keep is not None:
+            self._state.replicas.run_on_all_processes(
+                "Removing older saves",
+                lambda: self._remove_all_but(path, keep),
+            )
 
     def _remove_all_but(self, newest: str, keep: int) -> None:
         if not self._state.is_chief:
             return
-        kept = {newest, *_saves(self._directory)[-keep:]}
+        saves = _saves(self._directory)
+        kept = {newest, *saves[-keep:]}
         for other in set(_all_saves(self._directory)) - kept:
-            checkpoint_files.remove(other)
+            # An incomplete one may be another job's, which will complete it.
+            checkpoint_files.remove(other, unless_saved=other not in saves)
 
 
 def _all_saves(directory: str) -> list[str]:

@@ -223,7 +223,7 @@ class Watchdog:
           A `_Waiting`.
         """
         found = self.lane(device, lane, timeout_seconds)
-        graph = replica_context.outermost_graph()
+        graph = replica_context.function_graph()
         with self._lock:
             number = 0
             if graph is not None:

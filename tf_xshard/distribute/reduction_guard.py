@@ -1,4 +1,4 @@
-"""Notices an inner optimizer that reduces gradients over replicas by itself.
+"""Notices an inner optimizer that reduces gradients across replicas.
 
 The gradients that it gets are reduced already. What its code looks like does
 not tell: the reduction may be in a helper. So it runs in a replica context of
@@ -91,6 +91,10 @@ class _Strategy:
         """Refuses."""
         _refuse(self._culprit, "reduce")
 
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses."""
+        _refuse(self._culprit, "gather")
+
 
 def _guarded_function(merge_fn: Callable, culprit: str) -> Callable:
     @functools.wraps(merge_fn)
@@ -102,9 +106,9 @@ def _guarded_function(merge_fn: Callable, culprit: str) -> Callable:
 
 def _refuse(culprit: str, what: str) -> None:
     raise TypeError(
-        f"{culprit} calls {what}(), so it reduces gradients over the replicas"
-        " by itself. Inside a tf_xshard optimizer they would be reduced twice."
-        " Remove the reduction from the inner optimizer."
+        f"{culprit} calls {what}(). The gradients of an inner optimizer are"
+        " reduced across replicas already and would be reduced twice. Remove"
+        f" the call from {culprit}."
     )
 
 

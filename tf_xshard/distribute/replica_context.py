@@ -131,7 +131,7 @@ def other_scope(strategy: tf.distribute.Strategy) -> str:
     """Where something was created that is used elsewhere, for errors."""
     if is_default(strategy):
         return "outside any strategy's scope"
-    return f"in the scope of another strategy, {type(strategy).__name__},"
+    return f"in the scope of another {type(strategy).__name__}"
 
 
 @functools.cache
@@ -204,6 +204,22 @@ def outermost_graph() -> tf.Graph | None:
     graph = tf.compat.v1.get_default_graph()
     # Only a function's graph has one; the last is the surrounding program's.
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    return graph
+
+
+def function_graph() -> tf.Graph | None:
+    """The graph of the innermost function that is being traced.
+
+    Branches and loops belong to the function around them.
+
+    Returns:
+      A graph, or None in eager code.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
     return graph
 

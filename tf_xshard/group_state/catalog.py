@@ -230,9 +230,15 @@ def _walked(
 ) -> tuple[dict[str, walk.Part], dict[str, Optimizers]]:
     """The parts, and the optimizers of each, those inside others included."""
     parts = walk.parts_of(holder)
-    for part in parts.values():
-        for optimizer in part.optimizers:
-            # Its groups depend on what is around it now.
+    held = [one for part in parts.values() for one in part.optimizers]
+    for optimizer in held:
+        # Its groups depend on what is around it now.
+        if not any(
+            inner is optimizer
+            for other in held
+            if other is not optimizer
+            for inner in tree.with_local_optimizers(other)
+        ):
             stack.settle(optimizer)
     return parts, {
         name: tuple(

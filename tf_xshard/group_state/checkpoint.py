@@ -39,24 +39,24 @@ def save(
     step: int,
 ) -> None:
     """See `GroupState.save`. Collective."""
-    with locked_by_first(replicas, directory):
-        _save(catalog, replicas, directory, epoch, step)
+    with locked_by_first(replicas, directory) as is_locked:
+        _save(catalog, replicas, directory, epoch, step, is_locked)
 
 
 @contextlib.contextmanager
 def locked_by_first(
     replicas: replica_values.ReplicaValues, directory: str
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """`checkpoint_files.locked` on the process that commits. Collective."""
     with contextlib.ExitStack() as stack:
-        replicas.run_on_all_processes(
+        is_locked = replicas.run_on_all_processes(
             f"Locking {directory!r}",
             lambda: (
                 replicas.rank == 0
                 and stack.enter_context(checkpoint_files.locked(directory))
             ),
         )
-        yield
+        yield is_locked
 
 
 def _save(
@@ -65,6 +65,7 @@ def _save(
     directory: str,
     epoch: int,
     step: int,
+    is_locked: bool,
 ) -> None:
     variables = catalog.variables()
     digests = replicas.digests([one.variable for one in variables])
@@ -108,7 +109,7 @@ def _save(
 
     def commit() -> None:
         if replicas.rank == 0:
-            checkpoint_files.commit(directory, token, manifest)
+            checkpoint_files.commit(directory, token, manifest, is_locked)
 
     replicas.run_on_all_processes(what, commit)
 

@@ -44,6 +44,7 @@ _VALUES = re.compile(r"state-[0-9a-f]{16}-\d{5}\.[\w-]+")
 _BYTES_AT_ONCE = 16 << 20
 LOCK_SECONDS = 60.0
 _SECONDS_BETWEEN_TRIES = 0.01
+_NO_LOCK = -1
 
 
 def new_token() -> str:
@@ -57,7 +58,7 @@ def has_save(directory: str) -> bool:
 
 
 @contextlib.contextmanager
-def locked(directory: str) -> Iterator[None]:
+def locked(directory: str) -> Iterator[bool]:
     """A context in which no other job or thread saves to a directory.
 
     The operating system ends the lock with the process. A directory of an
@@ -67,14 +68,14 @@ def locked(directory: str) -> Iterator[None]:
       directory: A path, created if missing.
 
     Yields:
-      None.
+      Whether it is locked.
 
     Raises:
       TimeoutError: If another one holds the lock for too long.
     """
     _create(directory)
     if not _has_locks(directory):
-        yield
+        yield False
         return
     end = time.monotonic() + LOCK_SECONDS
     while (descriptor := _try_lock(directory)) is None:
@@ -86,9 +87,12 @@ def locked(directory: str) -> Iterator[None]:
             )
         time.sleep(_SECONDS_BETWEEN_TRIES)
     try:
-        yield
+        yield descriptor != _NO_LOCK
     finally:
-        os.close(descriptor)
+        if descriptor != _NO_LOCK:
+            # A child process may have inherited the descriptor.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
 
 def _has_locks(directory: str) -> bool:
@@ -96,7 +100,10 @@ def _has_locks(directory: str) -> bool:
 
 
 def _try_lock(directory: str) -> int | None:
-    """A file descriptor that holds the lock, None if another one does."""
+    """A file descriptor that holds the lock, None if another one does.
+
+    `_NO_LOCK` where the file system has no locks of directories, such as NFS.
+    """
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except FileNotFoundError:  # The one that held it has removed it.
@@ -110,11 +117,12 @@ def _try_lock(directory: str) -> int | None:
     except (BlockingIOError, FileNotFoundError):
         pass
     except OSError:
-        is_kept = True  # The file system has no locks.
-    finally:
-        if not is_kept:
-            os.close(descriptor)
-    return descriptor if is_kept else None
+        os.close(descriptor)
+        return _NO_LOCK
+    if is_kept:
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _create(directory: str) -> None:
@@ -177,13 +185,16 @@ def _refuse_foreign(directory: str) -> None:
         )
 
 
-def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
+def commit(
+    directory: str, token: str, manifest: dict[str, Any], is_locked: bool
+) -> None:
     """Commits a save to the directory, and removes the previous one.
 
     Args:
       directory: Where the values have been written.
       token: The save's name.
       manifest: What `read_manifest` will return, with `files`.
+      is_locked: Whether nobody else saves to the directory.
 
     Raises:
       ValueError: If files of other processes are not in the directory.
@@ -212,7 +223,7 @@ def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
     _to_disk(directory)
     tf.io.gfile.rename(new, path, overwrite=True)
     _to_disk(directory)
-    if _has_locks(directory):
+    if is_locked:
         # Including those of saves that did not complete.
         before = tf.io.gfile.listdir(directory)
     for name in before:
@@ -224,9 +235,10 @@ def commit(directory: str, token: str, manifest: dict[str, Any]) -> None:
 def _listed_files(directory: str) -> list[str]:
     """The files of the save that a directory holds, if it is undamaged."""
     try:
-        return list(read_manifest(directory)["files"])
+        files = read_manifest(directory).get("files", ())
     except (FileNotFoundError, ValueError):
         return []
+    return [name for name in files if _VALUES.fullmatch(name)]
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
@@ -288,8 +300,7 @@ def read_values(
         if not _VALUES.fullmatch(name):
             raise ValueError(
                 f"The manifest in {directory!r} names the file {name!r}, which"
-                " is not one that a save writes to its own directory. Do not"
-                " use this save."
+                " no save writes. Nothing was restored. Restore another save."
             )
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
@@ -314,10 +325,18 @@ def read_values(
     return values
 
 
-def remove(directory: str) -> None:
-    """Removes a save atomically, the manifest first."""
+def remove(directory: str, unless_saved: bool = False) -> None:
+    """Removes a save atomically, the manifest first.
+
+    Args:
+      directory: The save's directory.
+      unless_saved: Whether to keep a save that another job has completed in the
+        meantime.
+    """
     with locked(directory):
         if has_save(directory):
+            if unless_saved:
+                return
             tf.io.gfile.remove(os.path.join(directory, MANIFEST))
         tf.io.gfile.rmtree(directory)
 

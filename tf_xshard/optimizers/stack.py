@@ -1,8 +1,8 @@
-"""Who reduces in a stack of optimizers, over which groups, and who undoes 1/N.
+"""Decides which wrapper of a stack reduces, where, and which one undoes 1/N.
 
-It depends on the outermost optimizer, which may be another one in the next
-call: an optimizer that was inside a TowerOptimizer may later be used alone. So
-it is worked out again whenever the outermost optimizer is called.
+The decision depends on the outermost optimizer: one that was inside a
+TowerOptimizer may later be used alone. So each call of an outermost optimizer
+decides again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def settle(root: Any) -> None:
       root: The outermost optimizer.
     """
     for wrapper, place in places(root):
-        wrapper.take(place)
+        wrapper._take(place)
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ class OptimizerWrapper(saved_state.Saved):
 
     # The training step.
 
-    def take(self, place: stack.Place) -> None:
+    def _take(self, place: stack.Place) -> None:
         """Takes a place in the stack of optimizers that is used."""
         self._set_untracked("_is_outermost", place.is_outermost)
         if self.has_own_reducer:

@@ -89,10 +89,12 @@ def check_same_scope(
     """
     its = keras_optimizer_state.strategy_of(inner)
     if own is not its:
+        where = "outside any strategy's scope"
+        if not replica_context.is_default(own):
+            where = f"in the scope of {type(own).__name__}"
         raise ValueError(
-            f"{own_name} is created in the scope of {type(own).__name__}, but"
-            f" its {what} optimizer {inner.name!r} was created"
-            f" {replica_context.other_scope(its)} and can't be used here."
+            f"{own_name} was created {where}, but its {what} optimizer"
+            f" {inner.name!r} was created {replica_context.other_scope(its)}."
             " Create both inside the same `with strategy.scope():`."
         )
 

@@ -90,11 +90,13 @@ def communication_plan(
             optimizer.build(variables)
 
     def on_replica(features: Any) -> None:
-        if features is None:
-            gradients: list = [tf.zeros(v.shape, v.dtype) for v in variables]
-        else:
-            gradients = _gradients(model, variables, features)
         with recorder.recorded(found):
+            if features is None:
+                gradients: list = [
+                    tf.zeros(v.shape, v.dtype) for v in variables
+                ]
+            else:
+                gradients = _gradients(model, variables, features)
             optimizer.apply(gradients, variables)
 
     found: recorder.Found = []

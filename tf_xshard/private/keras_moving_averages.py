@@ -1,7 +1,7 @@
 """The moving averages of weights (`use_ema`) that SwapEMAWeights looks for.
 
 It unwraps one level of nesting and reads a private attribute of the optimizer,
-`_model_variables_moving_average`. Present in Keras 3.12 to 3.15.
+`_model_variables_moving_average`. Present in Keras 3.12 to 3.16.
 """
 
 from __future__ import annotations

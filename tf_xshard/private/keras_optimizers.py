@@ -128,9 +128,9 @@ def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
         _TFOptimizer._all_reduce_sum_gradients
     ):
         raise TypeError(
-            f"{own.__name__}._all_reduce_sum_gradients reduces gradients over"
-            " the replicas by itself; inside a tf_xshard optimizer they would"
-            " be reduced twice. Remove the method from the inner optimizer."
+            f"{own.__name__} overrides _all_reduce_sum_gradients. The gradients"
+            " of an inner optimizer are reduced across replicas already and"
+            f" would be reduced twice. Remove the method from {own.__name__}."
         )
 
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 # Attributes of Keras' store of an .h5 file: the file, and the current path.
-# Present in 3.12 to 3.15. Other stores show one path only.
+# Present in 3.12 to 3.16. Other stores show one path only.
 _FILE, _PATH = "h5_file", "_h5_entry_path"
 # An AGNOptimizer's local optimizer is what others have as the inner one.
 _CHILDREN = ("local_optimizer", "inner_optimizer")

@@ -56,8 +56,8 @@ _V1 = names.PrivateNames(
     },
 )
 _V1.check()
-# Attributes that only instances have: a v1 optimizer's state. Seen in 2.20 and
-# 2.21.
+# Attributes that only instances have: a v1 optimizer's state. Present in 2.20
+# to 2.22.
 _STATE = ("_slots", "_non_slot_dict", "_deferred_slot_restorations")
 
 

@@ -130,6 +130,9 @@ def agree(
     eager = tf.executing_eagerly()
     patterns = _merge_call(in_cross_replica_context, _Opaque(own), here).value
     _check_consistent(patterns)
+    # Other processes may have named the same variables differently.
+    first = here.rank * here.num_local_replicas
+    _check_names(patterns[first : first + here.num_local_replicas])
     return patterns
 
 
@@ -158,26 +161,31 @@ def _check_consistent(patterns: Sequence[Pattern]) -> None:
                 " optimizer."
             )
     for entries in zip(*patterns, strict=True):
+        dtypes = {entry.dtype for entry in entries if entry.dtype}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"Replicas pass different types {sorted(dtypes)} for"
+                f" {entries[0].name!r}. Cast them to one type."
+            )
+        shapes = list(dict.fromkeys(entry.shape for entry in entries))
+        if len(shapes) > 1:
+            raise ValueError(
+                f"Replicas pass different shapes {shapes} for"
+                f" {entries[0].name!r}; in the order of the replicas:"
+                f" {[entry.shape for entry in entries]}. Pad them to one shape,"
+                " or reduce something of one shape, such as a sum over the"
+                " rows."
+            )
+
+
+def _check_names(patterns: Sequence[Pattern]) -> None:
+    for entries in zip(*patterns, strict=True):
         names = list(dict.fromkeys(entry.name for entry in entries))
         if len(names) > 1:
             raise ValueError(
                 f"Replicas pass different values together: {names}. All"
                 " replicas must pass the same variables, or the same structure,"
                 " in one call, in the same order."
-            )
-        dtypes = {entry.dtype for entry in entries if entry.dtype}
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"Replicas pass different types {sorted(dtypes)} for"
-                f" {names[0]!r}. Cast them to one type."
-            )
-        shapes = list(dict.fromkeys(entry.shape for entry in entries))
-        if len(shapes) > 1:
-            raise ValueError(
-                f"Replicas pass different shapes {shapes} for {names[0]!r}: on"
-                f" the replicas, {[entry.shape for entry in entries]}. Pad"
-                " them to one shape, or reduce something of one shape, such as"
-                " a sum over the rows."
             )
 
 
