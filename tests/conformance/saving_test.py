@@ -435,6 +435,13 @@ def test_calls_with_other_stores_leave_nothing_behind(tmp_path):
         optimizer.save_own_variables(store)
         assert len(store) == len(optimizer.variables)
         optimizer.load_own_variables(store)
+    inner, own = optimizer.inner_optimizer, {}
+    inner.save_own_variables(own)
+    assert len(own) == len(inner.variables)
+    before = inner.variables[-1].numpy()
+    own[str(len(own) - 1)] = before + 1
+    inner.load_own_variables(own)
+    np.testing.assert_array_equal(inner.variables[-1].numpy(), before + 1)
     path = os.path.join(tmp_path, "model.weights.h5")
     expected = _state(model)
     model.save_weights(path)
