@@ -111,6 +111,10 @@ def _all_reduce(gradients):
     return [context.all_reduce("SUM", one) for one in gradients]
 
 
+def _cross_replica_sum(gradients):
+    return [tf.compat.v1.tpu.cross_replica_sum(one) for one in gradients]
+
+
 def _batch_reduce(gradients):
     def merge(strategy, gradients):
         return strategy.extended.batch_reduce_to(
@@ -164,6 +168,24 @@ class _Reduces(SGD):
 )
 def test_an_inner_optimizer_that_reduces(wrap, kind, run, reduce, method):
     """In a helper, where reading the method's code would not show it."""
+    _check_that_it_is_refused(wrap, kind, run, reduce, method)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        CrossShardOptimizer,
+        lambda inner: CrossShardOptimizer(CrossShardOptimizer(inner)),
+    ],
+)
+@pytest.mark.parametrize("method", ["apply", "update_step"])
+def test_an_inner_optimizer_that_sums_with_an_operation(wrap, method):
+    _check_that_it_is_refused(
+        wrap, "tpu", tf.function, _cross_replica_sum, method
+    )
+
+
+def _check_that_it_is_refused(wrap, kind, run, reduce, method):
     strategy = replicas.STRATEGIES[kind](4)
     with strategy.scope():
         weight = keras.Variable(1.0)

@@ -468,9 +468,7 @@ def test_a_manifest_with_other_files(name, small, tmp_path):
     outer["manifest"] = json.dumps(manifest)
     outer["sha256"] = hashlib.sha256(outer["manifest"].encode()).hexdigest()
     path.write_text(json.dumps(outer))
-    with pytest.raises(
-        ValueError, match="names the file .*which no save"
-    ):
+    with pytest.raises(ValueError, match="names the file .*which no save"):
         small.restore(tmp_path)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_xshard.distribute import replica_context
+
 _do_not_convert = tf.autograph.experimental.do_not_convert
 # Their merge_call is for variables, such as assigning one that all replicas
 # share.
@@ -25,10 +27,12 @@ class _Guard:
 
     Attributes:
       culprit: The name of the optimizer's class.
+      lifted_sums: The names of the sums that this package has made meanwhile.
       base: TensorFlow's class of the context.
     """
 
     culprit: str
+    lifted_sums: set[str]
     base: Any
 
     @_do_not_convert
@@ -137,8 +141,12 @@ def guarded(optimizer: Any) -> Iterator[None]:
     base: Any = getattr(current, "base", type(current))
     guard: Any = _guarded_class(base)(current.strategy, _replica_id(current))
     guard.culprit = type(optimizer).__name__
+    guard.lifted_sums = set()
+    before = _sums()
     with guard:
         yield
+    if _sums() - before - guard.lifted_sums:
+        _refuse(guard.culprit, "CrossReplicaSum")
 
 
 @contextlib.contextmanager
@@ -149,10 +157,28 @@ def lifted() -> Iterator[None]:
     if base is None:
         yield
         return
+    before = _sums()
     # A new one: to enter TensorFlow's own again would make it forget the state
     # to which it returns.
     with base(current.strategy, _replica_id(current)):
         yield
+    current.lifted_sums |= _sums() - before
+
+
+def _sums() -> set[str]:
+    """The names of the sums across replicas in the current graph, on a TPU.
+
+    Elsewhere the replicas share a graph, which does not tell whose they are. In
+    a branch, such as a LossScaleOptimizer's, a sum is not seen.
+    """
+    strategy = tf.distribute.get_strategy()
+    if tf.executing_eagerly() or replica_context.kind_of(strategy) != "tpu":
+        return set()
+    return {
+        operation.name
+        for operation in tf.compat.v1.get_default_graph().get_operations()
+        if operation.type == "CrossReplicaSum"
+    }
 
 
 def _replica_id(context: tf.distribute.ReplicaContext) -> Any:
