@@ -166,7 +166,9 @@ def test_readme():
 
 def test_guides_are_short():
     for page in DOCS.glob("*.md"):
-        assert len(page.read_text().splitlines()) < 200, page.name
+        # With the table of versions.
+        most = 230 if page.name == "CONTRIBUTING.md" else 200
+        assert len(page.read_text().splitlines()) < most, page.name
 
 
 def test_what_pages_name_exists():
