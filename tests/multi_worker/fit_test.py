@@ -111,7 +111,9 @@ def test_a_keras_that_is_not_known_is_said_so(monkeypatch):
 
 def test_a_keras_without_sources_is_said_so(monkeypatch):
     scope = {}
-    exec("def reduce_per_replica(values, strategy, reduction): pass", scope)
+    text = "def reduce_per_replica(values, strategy, reduction): pass"
+    # Python 3.13 has a source for "<string>", that of `python -c`.
+    exec(compile(text, "<no file>", "exec"), scope)
     monkeypatch.setattr(
         trainer, "reduce_per_replica", scope["reduce_per_replica"]
     )

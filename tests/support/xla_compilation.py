@@ -5,13 +5,13 @@ seconds. Programs that tests start have XLA's optimizations.
 """
 
 import functools
+import importlib.metadata
 
 from tf_xshard.private import tpu_simulation
 
-_OPTIONS = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-}
+_OPTIONS: dict[str, object] = {"xla_backend_optimization_level": 0}
+if importlib.metadata.version("jax").startswith("0.10."):
+    _OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 
 @functools.cache
