@@ -423,7 +423,7 @@ def test_a_hook_with_variables_is_in_checkpoints(tmp_path):
 
 
 class _Store(dict):
-    """What a user may pass instead of Keras' store."""
+    """A store of a user's own, not one of Keras'."""
 
 
 def test_calls_with_other_stores_leave_nothing_behind(tmp_path):

@@ -1,4 +1,4 @@
-"""What must work with every supported version, in little time.
+"""Checks in little time that every supported version works.
 
 .ci/run runs these tests on the oldest and on each newer Keras; the rest of the
 suite runs on the newest.

@@ -447,7 +447,7 @@ def test_without_locks_only_the_replaced_save_is_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint_files, "_has_locks", lambda directory: False)
     state, _ = _own_state(1)
     state.save(tmp_path, step=1)
-    # What another job is writing.
+    # Another job is writing this file.
     other = tmp_path / f"state-{'0' * 16}-00000.index"
     other.touch()
     state.save(tmp_path, step=2)

@@ -97,7 +97,7 @@ def _run_row(name: str, folder: str) -> bool:
       folder: Where to make the environment and the log.
 
     Returns:
-      Whether all tests passed, or may fail.
+      True if all tests passed or the row may fail.
     """
     row = ROWS[name]
     copy = os.path.join(folder, name)

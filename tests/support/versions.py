@@ -1,4 +1,4 @@
-"""What depends on the versions of Keras and TensorFlow."""
+"""Names the Keras version, and skips tests that a version can't run."""
 
 import keras
 import pytest

@@ -102,7 +102,7 @@ Found = list[tuple[Collective, int | None]]
 
 
 class _Recorder(threading.local):
-    """What this thread records; another one's step is negotiated and runs."""
+    """Holds this thread's recording; other threads' steps negotiate and run."""
 
     found: Found | None = None
 
@@ -195,7 +195,7 @@ def _num_bytes(tensor: tf.Tensor, shape: tf.TensorShape) -> int | None:
 
 
 def is_recording() -> bool:
-    """Whether this thread traces a step only to see what it communicates."""
+    """Returns True if this thread only traces, to record collectives."""
     return _recorder.found is not None
 
 

@@ -70,7 +70,7 @@ class _Lane:
 
 
 class _Waiting:
-    """Whether a collective of one function waits in a lane.
+    """Tracks the collective of one function that waits in a lane.
 
     A function runs the collectives of a lane one after another, so one of them
     waits at most. Each adds 1 to the variable when it begins and when it ends.
@@ -103,7 +103,7 @@ class _Waiting:
                 self._add(tf.bitwise.bitwise_and(count, 1))
 
     def is_of(self, lane: _Lane, graph: tf.Graph | None) -> bool:
-        """Whether this is the state of a lane in a graph."""
+        """Returns True if this is the state of the lane in the graph."""
         own = self._graph() if self._graph is not None else None
         return self.lane is lane and own is graph
 
@@ -212,7 +212,7 @@ class Watchdog:
     def waiting(
         self, device: str, lane: str, timeout_seconds: float
     ) -> _Waiting:
-        """What the function that is being traced waits for in a lane.
+        """Returns the state of a lane in the function that is being traced.
 
         Args:
           device: The device of the replica.

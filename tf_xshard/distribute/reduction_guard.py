@@ -1,8 +1,8 @@
 """Notices an inner optimizer that reduces gradients across replicas.
 
-The gradients that it gets are reduced already. What its code looks like does
-not tell: the reduction may be in a helper. So it runs in a replica context of
-its own, which is TensorFlow's except that it refuses to reduce.
+The gradients that the inner optimizer gets are reduced already. Reading its
+code would not show a reduction in a helper, so the optimizer runs in a replica
+context that behaves as TensorFlow's, except that it refuses to reduce.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _arrays(store: Any) -> list[np.ndarray]:
 
 
 class _Session:
-    """What wrappers want of the optimizers inside while one file is handled.
+    """Holds the wrappers' wishes for the optimizers inside, for one file.
 
     Attributes:
       write_instead: By an optimizer's id, what to write under its path.
