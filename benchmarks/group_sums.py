@@ -28,27 +28,27 @@ INT8, FEEDBACK = "ours, int8", "ours, int8 with error feedback"
 EVERYONE = "strategy's all_reduce over all four"
 
 
-def _ours(tensors, here, transport=subgroups.Subgroups, **communication):
+def _ours(tensors, site, transport=subgroups.Subgroups, **communication):
     how = communication_lib.Communication(**communication)
-    return buckets.sum_dense(tensors, transport(here, GROUPS, how)).values
+    return buckets.sum_dense(tensors, transport(site, GROUPS, how)).values
 
 
-def _in_blocks(tensors, here, size):
+def _in_blocks(tensors, site, size):
     """8-bit integers with one scale for so many numbers."""
     before = quantization.NUMBERS_PER_BLOCK
     quantization.NUMBERS_PER_BLOCK = size
     try:
-        return _ours(tensors, here, dtype="int8")
+        return _ours(tensors, site, dtype="int8")
     finally:
         quantization.NUMBERS_PER_BLOCK = before
 
 
-def _with_feedback(tensors, here):
+def _with_feedback(tensors, site):
     """With the residuals that an optimizer keeps."""
     how = communication_lib.Communication(dtype="int8", error_feedback=True)
     reducer = group_sum.GroupReducer(GROUPS, how)
     reducer.residuals = RESIDUALS[0]
-    sums = reducer.sum(tensors, VARIABLES, here)
+    sums = reducer.sum(tensors, VARIABLES, site)
     reducer.residuals.keep(None)
     return sums
 
@@ -77,18 +77,18 @@ class _Gathered(subgroups.Subgroups):
         ]
 
 
-def _all_gather(tensors, here):
+def _all_gather(tensors, site):
     flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
     gathered = tf.distribute.get_replica_context().all_gather(
         flat[tf.newaxis], axis=0
     )
-    members = list(GROUPS)[GROUPS.group_of(here.replica_id)]
+    members = list(GROUPS)[GROUPS.group_of(site.replica_id)]
     total = tf.add_n([gathered[member] for member in members])
     return tf.split(total, [int(np.prod(shape)) for shape in SHAPES])
 
 
-def _everyone(tensors, here):
-    del here
+def _everyone(tensors, site):
+    del site
     return tf.distribute.get_replica_context().all_reduce(
         tf.distribute.ReduceOp.SUM, tensors
     )

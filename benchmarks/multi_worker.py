@@ -27,7 +27,7 @@ from benchmarks import group_sums
 from benchmarks import horovod_run
 from benchmarks import measuring
 from tests.support import counting
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
 from tf_xshard.reduction import residuals
 
@@ -69,7 +69,7 @@ def _worker():
         def step():
             def on_replica():
                 tensors = [v.read_value() for v in variables]
-                sums = variant(tensors, replica_context.current())
+                sums = variant(tensors, site_lib.current())
                 # A number of every tensor, so that none is left out.
                 return tf.stack([tf.reshape(one, [-1])[0] for one in sums])
 

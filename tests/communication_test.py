@@ -11,7 +11,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tf_xshard.collectives import transport
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import buckets
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -82,10 +82,10 @@ def test_what_a_transport_gets(group_size, expected, packs):
             return tensors
 
     groups = tf_xshard.GroupAssignment.contiguous(2 * group_size, group_size)
-    here = replica_context.Here(None, "mirrored", 2 * group_size, 0, "", 1)
+    site = site_lib.Site(None, "mirrored", 2 * group_size, 0, "", 1)
     communication = tf_xshard.Communication(dtype="bfloat16")
     sums = buckets.sum_dense(
-        [tf.ones([3]), tf.ones([2, 2])], Recording(here, groups, communication)
+        [tf.ones([3]), tf.ones([2, 2])], Recording(site, groups, communication)
     ).values
     assert set(seen) == {expected}
     assert [one.dtype for one in sums] == [tf.float32, tf.float32]

@@ -31,7 +31,7 @@ import time
 import tensorflow as tf
 from tf_xshard import communication, group_assignment
 from tf_xshard.cli import logical_devices
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.collectives import subgroups
 
 strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
@@ -40,10 +40,10 @@ groups = group_assignment.GroupAssignment([[0, 1]])
 @tf.function(autograph=False)
 def step(both):
     def on_replica():
-        here = replica_context.current()
-        if here.replica_id == 0 or both:
+        site = site_lib.current()
+        if site.replica_id == 0 or both:
             subgroups.Subgroups(
-                here, groups, communication.Communication(timeout_seconds=2)
+                site, groups, communication.Communication(timeout_seconds=2)
             ).sum([tf.constant(1.0)])
     strategy.run(on_replica)
 
@@ -71,7 +71,7 @@ import time
 import tensorflow as tf
 from tf_xshard import communication, group_assignment
 from tf_xshard.cli import logical_devices
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.collectives import subgroups, watchdog
 
 strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
@@ -86,7 +86,7 @@ def step(seconds):
     time.sleep(3.0)
     data = tf.ensure_shape(tf.py_function(wait, [seconds], tf.float32), [])
     strategy.run(lambda: subgroups.Subgroups(
-        replica_context.current(), groups, communication.Communication()
+        site_lib.current(), groups, communication.Communication()
     ).sum([data]))
 
 batch = watchdog.WatchedBatch(2.0)

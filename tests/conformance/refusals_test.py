@@ -10,7 +10,7 @@ from tests.support import replicas
 from tests.support import training
 from tests.support.versions import needs_multi_optimizer
 from tf_xshard import dependencies
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 
 SGD = keras.optimizers.SGD
 CrossShardOptimizer = tf_xshard.CrossShardOptimizer
@@ -419,7 +419,7 @@ def test_parameter_server_strategy():
     with pytest.raises(
         ValueError, match="does not support Unconnected. Supported: no strategy"
     ):
-        replica_context.kind_of(Unconnected())
+        site_lib.kind_of(Unconnected())
 
 
 def test_central_storage_strategy():

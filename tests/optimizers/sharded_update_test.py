@@ -445,7 +445,7 @@ MUTANTS = {
     "norm_of_a_shard": (
         group_sum.GroupReducer,
         "sum_over_group",
-        lambda self, tensor, here: tensor,
+        lambda self, tensor, site: tensor,
         "global_clipnorm",
     ),
     "decay": (

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tf_xshard.distribute import indexed_slices
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import hooks
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
@@ -109,7 +109,7 @@ def test_the_reducer(kind, reduction):
         [total, none] = reducer.reduce(
             [x, None],
             variables,
-            replica_context.current(),
+            site_lib.current(),
             reduction,
             multiplier=4,
         )
@@ -128,7 +128,7 @@ def test_the_finite_vote(kind):
 
     def on_replica(x):
         vote = loss_scaling.FiniteVote(
-            replica_context.current(), tf_xshard.Communication()
+            site_lib.current(), tf_xshard.Communication()
         )
         vote.note([x])
         vote.note([None])

@@ -300,8 +300,8 @@ def test_an_overflow_in_any_tower_skips_the_round(kind):
     def step(bad_replica):
         def on_replica(bad):
             gradient = optimizer.scale_loss(tf.ones([2]))
-            here = tf.equal(replicas.replica_id_tensor(), bad)
-            gradient = tf.where(here, np.inf, gradient)
+            site = tf.equal(replicas.replica_id_tensor(), bad)
+            gradient = tf.where(site, np.inf, gradient)
             optimizer.apply([gradient], [weight])
 
         strategy.run(on_replica, args=(bad_replica,))

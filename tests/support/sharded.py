@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import keras_shards
 
 NUM_STEPS = 20
@@ -66,7 +66,7 @@ class Trained:
         **kwargs,
     ):
         # TensorFlow can't broadcast an empty variable to other processes.
-        spans = replica_context.spans_processes(strategy)
+        spans = site_lib.spans_processes(strategy)
         self._indices = [
             i for i, name in enumerate(NAMES) if not (spans and name == "empty")
         ]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf_xshard import checks
 from tf_xshard.collectives import counters
 from tf_xshard.collectives import watchdog
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.planning import communication_plan
 
 
@@ -163,7 +163,7 @@ class CommunicationLedger(keras.callbacks.Callback):
                 self._plan.bytes_sent_per_step * steps,
             )
         strategy = self.model.distribute_strategy
-        num_local = len(replica_context.local_replica_ids(strategy))
+        num_local = len(site_lib.local_replica_ids(strategy))
         totals = watchdog.WATCHDOG.totals()
         return counters.Totals(*(one / num_local for one in totals))
 

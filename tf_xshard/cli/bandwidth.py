@@ -14,7 +14,7 @@ from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import recorder
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 
 MEGABYTES = (1, 16, 256)
 _NUM_RUNS = 5
@@ -79,9 +79,9 @@ def _measured(
     created: recorder.Found = []
 
     def on_replica() -> tf.Tensor:
-        here = replica_context.current()
+        site = site_lib.current()
         transport = collectives.choose(
-            here,
+            site,
             group_assignment_lib.GroupAssignment.single(num_replicas),
             communication_lib.Communication(),
         )

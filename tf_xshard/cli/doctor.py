@@ -16,7 +16,7 @@ import tf_xshard
 from tf_xshard import collectives
 from tf_xshard.cli import bandwidth
 from tf_xshard.cli import logical_devices
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
 
 NUM_REPLICAS = 4
@@ -103,12 +103,12 @@ def group_sums(
 
     def on_replica():
         context = tf.distribute.get_replica_context()
-        here = replica_context.current()
+        site = site_lib.current()
         names.append(
             "identity: no communication"
             if assignment.group_size == 1
             else collectives.choose(
-                here, assignment, optimizer.communication
+                site, assignment, optimizer.communication
             ).name
         )
         gradient = tf.pow(

@@ -27,12 +27,12 @@ from tf_xshard.collectives import merge_call
 from tf_xshard.collectives import one_hot
 from tf_xshard.collectives import subgroups
 from tf_xshard.collectives import transport
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import tensorflow as private_tensorflow
 
 
 def choose(
-    here: replica_context.Here,
+    site: site_lib.Site,
     groups: group_assignment_lib.GroupAssignment,
     communication: communication_lib.Communication,
     owner: int = 0,
@@ -40,7 +40,7 @@ def choose(
     """The path on which a group communicates where the calling code runs.
 
     Args:
-      here: Where the code runs, with more than one replica.
+      site: Where the code runs, with more than one replica.
       groups: Which replicas communicate with which.
       communication: How they communicate.
       owner: See `Transport`.
@@ -51,26 +51,26 @@ def choose(
     Raises:
       ValueError: If a replica's device does not exist.
     """
-    replica_context.check_devices(here.strategy)
-    return _path(here, groups)(here, groups, communication, owner)
+    site_lib.check_devices(site.strategy)
+    return _path(site, groups)(site, groups, communication, owner)
 
 
 def _path(
-    here: replica_context.Here, groups: group_assignment_lib.GroupAssignment
+    site: site_lib.Site, groups: group_assignment_lib.GroupAssignment
 ) -> type[transport.Transport]:
     # In a graph run by a Session, collectives lack what a tf.function has.
     eager = (
         tf.executing_eagerly()
         or not tf.compat.v1.executing_eagerly_outside_functions()
     )
-    if here.kind == "mirrored":
+    if site.kind == "mirrored":
         return merge_call.MergeCall if eager else subgroups.Subgroups
-    if here.kind == "multi_worker":
+    if site.kind == "multi_worker":
         return one_hot.OneHot if eager else subgroups.Subgroups
-    assert here.kind == "tpu", here.kind
+    assert site.kind == "tpu", site.kind
     if groups.num_groups == 1:
         return cross_replica_sum.OverAllReplicas
-    if private_tensorflow.has_device_assignment(here.strategy):
+    if private_tensorflow.has_device_assignment(site.strategy):
         return cross_replica_sum.InGroups
     cross_replica_sum.warn_about_the_slow_path()
     return one_hot.OneHotOnTPU

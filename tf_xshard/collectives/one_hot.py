@@ -40,9 +40,9 @@ class OneHot(transport.Transport):
         return [tf.gather(total, index) for total in sums]
 
     def _group_index(self) -> tf.Tensor:
-        here, groups = self.here, self.groups
-        if here.replica_id is not None:
-            return tf.constant(groups.group_of(here.replica_id))
+        site, groups = self.site, self.groups
+        if site.replica_id is not None:
+            return tf.constant(groups.group_of(site.replica_id))
         group_of = [groups.group_of(r) for r in range(groups.num_replicas)]
         context = tf.distribute.get_replica_context()
         return tf.gather(
@@ -57,7 +57,7 @@ class OneHot(transport.Transport):
                     context.all_reduce, tf.distribute.ReduceOp.SUM, one
                 ),
                 one,
-                self.here.device,
+                self.site.device,
                 "0",
                 float(self.communication.timeout_seconds),
                 self._note(recorder.ALL_REDUCE, one, position),
@@ -67,7 +67,7 @@ class OneHot(transport.Transport):
 
     def _participants(self) -> group_assignment_lib.GroupAssignment:
         return group_assignment_lib.GroupAssignment.single(
-            self.here.num_replicas
+            self.site.num_replicas
         )
 
 

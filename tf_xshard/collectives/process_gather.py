@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import tensorflow as private_tensorflow
 
 _rounds: dict[str, int] = {}
@@ -43,9 +43,9 @@ class ProcessGather:
         self._strategy = strategy
         self._communication = communication
         self._num_replicas = strategy.num_replicas_in_sync
-        self.local_ids = replica_context.local_replica_ids(strategy)
+        self.local_ids = site_lib.local_replica_ids(strategy)
         self.num_processes = self._num_replicas // len(self.local_ids)
-        self.rank = replica_context.rank(strategy)
+        self.rank = site_lib.rank(strategy)
 
     def rendezvous(self, what: str) -> None:
         """Waits until all processes do the same.
@@ -130,7 +130,7 @@ class ProcessGather:
 
         def on_replica(value: tf.Tensor) -> tf.Tensor:
             transport = collectives.choose(
-                replica_context.current(), every, self._communication
+                site_lib.current(), every, self._communication
             )
             [gathered] = transport.gather([value])
             return gathered

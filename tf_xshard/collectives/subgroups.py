@@ -27,7 +27,7 @@ from tf_xshard.collectives import recorder
 from tf_xshard.collectives import runtime_variables
 from tf_xshard.collectives import transport
 from tf_xshard.collectives import watchdog
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 
 # tf.distribute counts its group keys up from 1 (its tests from multiples of
 # 100,000). Using a key with two group sizes aborts every collective of the
@@ -54,10 +54,10 @@ class Subgroups(transport.Transport):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        here, groups = self.here, self.groups
-        assert here.replica_id is not None, here
-        members = tuple(groups)[groups.group_of(here.replica_id)]
-        names = replica_context.device_names(here)
+        site, groups = self.site, self.groups
+        assert site.replica_id is not None, site
+        members = tuple(groups)[groups.group_of(site.replica_id)]
+        names = site_lib.device_names(site)
         self._common = dict(
             group_size=len(members),
             group_key=_FIRST_GROUP_KEY
@@ -70,9 +70,9 @@ class Subgroups(transport.Transport):
         # several buckets in flight. NCCL needs the same order on all devices,
         # hence one token.
         in_flight = self.communication.buckets_in_flight
-        self._lanes = 1 if "GPU" in here.device else in_flight
+        self._lanes = 1 if "GPU" in site.device else in_flight
         # Processes may number their owners differently.
-        self._owner = self.owner if here.num_processes == 1 else 0
+        self._owner = self.owner if site.num_processes == 1 else 0
 
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [
@@ -82,7 +82,7 @@ class Subgroups(transport.Transport):
 
     def reduce_scatter(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.reduce_scatter`."""
-        if "GPU" in self.here.device:
+        if "GPU" in self.site.device:
             # CPUs have no CollectiveReduceScatterV2. Of what GPUs have, this is
             # what TensorFlow itself relies on, though it sends more bytes.
             return super().reduce_scatter(rows)
@@ -188,7 +188,7 @@ class Subgroups(transport.Transport):
         instance_key: Callable[[str], Any],
     ) -> tf.Tensor:
         cost = self._note(kind, tensor, position)
-        device = self.here.device
+        device = self.site.device
         lane = f"{self._owner}_{position % self._lanes}"
         # Without a token per device, automatic control dependencies would
         # serialize the collectives of all devices, which would then wait for

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import recorder
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 
 _observers: list[Callable[[Transport, Sequence[tf.Tensor]], None]] = []
 
@@ -30,7 +30,7 @@ class Transport(abc.ABC):
       gathers: Whether it has `gather`; if not, IndexedSlices are made dense.
 
     Args:
-      here: Where the code runs, with more than one replica.
+      site: Where the code runs, with more than one replica.
       groups: Which replicas communicate with which.
       communication: How they communicate.
       owner: The number, from `owners`, of the object that runs the
@@ -45,12 +45,12 @@ class Transport(abc.ABC):
 
     def __init__(
         self,
-        here: replica_context.Here,
+        site: site_lib.Site,
         groups: group_assignment_lib.GroupAssignment,
         communication: communication_lib.Communication,
         owner: int = 0,
     ) -> None:
-        self.here = here
+        self.site = site
         self.groups = groups
         self.communication = communication
         self.owner = owner
@@ -125,7 +125,7 @@ class Transport(abc.ABC):
         Returns:
           An int; a scalar tensor on TPUs.
         """
-        groups, replica_id = self.groups, self.here.replica_id
+        groups, replica_id = self.groups, self.site.replica_id
         positions = {
             r: position
             for group in groups
@@ -183,7 +183,7 @@ class Transport(abc.ABC):
             operation,
             self.name,
             groups,
-            self.here.replica_id,
+            self.site.replica_id,
             tensor,
             position,
         )

@@ -22,7 +22,7 @@ from absl import logging
 from tf_xshard.collectives import counters
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import runtime_variables
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import tensorflow as private_tensorflow
 
 _LOOKS_PER_TIMEOUT = 20
@@ -223,7 +223,7 @@ class Watchdog:
           A `_Waiting`.
         """
         found = self.lane(device, lane, timeout_seconds)
-        graph = replica_context.function_graph()
+        graph = site_lib.function_graph()
         with self._lock:
             number = 0
             if graph is not None:

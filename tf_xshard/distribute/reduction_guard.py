@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 
 _do_not_convert = tf.autograph.experimental.do_not_convert
 # Their merge_call is for variables, such as assigning one that all replicas
@@ -172,7 +172,7 @@ def _sums() -> set[str]:
     a branch, such as a LossScaleOptimizer's, a sum is not seen.
     """
     strategy = tf.distribute.get_strategy()
-    if tf.executing_eagerly() or replica_context.kind_of(strategy) != "tpu":
+    if tf.executing_eagerly() or site_lib.kind_of(strategy) != "tpu":
         return set()
     return {
         operation.name

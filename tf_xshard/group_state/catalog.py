@@ -17,8 +17,8 @@ import tensorflow as tf
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import group_relations
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.group_state import optimizer_groups
 from tf_xshard.group_state import state_variable
 from tf_xshard.group_state import walk
@@ -280,7 +280,7 @@ def _strategy(
         {
             id(one): one
             for one in found
-            if one is not None and not replica_context.is_default(one)
+            if one is not None and not site_lib.is_default(one)
         }.values()
     )
     if len(strategies) > 1:

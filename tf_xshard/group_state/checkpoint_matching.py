@@ -42,7 +42,7 @@ def matched(
             " layers in the order in which they were saved."
         )
     for one, (_, other) in zip(own, its, strict=False):
-        here = (
+        site = (
             *(one.part, one.shape, one.dtype),
             _own_name(one.name, one.of_optimizer),
         )
@@ -52,7 +52,7 @@ def matched(
             other["dtype"],
             _own_name(other["name"], other["of_optimizer"]),
         )
-        if here != there:
+        if site != there:
             raise ValueError(
                 f"{directory!r} was saved from another model or optimizer:"
                 f" in place of {one.name!r} of {one.part!r},"

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.group_state import catalog as catalog_lib
 from tf_xshard.group_state import combine
 from tf_xshard.group_state import replica_values
@@ -33,7 +33,7 @@ class GroupValues:
             group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
         ) = None,
     ) -> None:
-        replica_context.refuse_replica_context("GroupState")
+        site_lib.refuse_replica_context("GroupState")
         self._holder = model
         self._given_groups = (
             None
@@ -41,7 +41,7 @@ class GroupValues:
             else group_assignment_lib.GroupAssignment(group_assignment)
         )
         catalog = catalog_lib.of(model, self._given_groups)
-        replica_context.kind_of(catalog.strategy)
+        site_lib.kind_of(catalog.strategy)
         self.replicas = replica_values.ReplicaValues(
             catalog.strategy, catalog.communication()
         )
@@ -85,7 +85,7 @@ class GroupValues:
           ValueError: If something has not been built, or there are no
             variables.
         """
-        replica_context.refuse_replica_context("GroupState")
+        site_lib.refuse_replica_context("GroupState")
         if not tf.executing_eagerly():
             raise RuntimeError(
                 "GroupState is used inside a tf.function. Use it outside."

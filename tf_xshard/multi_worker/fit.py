@@ -14,7 +14,7 @@ from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import watchdog
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import chief_callbacks
 from tf_xshard.private import keras_training_loops
 from tf_xshard.reduction import buckets
@@ -90,7 +90,7 @@ def multi_worker_fit(
     communication = (communication or communication_lib.Communication()).exact()
     undo = (
         keras_training_loops.replace(
-            _loop_of_worker, _mean_of_replicas, replica_context.spans_processes
+            _loop_of_worker, _mean_of_replicas, site_lib.spans_processes
         )
         if not _active
         else lambda: None
@@ -137,9 +137,9 @@ def _loop_of_worker(loop: Callable) -> Callable:
 
 def _rank(strategy: tf.distribute.Strategy) -> int | None:
     """This process's rank (0 is the chief), or None if there is only one."""
-    if not replica_context.spans_processes(strategy):
+    if not site_lib.spans_processes(strategy):
         return None
-    return replica_context.rank(strategy)
+    return site_lib.rank(strategy)
 
 
 class _Watched(keras.callbacks.Callback):
@@ -171,10 +171,10 @@ def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
     communication = _active[-1]
 
     def on_replica(parts: list) -> list[tf.Tensor]:
-        here = replica_context.current()
+        site = site_lib.current()
         transport = collectives.choose(
-            here,
-            group_assignment_lib.GroupAssignment.single(here.num_replicas),
+            site,
+            group_assignment_lib.GroupAssignment.single(site.num_replicas),
             communication,
         )
         parts = [
@@ -182,7 +182,7 @@ def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
             for part in map(tf.convert_to_tensor, parts)
         ]
         sums = buckets.sum_dense(parts, transport).values
-        return [total / here.num_replicas for total in sums]
+        return [total / site.num_replicas for total in sums]
 
     means = strategy.run(on_replica, (keras.tree.flatten(values),))
     return keras.tree.pack_sequence_as(

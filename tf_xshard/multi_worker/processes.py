@@ -7,7 +7,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 
 
 def rank(strategy: tf.distribute.Strategy | None = None) -> int:
@@ -30,7 +30,7 @@ def rank(strategy: tf.distribute.Strategy | None = None) -> int:
 
     Source: `horovod.tensorflow.rank`.
     """
-    return replica_context.rank(_checked(strategy, "rank"))
+    return site_lib.rank(_checked(strategy, "rank"))
 
 
 def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
@@ -53,7 +53,7 @@ def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
 
     Source: `TF_CONFIG`, whose first worker is the chief if no task is.
     """
-    return replica_context.rank(_checked(strategy, "is_chief")) == 0
+    return site_lib.rank(_checked(strategy, "is_chief")) == 0
 
 
 def barrier(
@@ -82,21 +82,19 @@ def barrier(
 
     Source: `MPI_Barrier`.
     """
-    replica_context.refuse_replica_context("barrier()")
+    site_lib.refuse_replica_context("barrier()")
     strategy = _checked(strategy, "barrier")
     communication = communication_lib.Communication(
         timeout_seconds=timeout_seconds
     )
-    if not replica_context.spans_processes(strategy):
+    if not site_lib.spans_processes(strategy):
         return
     every = group_assignment_lib.GroupAssignment.single(
         strategy.num_replicas_in_sync
     )
 
     def on_replica() -> tf.Tensor:
-        transport = collectives.choose(
-            replica_context.current(), every, communication
-        )
+        transport = collectives.choose(site_lib.current(), every, communication)
         [total] = transport.sum([tf.constant(1.0)])
         return total
 
@@ -113,11 +111,11 @@ def _checked(
     strategy: tf.distribute.Strategy | None, caller: str
 ) -> tf.distribute.Strategy:
     strategy = strategy or tf.distribute.get_strategy()
-    replica_context.kind_of(strategy)
+    site_lib.kind_of(strategy)
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     jobs = resolver.cluster_spec().as_dict()
     num_workers = len(jobs.get("chief", [])) + len(jobs.get("worker", []))
-    if num_workers > 1 and replica_context.is_default(strategy):
+    if num_workers > 1 and site_lib.is_default(strategy):
         raise ValueError(
             f"{caller}() is called outside of a strategy's scope, where each of"
             f" the {num_workers} workers of TF_CONFIG would be alone. Pass the"

@@ -16,8 +16,8 @@ import keras
 import tensorflow as tf
 
 from tf_xshard.distribute import indexed_slices
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
 
 
 class SeenVariables:
@@ -88,12 +88,12 @@ class SeenVariables:
             self._seen, self._dense, self._updates = before
 
     def _has_other_updates(self) -> bool:
-        here = replica_context.outermost_graph()
-        return any(graph is not here for graph in self._updates)
+        site = site_lib.outermost_graph()
+        return any(graph is not site for graph in self._updates)
 
     def note_update(self) -> None:
         """Records that an update of the seen variables is being traced."""
-        graph = replica_context.outermost_graph()
+        graph = site_lib.outermost_graph()
         if graph is not None:
             self._updates.add(graph)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import reduction_guard
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import tree
@@ -29,18 +29,18 @@ class Aggregating(wrapper.OptimizerWrapper):
         """See the base class."""
         return self._seen.unchanged()
 
-    def _weight(self, here: replica_context.Here) -> int:
+    def _weight(self, site: site_lib.Site) -> int:
         """`GroupReducer.weight` for the reduction that comes after a round."""
         for one in tree.wrappers(self.inner_optimizer):
             if one.has_own_reducer and not one._reducer.is_redundant:
-                return one._reducer.weight(here, one.reduction)
+                return one._reducer.weight(site, one.reduction)
         return 1
 
     def _apply_aggregate(
         self,
         totals: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         num_towers: int | tf.Tensor,
         weight: int = 1,
     ) -> None:
@@ -50,7 +50,7 @@ class Aggregating(wrapper.OptimizerWrapper):
           totals: The sums over the towers: tensors of the variables' shapes,
             IndexedSlices or None.
           variables: The variables.
-          here: Where the code runs.
+          site: Where the code runs.
           num_towers: The number of towers, an int or a scalar tensor.
           weight: See `GroupReducer.weight`.
         """
@@ -64,7 +64,7 @@ class Aggregating(wrapper.OptimizerWrapper):
         if tree.scales_loss_before_reduction(self.inner_optimizer):
             # Else replicas would skip the reduction, which others wait in.
             vote = loss_scaling.FiniteVote(
-                here, self.communication, self._reducer.owner
+                site, self.communication, self._reducer.owner
             )
             vote.note(aggregated)
             aggregated = vote.apply(aggregated)

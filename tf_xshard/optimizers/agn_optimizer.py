@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import agn_arguments
 from tf_xshard.optimizers import center as center_lib
@@ -179,16 +179,16 @@ class AGNOptimizer(local_training.LocalTraining):
             )
 
     def _step(
-        self, gradients: list, variables: list, here: replica_context.Here
+        self, gradients: list, variables: list, site: site_lib.Site
     ) -> None:
         agn_arguments.check_scope(self.name, self._strategy)
         pending = self._begin_step()
         gradients = [
-            gradients_lib.scaled(gradient, self._gradient_multiplier(here))
+            gradients_lib.scaled(gradient, self._gradient_multiplier(site))
             for gradient in gradients_lib.standardized(gradients, variables)
         ]
         inner_update.apply(self.local_optimizer, gradients, variables)
-        weight = self._reducer.weight(here, self.reduction)
+        weight = self._reducer.weight(site, self.reduction)
         gradients = [gradients_lib.scaled(g, weight) for g in gradients]
         indices = keras_optimizer_state.indices_of(self, variables)
         self._accumulator.add(gradients, indices)
@@ -196,7 +196,7 @@ class AGNOptimizer(local_training.LocalTraining):
         replica_variables.cond(
             # Greater if steps of a longer period were loaded.
             pending + 1 >= self._period,
-            lambda: self._exchange_in_step(pending + 1, indices, here),
+            lambda: self._exchange_in_step(pending + 1, indices, site),
         )
 
     def _begin_step(self) -> tf.Tensor:
@@ -216,7 +216,7 @@ class AGNOptimizer(local_training.LocalTraining):
         self,
         num_steps: int | tf.Tensor,
         indices: Sequence[int],
-        here: replica_context.Here,
+        site: site_lib.Site,
     ) -> None:
         """Applies what `num_steps` local steps accumulated to the center.
 
@@ -225,17 +225,17 @@ class AGNOptimizer(local_training.LocalTraining):
         Args:
           num_steps: The number of steps, an int or a scalar tensor.
           indices: The indices of the call's variables.
-          here: Where the code runs.
+          site: Where the code runs.
         """
         self._seen.note_update()
         local = keras_optimizer_state.trainable_variables(self)
         totals = [
-            self._accumulated(index, num_steps, here)
+            self._accumulated(index, num_steps, site)
             if index in indices or getattr(variable, "trainable", True)
             else None
             for index, variable in enumerate(local)
         ]
-        totals = self._reducer.reduce(totals, local, here, self.reduction)
+        totals = self._reducer.reduce(totals, local, site, self.reduction)
         if self._reducer.residuals is not None:
             self._reducer.residuals.keep(None)
         self._update_center(totals)
@@ -245,7 +245,7 @@ class AGNOptimizer(local_training.LocalTraining):
         replica_variables.add(self._exchanges, 1)
 
     def _accumulated(
-        self, index: int, num_steps: int | tf.Tensor, here: replica_context.Here
+        self, index: int, num_steps: int | tf.Tensor, site: site_lib.Site
     ) -> Any:
         """This replica's part of the exchange, in the variable's dtype."""
         # After a restore nothing has been seen, but any sum may be nonzero.
@@ -254,7 +254,7 @@ class AGNOptimizer(local_training.LocalTraining):
         divisor: int | tf.Tensor = 1
         if self._accumulate == "gradients":
             total = self._accumulator.read(index)
-            divisor = self._reducer.weight(here, self.reduction)
+            divisor = self._reducer.weight(site, self.reduction)
         else:
             total = self._center_pairs.change_here(index)
         if self._normalize:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import loss_conventions
 from tf_xshard.optimizers import stack
@@ -155,7 +155,7 @@ class Building(loss_conventions.LossConventions):
             return
         raise RuntimeError(
             f"{self.name} was created"
-            f" {replica_context.other_scope(own)} but is used under"
+            f" {site_lib.other_scope(own)} but is used under"
             f" {type(strategy).__name__}. Create the model, the inner optimizer"
             f" and {type(self).__name__} inside `with strategy.scope():` of the"
             " strategy that trains them."

@@ -12,7 +12,7 @@ from tf_xshard import checks
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import recorder
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import elementwise
 from tf_xshard.optimizers import hooks
 from tf_xshard.optimizers import inner_update
@@ -181,18 +181,18 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         self._set_untracked("_update_stage", sharded)
 
     def _step(
-        self, gradients: list, variables: list, here: replica_context.Here
+        self, gradients: list, variables: list, site: site_lib.Site
     ) -> None:
         inner = self.inner_optimizer
         gradients = gradients_lib.standardized(gradients, variables)
         vote = loss_scaling.FiniteVote(
-            here, self.communication, self._reducer.owner
+            site, self.communication, self._reducer.owner
         )
         vote.note(gradients)
         gradients, variables, statistics = inner_update.split_statistics(
             gradients, variables
         )
-        multiplier = self._gradient_multiplier(here)
+        multiplier = self._gradient_multiplier(site)
         gradients = self._pre_hook(
             gradients, variables, inner.scale_loss, multiplier
         )
@@ -202,14 +202,14 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
         gradients = self._update_stage.reduced(
             gradients,
             variables,
-            here,
+            site,
             self.reduction,
             multiplier,
             self._post_hook.bound_to(variables, inner.scale_loss),
         )
         with recorder.labelled("statistics"):
             gradients += self._reducer.reduce(
-                *statistics, here, "mean", exact=True
+                *statistics, site, "mean", exact=True
             )
         variables += statistics.variables
         finite = None
@@ -219,7 +219,7 @@ class CrossShardOptimizer(wrapper.OptimizerWrapper):
             gradients = loss_scaling.nan_unless(finite, gradients)
         if self._reducer.residuals is not None:
             self._reducer.residuals.keep(finite)
-        self._update_stage.apply(gradients, variables, here, finite)
+        self._update_stage.apply(gradients, variables, site, finite)
 
     def _unsaved_state(self) -> str | None:
         groups = self.group_assignment

@@ -14,7 +14,7 @@ from absl import logging
 
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import reduction_guard
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizers
 from tf_xshard.private import keras_sharded_updates
@@ -168,7 +168,7 @@ class Update(abc.ABC):
         self,
         gradients: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         reduction: str,
         multiplier: float,
         post_hook: Callable[[list], list] | None,
@@ -179,7 +179,7 @@ class Update(abc.ABC):
           gradients: This replica's: tensors of the variables' shapes,
             IndexedSlices or None.
           variables: The variables.
-          here: Where the code runs.
+          site: Where the code runs.
           reduction: `"mean"` or `"sum"`.
           multiplier: See `GroupReducer.reduce`.
           post_hook: Called with the whole reduced gradients, or None.
@@ -193,7 +193,7 @@ class Update(abc.ABC):
         self,
         gradients: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         is_applied: tf.Tensor | None,
     ) -> None:
         """Updates the variables.
@@ -201,7 +201,7 @@ class Update(abc.ABC):
         Args:
           gradients: As from `reduced`.
           variables: The variables.
-          here: Where the code runs.
+          site: Where the code runs.
           is_applied: Whether the inner optimizer will not skip this step, a
             scalar bool tensor; None if it never does.
         """
@@ -214,14 +214,14 @@ class WholeUpdate(Update):
         self,
         gradients: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         reduction: str,
         multiplier: float,
         post_hook: Callable[[list], list] | None,
     ) -> list:
         """See the base class; tensors, IndexedSlices or None."""
         result = self._reducer.reduce(
-            gradients, variables, here, reduction, multiplier
+            gradients, variables, site, reduction, multiplier
         )
         return result if post_hook is None else post_hook(result)
 
@@ -229,7 +229,7 @@ class WholeUpdate(Update):
         self,
         gradients: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         is_applied: tf.Tensor | None,
     ) -> None:
         """See the base class."""

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from tf_xshard.collectives import recorder
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import center as center_lib
 from tf_xshard.optimizers import stack
@@ -141,7 +141,7 @@ class LocalTraining(wrapper.OptimizerWrapper):
         >>> float(weight)
         9.0
         """
-        replica_context.refuse_replica_context(f"{self.name}.show_center()")
+        site_lib.refuse_replica_context(f"{self.name}.show_center()")
         if self.built:
             self._center_pairs.show(shown)
 
@@ -168,7 +168,7 @@ class LocalTraining(wrapper.OptimizerWrapper):
             self._exchange(
                 pending,
                 keras_optimizer_state.indices_of(self, var_list),
-                replica_context.current(),
+                site_lib.current(),
             )
 
         if pending and strategy.num_replicas_in_sync == 1:
@@ -192,7 +192,7 @@ class LocalTraining(wrapper.OptimizerWrapper):
         self,
         num_steps: int | tf.Tensor,
         indices: Sequence[int],
-        here: replica_context.Here,
+        site: site_lib.Site,
     ) -> None:
         """Applies what `num_steps` local steps accumulated to the center."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import delegation
 from tf_xshard.optimizers import scalar_loss
 from tf_xshard.optimizers import stack
@@ -155,11 +155,11 @@ class LossConventions(delegation.Delegation):
             )
         return given.pop() if given else "global"
 
-    def _gradient_multiplier(self, here: replica_context.Here) -> int:
+    def _gradient_multiplier(self, site: site_lib.Site) -> int:
         """The factor that undoes the 1/N that Keras applied to the loss.
 
         The outermost wrapper of a stack undoes it, once.
         """
         if self._is_outermost and self.loss_normalization == "global":
-            return here.num_replicas
+            return site.num_replicas
         return 1

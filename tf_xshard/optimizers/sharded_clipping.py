@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import reduction_guard
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.private import keras_sharded_updates
 from tf_xshard.reduction import group_sum
@@ -82,5 +82,5 @@ def _squares(
     padded = tf.pad(own, [[0, num_variables - len(gradients)]])
     labelled = recorder.labelled("norms", counts=[len(gradients)])
     with reduction_guard.lifted(), labelled:
-        total = reducer.sum_over_group(padded, replica_context.current())
+        total = reducer.sum_over_group(padded, site_lib.current())
     return tf.unstack(total[: len(gradients)], len(gradients))

@@ -24,8 +24,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import elementwise
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import sharded_clipping
@@ -100,7 +100,7 @@ class ShardedUpdate(inner_update.Update):
         self,
         gradients: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         reduction: str,
         multiplier: float,
         post_hook: Callable[[list], list] | None,
@@ -112,14 +112,14 @@ class ShardedUpdate(inner_update.Update):
         """
         if post_hook is None:
             return group_scatter.reduce_scatter(
-                self._reducer, gradients, variables, here, reduction, multiplier
+                self._reducer, gradients, variables, site, reduction, multiplier
             )
         wholes = post_hook(
             self._reducer.reduce(
-                gradients, variables, here, reduction, multiplier
+                gradients, variables, site, reduction, multiplier
             )
         )
-        position = self._reducer.transport(here).position()
+        position = self._reducer.transport(site).position()
         return [
             None if whole is None else self._own(variable, whole, position)
             for variable, whole in zip(variables, wholes, strict=True)
@@ -135,7 +135,7 @@ class ShardedUpdate(inner_update.Update):
         self,
         gradients: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         is_applied: tf.Tensor | None,
     ) -> None:
         """See the base class; statistics arrive whole."""
@@ -144,7 +144,7 @@ class ShardedUpdate(inner_update.Update):
         if any(one.use_ema for one in optimizers):
             # Averages of all variables are updated.
             refreshed = self._variables
-        position = self._reducer.transport(here).position()
+        position = self._reducer.transport(site).position()
         for variable in refreshed:
             if _key(variable) in self._shards:
                 replica_variables.assign(
@@ -168,7 +168,7 @@ class ShardedUpdate(inner_update.Update):
             refreshed if overwritten else variables,
             has_gradient,
             overwritten,
-            here,
+            site,
             is_applied,
         )
 
@@ -177,7 +177,7 @@ class ShardedUpdate(inner_update.Update):
         variables: Sequence,
         has_gradient: set[int],
         overwritten: bool,
-        here: replica_context.Here,
+        site: site_lib.Site,
         is_applied: tf.Tensor | None,
     ) -> None:
         """Gathers the variables that may have changed."""
@@ -188,7 +188,7 @@ class ShardedUpdate(inner_update.Update):
             self._reducer,
             [replica_variables.read(one) for one in shards],
             layouts,
-            here,
+            site,
             [overwritten or _key(v) in has_gradient for v in sharded],
         )
         for variable, whole in zip(sharded, wholes, strict=True):

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tf_xshard import checks
 from tf_xshard.collectives import recorder
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import accumulation
 from tf_xshard.optimizers import aggregation
 from tf_xshard.optimizers import cross_shard_optimizer
@@ -144,14 +144,14 @@ class TowerOptimizer(aggregation.Aggregating):
         self._touched = accumulator.touched
 
     def _step(
-        self, gradients: list, variables: list, here: replica_context.Here
+        self, gradients: list, variables: list, site: site_lib.Site
     ) -> None:
-        weight = self._weight(here) if self._num_towers > 1 else 1
+        weight = self._weight(site) if self._num_towers > 1 else 1
         gradients = aggregation.contribution(
-            gradients, variables, self._gradient_multiplier(here) * weight
+            gradients, variables, self._gradient_multiplier(site) * weight
         )
         if self._num_towers == 1:
-            self._apply_aggregate(gradients, variables, here, 1)
+            self._apply_aggregate(gradients, variables, site, 1)
             return
         indices = keras_optimizer_state.indices_of(self, variables)
         self._accumulator.add(gradients, indices)
@@ -162,7 +162,7 @@ class TowerOptimizer(aggregation.Aggregating):
             self._tower, tf.where(is_last, tf.zeros_like(count), count)
         )
         replica_variables.cond(
-            is_last, lambda: self._complete_round(indices, count, here)
+            is_last, lambda: self._complete_round(indices, count, site)
         )
 
     @private_tensorflow.entry_point
@@ -207,13 +207,13 @@ class TowerOptimizer(aggregation.Aggregating):
                 variables = self._checked_variables(
                     gradients, trainable_variables
                 )
-            here = replica_context.current()
-            self._check_strategy(here.strategy)
+            site = site_lib.current()
+            self._check_strategy(site.strategy)
             summed = aggregation.added(
-                towers, variables, self._gradient_multiplier(here)
+                towers, variables, self._gradient_multiplier(site)
             )
             with tf.control_dependencies(self._refuse_open_round()):
-                self._apply_aggregate(summed, variables, here, self._num_towers)
+                self._apply_aggregate(summed, variables, site, self._num_towers)
 
     def _refuse_open_round(self) -> list:
         """Assertions that must run before an update, in a graph."""
@@ -228,20 +228,20 @@ class TowerOptimizer(aggregation.Aggregating):
         return [] if check is None else [check]
 
     def _complete_round(
-        self, indices: list, count: tf.Tensor, here: replica_context.Here
+        self, indices: list, count: tf.Tensor, site: site_lib.Site
     ) -> None:
         """Applies what this call and earlier ones have accumulated.
 
         Args:
           indices: The indices of this call's variables.
           count: The number of calls, a scalar int32 tensor.
-          here: Where the code runs.
+          site: Where the code runs.
         """
         self._seen.note_update()
         totals, variables = self._accumulator.pop_all(indices)
         with recorder.labelled(every=self._num_towers):
             self._apply_aggregate(
-                totals, variables, here, count, self._weight(here)
+                totals, variables, site, count, self._weight(site)
             )
 
     def reset(self) -> None:
@@ -263,7 +263,7 @@ class TowerOptimizer(aggregation.Aggregating):
         >>> float(weight)
         8.0
         """
-        replica_context.refuse_replica_context(f"{self.name}.reset()")
+        site_lib.refuse_replica_context(f"{self.name}.reset()")
         for variable in self._own_variables:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import tower_optimizer
 from tf_xshard.private import keras_models
 from tf_xshard.private import tensorflow as private_tensorflow
@@ -82,10 +82,10 @@ def tower_train_step(
                 "tower_train_step() needs a model that is compiled with a"
                 f" TowerOptimizer (outermost), got {type(optimizer).__name__}."
             )
-        here = replica_context.current()
-        names = _names_of(devices, here)
+        site = site_lib.current()
+        names = _names_of(devices, site)
         if names:
-            _check_devices(model, here)
+            _check_devices(model, site)
         parts, shares = _split(data, optimizer.num_towers)
         if optimizer.reduction == "sum":
             shares = [None] * len(parts)
@@ -109,11 +109,11 @@ def tower_train_step(
     return train_step
 
 
-def _names_of(devices: Any, here: replica_context.Here) -> Sequence[str] | None:
+def _names_of(devices: Any, site: site_lib.Site) -> Sequence[str] | None:
     """The devices of this replica's towers."""
     if not callable(devices):
         return devices
-    names = private_tensorflow.as_called_by_user(devices)(here.replica_id)
+    names = private_tensorflow.as_called_by_user(devices)(site.replica_id)
     _check_names(names)
     return names
 
@@ -132,8 +132,8 @@ def _check_names(devices: Any) -> None:
         raise TypeError("devices is empty; pass None for the replica's own.")
 
 
-def _check_devices(model: keras.Model, here: replica_context.Here) -> None:
-    if isinstance(here.strategy, tf.distribute.TPUStrategy):
+def _check_devices(model: keras.Model, site: site_lib.Site) -> None:
+    if isinstance(site.strategy, tf.distribute.TPUStrategy):
         raise ValueError(
             "A TPU program has one device. Leave `devices` out to compute the"
             " towers one after the other."

@@ -17,9 +17,9 @@ import tensorflow as tf
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import process_gather
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import shards as shards_lib
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import keras_shards
 
 _WHAT = "Reading (saving) the state of an optimizer with shard_update=True"
@@ -179,7 +179,7 @@ def copy_into(variable: Any, shards: keras_shards.Sharded) -> None:
       shards: Its shards.
     """
     strategy = replica_variables.strategy_of(shards)
-    ids = replica_context.local_replica_ids(strategy)
+    ids = site_lib.local_replica_ids(strategy)
     copies = replica_variables.copies(variable)
     values = copies if len(copies) == len(ids) else copies * len(ids)
     assign(shards, values, ids)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import reduction_guard
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import inner_update
 from tf_xshard.optimizers import save_warning
 from tf_xshard.optimizers import saved_state
@@ -71,7 +71,7 @@ class OptimizerWrapper(saved_state.Saved):
             loss_normalization,
             kwargs,
         )
-        replica_context.check_devices(tf.distribute.get_strategy())
+        site_lib.check_devices(tf.distribute.get_strategy())
         self._set_untracked(
             "_own_part",
             save_warning.LossySaveWarning(
@@ -152,15 +152,15 @@ class OptimizerWrapper(saved_state.Saved):
             return
         with stack.call_of(self), reduction_guard.lifted():
             variables = self._checked_variables(grads, trainable_variables)
-            here = replica_context.current()
-            self._check_strategy(here.strategy)
+            site = site_lib.current()
+            self._check_strategy(site.strategy)
             if any(isinstance(one, tf.IndexedSlices) for one in grads):
                 inner_update.note_summed_rows(self.inner_optimizer)
             with tf.name_scope(self.name):
-                self._step(grads, variables, here)
+                self._step(grads, variables, site)
 
     def _step(
-        self, gradients: list, variables: list, here: replica_context.Here
+        self, gradients: list, variables: list, site: site_lib.Site
     ) -> None:
         """Applies this replica's gradients: each is a tensor, IndexedSlices or
         None for the variable at its position."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import tree
 from tf_xshard.private import keras_optimizer_state
 from tf_xshard.reduction import group_sum
@@ -90,11 +90,11 @@ def check_same_scope(
     its = keras_optimizer_state.strategy_of(inner)
     if own is not its:
         where = "outside any strategy's scope"
-        if not replica_context.is_default(own):
+        if not site_lib.is_default(own):
             where = f"in the scope of {type(own).__name__}"
         raise ValueError(
             f"{own_name} was created {where}, but its {what} optimizer"
-            f" {inner.name!r} was created {replica_context.other_scope(its)}."
+            f" {inner.name!r} was created {site_lib.other_scope(its)}."
             " Create both inside the same `with strategy.scope():`."
         )
 
@@ -211,7 +211,7 @@ def checked_reducer(
             f"the strategy {type(strategy).__name__}",
         )
         if communication.dtype == "int8" and (
-            replica_context.kind_of(strategy) == "tpu"
+            site_lib.kind_of(strategy) == "tpu"
         ):
             raise ValueError(
                 'Communication(dtype="int8") can\'t be used under TPUStrategy,'

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tf_xshard import checks
 from tf_xshard.collectives import recorder
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import tree
 from tf_xshard.planning import plan
 from tf_xshard.private import keras_optimizer_state
@@ -79,7 +79,7 @@ def communication_plan(
 
     Source: the bytes of a ring, as in Patarasuk and Yuan, 2009.
     """
-    replica_context.refuse_replica_context("communication_plan()")
+    site_lib.refuse_replica_context("communication_plan()")
     speeds = _speeds(gigabytes_per_second)
     if rows_per_step is not None:
         checks.positive_integer("rows_per_step", rows_per_step)
@@ -111,7 +111,7 @@ def communication_plan(
     first = min((r for _, r in found if r is not None), default=None)
     collectives = [one for one, r in found if r == first]
     num_local = strategy.num_replicas_in_sync
-    if replica_context.spans_processes(strategy):
+    if site_lib.spans_processes(strategy):
         num_local = len(strategy.extended.worker_devices)
     operations = tuple(
         _planned(one, rows_per_step, speeds, num_local) for one in collectives

@@ -187,7 +187,7 @@ def gather_dense(
 
 
 def _bytes_not_packed(transport: transport_lib.Transport) -> float:
-    return _BYTES_NOT_PACKED if transport.here.num_processes == 1 else math.inf
+    return _BYTES_NOT_PACKED if transport.site.num_processes == 1 else math.inf
 
 
 def _buckets(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import tensorflow as private_tensorflow
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import group_sum
@@ -98,13 +98,13 @@ def group_reduce(
         group_assignment = group_assignment_lib.GroupAssignment(
             group_assignment
         )
-    here = replica_context.current()
+    site = site_lib.current()
     reducer = _reducer(group_assignment, communication)
     flat = tf.nest.flatten(values)
     present = [i for i, value in enumerate(flat) if value is not None]
     places = [_place(i, flat[i]) for i in present]
     gradients = gradients_lib.standardized([flat[i] for i in present], places)
-    reduced = reducer.reduce(gradients, places, here, reduction)
+    reduced = reducer.reduce(gradients, places, site, reduction)
     for i, value in zip(present, reduced, strict=True):
         flat[i] = value
     return tf.nest.pack_sequence_as(values, flat)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_xshard.distribute import replica_context
 from tf_xshard.distribute import shards as shards_lib
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import buckets
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import group_sum
@@ -23,7 +23,7 @@ def reduce_scatter(
     reducer: group_sum.GroupReducer,
     gradients: Sequence,
     variables: Sequence,
-    here: replica_context.Here,
+    site: site_lib.Site,
     reduction: str,
     multiplier: float = 1,
 ) -> list:
@@ -33,7 +33,7 @@ def reduce_scatter(
       reducer: The optimizer's reducer, of groups of several replicas.
       gradients: As for `GroupReducer.reduce`.
       variables: As for `GroupReducer.reduce`.
-      here: Where the code runs.
+      site: Where the code runs.
       reduction: `"mean"` or `"sum"`.
       multiplier: As for `GroupReducer.reduce`.
 
@@ -41,7 +41,7 @@ def reduce_scatter(
       A dense shard for each variable, see `distribute.shards`, or None where
       no replica of the group has a gradient.
     """
-    transport = reducer.transport(here)
+    transport = reducer.transport(site)
 
     def of_rows(
         slices: Sequence[tf.IndexedSlices], owners: Sequence
@@ -74,7 +74,7 @@ def all_gather(
     reducer: group_sum.GroupReducer,
     shards: Sequence[tf.Tensor],
     layouts: Sequence[shards_lib.Layout],
-    here: replica_context.Here,
+    site: site_lib.Site,
     wanted: Sequence[bool],
 ) -> list:
     """Joins the shards of a group's replicas.
@@ -83,14 +83,14 @@ def all_gather(
       reducer: The optimizer's reducer.
       shards: This replica's shards.
       layouts: How they are split.
-      here: Where the code runs.
+      site: Where the code runs.
       wanted: Which of them this group needs.
 
     Returns:
       A whole tensor for each shard, bitwise equal on all replicas of the group,
       or None where it is not wanted.
     """
-    transport = reducer.transport(here)
+    transport = reducer.transport(site)
     # Groups that share an operation may want different ones.
     indices = [
         i for i, want in enumerate(wanted) if want or transport.spans_groups

@@ -22,7 +22,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import group_relations
 from tf_xshard.collectives import owners
 from tf_xshard.collectives import transport as transport_lib
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import buckets
 from tf_xshard.reduction import gradient_kinds
 from tf_xshard.reduction import gradients as gradients_lib
@@ -80,12 +80,12 @@ class GroupReducer:
         )
 
     def _groups_here(
-        self, here: replica_context.Here
+        self, site: site_lib.Site
     ) -> group_assignment_lib.GroupAssignment:
-        where = f"the strategy {type(here.strategy).__name__}"
-        return self.groups(here.num_replicas, where)
+        where = f"the strategy {type(site.strategy).__name__}"
+        return self.groups(site.num_replicas, where)
 
-    def weight(self, here: replica_context.Here, reduction: str) -> int:
+    def weight(self, site: site_lib.Site, reduction: str) -> int:
         """What to multiply gradients with before they are accumulated.
 
         The mean over a group's replicas of what they hold is then the group's
@@ -93,7 +93,7 @@ class GroupReducer:
         so an open accumulation can be restored on any number of replicas.
 
         Args:
-          here: Where the code runs.
+          site: Where the code runs.
           reduction: `"mean"` or `"sum"`, of the reduction that will follow.
 
         Returns:
@@ -101,13 +101,13 @@ class GroupReducer:
         """
         if reduction == "mean" or self.is_redundant:
             return 1
-        return self._groups_here(here).group_size
+        return self._groups_here(site).group_size
 
     def reduce(
         self,
         gradients: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         reduction: str,
         multiplier: float = 1,
         exact: bool = False,
@@ -117,7 +117,7 @@ class GroupReducer:
         Args:
           gradients: As for `sum`.
           variables: As for `sum`.
-          here: Where the code runs.
+          site: Where the code runs.
           reduction: `"mean"` or `"sum"`.
           multiplier: The factor that undoes the division of the loss. Combined
             with the mean's into one factor: two multiplications change bits.
@@ -127,17 +127,17 @@ class GroupReducer:
           A list like `sum`'s.
         """
         if reduction == "mean" and not self.is_redundant:
-            multiplier = multiplier / self._groups_here(here).group_size
+            multiplier = multiplier / self._groups_here(site).group_size
         return [
             gradients_lib.scaled(total, multiplier)
-            for total in self.sum(gradients, variables, here, exact)
+            for total in self.sum(gradients, variables, site, exact)
         ]
 
     def sum(
         self,
         gradients: Sequence,
         variables: Sequence,
-        here: replica_context.Here,
+        site: site_lib.Site,
         exact: bool = False,
     ) -> list:
         """Sums gradients over the group of this replica.
@@ -146,7 +146,7 @@ class GroupReducer:
           gradients: This replica's gradients: tensors of the variables' shapes,
             IndexedSlices or None. From `gradients.standardized`.
           variables: The variables they belong to, the same on all replicas.
-          here: Where the code runs.
+          site: Where the code runs.
           exact: See `reduce`.
 
         Returns:
@@ -158,10 +158,10 @@ class GroupReducer:
           ValueError: If replicas apply different numbers or dtypes of
             gradients, or a dtype cannot be summed here.
         """
-        groups = self._groups_here(here)
+        groups = self._groups_here(site)
         if groups.group_size == 1 or not variables or self.is_redundant:
             return list(gradients)
-        transport = self.transport(here, exact)
+        transport = self.transport(site, exact)
         return self.combined(
             gradients,
             variables,
@@ -173,27 +173,27 @@ class GroupReducer:
         )
 
     def sum_over_group(
-        self, tensor: tf.Tensor, here: replica_context.Here
+        self, tensor: tf.Tensor, site: site_lib.Site
     ) -> tf.Tensor:
         """The group's sum of a tensor that all replicas have.
 
         Args:
           tensor: This replica's tensor, of the same shape on all replicas.
-          here: Where the code runs.
+          site: Where the code runs.
 
         Returns:
           A tensor of the same shape.
         """
-        [total] = self.transport(here).sum([tensor])
+        [total] = self.transport(site).sum([tensor])
         return total
 
     def transport(
-        self, here: replica_context.Here, exact: bool = False
+        self, site: site_lib.Site, exact: bool = False
     ) -> transport_lib.Transport:
         """The path on which the group of this replica communicates."""
         how = self.communication.exact() if exact else self.communication
         return collectives.choose(
-            here, self._groups_here(here), how, self.owner
+            site, self._groups_here(site), how, self.owner
         )
 
     def with_feedback(
@@ -250,18 +250,18 @@ class GroupReducer:
           A value for each variable, or None where no replica of the group has
           a gradient.
         """
-        here, groups = transport.here, transport.groups
+        site, groups = transport.site, transport.groups
         patterns = negotiation.agree(
             gradients,
             variables,
-            here,
+            site,
             self.communication.timeout_seconds,
             self._known_patterns,
         )
-        if here.replica_id is None:
+        if site.replica_id is None:
             group = patterns
         else:
-            members = tuple(groups)[groups.group_of(here.replica_id)]
+            members = tuple(groups)[groups.group_of(site.replica_id)]
             group = tuple(patterns[r] for r in members)
         # If an operation spans all groups, all replicas must pass the same
         # tensors, even those for which their own group has no gradient.

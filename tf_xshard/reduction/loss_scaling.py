@@ -16,7 +16,7 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import indexed_slices
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 
 
 def all_finite(gradients: Sequence) -> tf.Tensor:
@@ -47,18 +47,18 @@ class FiniteVote:
     `result` communicate.
 
     Args:
-      here: Where the code runs.
+      site: Where the code runs.
       communication: For its timeout.
       owner: See `Transport`.
     """
 
     def __init__(
         self,
-        here: replica_context.Here,
+        site: site_lib.Site,
         communication: communication_lib.Communication,
         owner: int = 0,
     ) -> None:
-        self._here = here
+        self._here = site
         self._communication = communication
         self._owner = owner
         self._noted: list = []

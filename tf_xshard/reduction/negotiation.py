@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_xshard.collectives import recorder
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import tensorflow as private_tensorflow
 
 NONE, DENSE, SPARSE = "none", "dense", "sparse"
@@ -83,7 +83,7 @@ def kinds(patterns: Sequence[Pattern], index: int) -> set[str]:
 def agree(
     gradients: Sequence,
     variables: Sequence,
-    here: replica_context.Here,
+    site: site_lib.Site,
     timeout_seconds: float,
     known: KnownPatterns,
 ) -> tuple[Pattern, ...]:
@@ -92,7 +92,7 @@ def agree(
     Args:
       gradients: This replica's gradients, one per variable.
       variables: The variables they belong to.
-      here: Where the code runs.
+      site: Where the code runs.
       timeout_seconds: How long to wait for other processes.
       known: What an optimizer has negotiated while tracing. A known pattern is
         not exchanged again: one worker may retrace a step alone (a ragged
@@ -110,9 +110,9 @@ def agree(
     own = own_pattern(gradients, variables)
     names = [entry.name for entry in own]
     shapes = [list(v.shape) for v in variables]
-    if here.replica_id is None:
+    if site.replica_id is None:
         # One program is traced for all replicas.
-        return (own,) * here.num_replicas
+        return (own,) * site.num_replicas
 
     def in_cross_replica_context(
         strategy: tf.distribute.Strategy, pattern: Any
@@ -120,32 +120,32 @@ def agree(
         local = tuple(
             box.value for box in strategy.experimental_local_results(pattern)
         )
-        if here.num_processes == 1 or recorder.is_recording():
-            return _Opaque(local * here.num_processes)
+        if site.num_processes == 1 or recorder.is_recording():
+            return _Opaque(local * site.num_processes)
         key = tuple(names), local
         if eager or key not in known:
-            known[key] = _exchange(local, names, shapes, here, timeout_seconds)
+            known[key] = _exchange(local, names, shapes, site, timeout_seconds)
         return _Opaque(known[key])
 
     eager = tf.executing_eagerly()
-    patterns = _merge_call(in_cross_replica_context, _Opaque(own), here).value
+    patterns = _merge_call(in_cross_replica_context, _Opaque(own), site).value
     _check_consistent(patterns)
     # Other processes may have named the same variables differently.
-    first = here.rank * here.num_local_replicas
-    _check_names(patterns[first : first + here.num_local_replicas])
+    first = site.rank * site.num_local_replicas
+    _check_names(patterns[first : first + site.num_local_replicas])
     return patterns
 
 
 def _merge_call(
-    fn: Callable, argument: _Opaque, here: replica_context.Here
+    fn: Callable, argument: _Opaque, site: site_lib.Site
 ) -> _Opaque:
     context = tf.distribute.get_replica_context()
-    if here.graph is None:
+    if site.graph is None:
         return context.merge_call(fn, args=(argument,))
     # merge_call raises while a branch of tf.cond is traced, since its tensors
     # belong to another graph. No tensors are passed here, so it can be called
     # in the surrounding graph.
-    with here.graph.as_default():
+    with site.graph.as_default():
         return context.merge_call(fn, args=(argument,))
 
 
@@ -193,7 +193,7 @@ def _exchange(
     local: tuple[Pattern, ...],
     names: Sequence[str],
     shapes: list,
-    here: replica_context.Here,
+    site: site_lib.Site,
     timeout_seconds: float,
 ) -> tuple[Pattern, ...]:
     """Sends this process's patterns to the others, and receives theirs.
@@ -204,10 +204,10 @@ def _exchange(
         number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
     prefix = f"tf_xshard/gradient_pattern/{len(names)}"
     private_tensorflow.publish(
-        f"{prefix}/{number}/{here.rank}", json.dumps([shapes, local])
+        f"{prefix}/{number}/{site.rank}", json.dumps([shapes, local])
     )
     patterns: list[Pattern] = []
-    for rank in range(here.num_processes):
+    for rank in range(site.num_processes):
         patterns += _receive(
             f"{prefix}/{number}/{rank}",
             rank,
@@ -217,7 +217,7 @@ def _exchange(
         )
     if number:
         # Workers that answered in this round have read the previous one.
-        private_tensorflow.withdraw(f"{prefix}/{number - 1}/{here.rank}")
+        private_tensorflow.withdraw(f"{prefix}/{number - 1}/{site.rank}")
     return tuple(patterns)
 
 

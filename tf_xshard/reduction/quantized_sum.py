@@ -200,4 +200,4 @@ def _quantized(
 
 def _is_fused(transport: transport_lib.Transport) -> bool:
     """Whether XLA compiles the arithmetic: on CPUs, where that was measured."""
-    return "CPU" in transport.here.device and not tf.executing_eagerly()
+    return "CPU" in transport.site.device and not tf.executing_eagerly()

@@ -17,7 +17,7 @@ from absl import logging
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.compat.v1 import traced_shard
 from tf_xshard.distribute import indexed_slices
-from tf_xshard.distribute import replica_context
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private import tensorflow_v1
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import group_sum
@@ -83,7 +83,7 @@ class InReplicas(Alone):
     description = "the strategy"
 
     def __init__(self) -> None:
-        self._here = replica_context.current()
+        self._here = site_lib.current()
         self.num_shards = self._here.num_replicas
 
     def sum(

@@ -141,7 +141,7 @@ def _default_strategy() -> tf.distribute.Strategy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Here:
+class Site:
     """Where the calling code runs, in terms of `tf.distribute`.
 
     Attributes:
@@ -224,11 +224,11 @@ def function_graph() -> tf.Graph | None:
     return graph
 
 
-def current() -> Here:
+def current() -> Site:
     """Where the calling code runs.
 
     Returns:
-      A `Here`.
+      A `Site`.
 
     Raises:
       RuntimeError: In cross-replica context, where there is no "this replica",
@@ -248,13 +248,13 @@ def current() -> Here:
     kind = kind_of(strategy)
     num_replicas = strategy.num_replicas_in_sync
     if kind == "single" or num_replicas == 1:
-        return Here(strategy, kind, 1, 0, "", 1)
+        return Site(strategy, kind, 1, 0, "", 1)
     if kind == "tpu":
-        return Here(strategy, kind, num_replicas, None, "", num_replicas)
+        return Site(strategy, kind, num_replicas, None, "", num_replicas)
     replica_id = int(tf.get_static_value(context.replica_id_in_sync_group))
     devices = strategy.extended.worker_devices
     device = devices[replica_id % len(devices)]
-    return Here(
+    return Site(
         strategy,
         kind,
         num_replicas,
@@ -265,20 +265,20 @@ def current() -> Here:
     )
 
 
-def device_names(here: Here) -> tuple[str, ...]:
+def device_names(site: Site) -> tuple[str, ...]:
     """A name for the device of every replica, equal in all processes.
 
     Collective group keys are derived from these, so two strategies share a
     group key exactly if the group has the same devices.
     """
-    local = here.strategy.extended.worker_devices
-    if here.num_processes == 1:
+    local = site.strategy.extended.worker_devices
+    if site.num_processes == 1:
         return tuple(local)
-    cluster = here.strategy.cluster_resolver.cluster_spec().as_dict()
+    cluster = site.strategy.cluster_resolver.cluster_spec().as_dict()
     suffixes = [device.split("/")[-1] for device in local]
     return tuple(
         f"{sorted(cluster.items())}/{process}/{suffix}"
-        for process in range(here.num_processes)
+        for process in range(site.num_processes)
         for suffix in suffixes
     )
 
