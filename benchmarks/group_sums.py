@@ -12,8 +12,9 @@ from tf_xshard import group_assignment
 from tf_xshard.collectives import one_hot
 from tf_xshard.collectives import subgroups
 from tf_xshard.reduction import buckets
-from tf_xshard.reduction import group_sum
+from tf_xshard.reduction import gradients
 from tf_xshard.reduction import quantization
+from tf_xshard.reduction import reducer
 
 GROUPS = group_assignment.GroupAssignment([[0, 2], [1, 3]])
 # 81 layers of 800 x 800 and their biases.
@@ -46,11 +47,15 @@ def _in_blocks(tensors, site, size):
 def _with_feedback(tensors, site):
     """With the residuals that an optimizer keeps."""
     how = communication_lib.Communication(dtype="int8", error_feedback=True)
-    reducer = group_sum.GroupReducer(GROUPS, how)
-    reducer.residuals = RESIDUALS[0]
-    sums = reducer.sum(tensors, VARIABLES, site)
-    reducer.residuals.keep(None)
-    return sums
+    [residuals] = RESIDUALS
+    sums, carry = reducer.GradientReducer(how).sum(
+        gradients.GradientBatch(list(tensors), VARIABLES),
+        site,
+        GROUPS,
+        residuals.read(1),
+    )
+    residuals.keep(carry, 1, None)
+    return sums.values
 
 
 class _AllToAll(subgroups.Subgroups):

@@ -29,7 +29,7 @@ from benchmarks import measuring
 from tests.support import counting
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
-from tf_xshard.reduction import residuals
+from tf_xshard.reduction import error_feedback
 
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "interleaved blocks", 5)
 _STEPS = flags.DEFINE_integer("steps", 2, "steps a block")
@@ -62,7 +62,7 @@ def _worker():
     variables = [tf.Variable(tf.fill(s, 2.0**rank)) for s in group_sums.SHAPES]
     with strategy.scope():
         group_sums.VARIABLES.extend(variables)
-        group_sums.RESIDUALS.append(residuals.Residuals(variables))
+        group_sums.RESIDUALS.append(error_feedback.Residuals(variables))
 
     def make(variant):
         @tf.function(autograph=False)

@@ -9,9 +9,9 @@ replicas that you choose.
     optimizers      pre_reduce                  the user's hook, unscaled
         |
         v
-    reduction       negotiation                 who has which gradient; with
+    reduction       presence                    who has which gradient; with
         |           |                           several processes, exchanged
-        |           buckets                     packed, in the wire dtype
+        |           buckets, wire               packed, in the wire dtype
         |           collectives                 one path per kind of strategy
         |           scale                       mean or sum, 1/N undone, once
         v
@@ -20,7 +20,7 @@ replicas that you choose.
         |           finite vote                 with a LossScaleOptimizer: on an
         |                                       overflow anywhere, all skip
         v
-    inner_update    no second reduction         (or `sharded_update`: a reduce-
+    update.whole    no second reduction         (or `update.sharded`: a reduce-
         |                                       scatter above, each replica its
         v                                       shard, then an all-gather)
     inner optimizer -> variables -> group_state, callbacks
@@ -45,31 +45,31 @@ from tf_xshard.version import __version__
 
 # Public names, and where they are defined.
 _PUBLIC = {
-    "AGNOptimizer": "optimizers.agn_optimizer",
+    "AGNOptimizer": "optimizers.agn",
     "Communication": "communication",
     "CommunicationLedger": "callbacks.communication_ledger",
-    "CrossShardOptimizer": "optimizers.cross_shard_optimizer",
+    "CrossShardOptimizer": "optimizers.cross_shard",
     "DivergenceSentinel": "callbacks.divergence_sentinel",
     "GroupAssignment": "group_assignment",
     "GroupCheckpoint": "callbacks.group_checkpoint",
     "GroupState": "group_state.state",
     "GroupValidation": "callbacks.group_validation",
     "LearningRateWarmup": "callbacks.learning_rate_warmup",
-    "ScalarLoss": "optimizers.scalar_loss",
+    "ScalarLoss": "optimizers.fit.scalar_loss",
     "SwapCenterWeights": "callbacks.swap_center_weights",
-    "TowerOptimizer": "optimizers.tower_optimizer",
+    "TowerOptimizer": "optimizers.tower",
     "barrier": "multi_worker.processes",
     "clip_by_global_norm": "reduction.clipping",
     "clip_by_norm": "reduction.clipping",
     "clip_by_value": "reduction.clipping",
     "communication_plan": "planning.communication_plan",
     "compat": "compat",
-    "elementwise": "optimizers.elementwise",
+    "elementwise": "optimizers.update.elementwise",
     "group_reduce": "reduction.group_reduce",
     "is_chief": "multi_worker.processes",
     "multi_worker_fit": "multi_worker.fit",
     "rank": "multi_worker.processes",
-    "tower_train_step": "optimizers.tower_train_step",
+    "tower_train_step": "optimizers.fit.tower_train_step",
 }
 __all__ = ("__version__", *_PUBLIC)
 
@@ -100,17 +100,17 @@ if TYPE_CHECKING:
     from tf_xshard.multi_worker.processes import barrier as barrier
     from tf_xshard.multi_worker.processes import is_chief as is_chief
     from tf_xshard.multi_worker.processes import rank as rank
-    from tf_xshard.optimizers.agn_optimizer import AGNOptimizer as AGNOptimizer
-    from tf_xshard.optimizers.cross_shard_optimizer import (
+    from tf_xshard.optimizers.agn import AGNOptimizer as AGNOptimizer
+    from tf_xshard.optimizers.cross_shard import (
         CrossShardOptimizer as CrossShardOptimizer,
     )
-    from tf_xshard.optimizers.elementwise import elementwise as elementwise
-    from tf_xshard.optimizers.scalar_loss import ScalarLoss as ScalarLoss
-    from tf_xshard.optimizers.tower_optimizer import (
-        TowerOptimizer as TowerOptimizer,
-    )
-    from tf_xshard.optimizers.tower_train_step import (
+    from tf_xshard.optimizers.fit.scalar_loss import ScalarLoss as ScalarLoss
+    from tf_xshard.optimizers.fit.tower_train_step import (
         tower_train_step as tower_train_step,
+    )
+    from tf_xshard.optimizers.tower import TowerOptimizer as TowerOptimizer
+    from tf_xshard.optimizers.update.elementwise import (
+        elementwise as elementwise,
     )
     from tf_xshard.planning.communication_plan import (
         communication_plan as communication_plan,

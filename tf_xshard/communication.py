@@ -6,13 +6,7 @@ import dataclasses
 from typing import Any
 
 from tf_xshard import checks
-
-_DTYPES = (None, "bfloat16", "float16", "float32", "float64", "int8")
-_ROUNDINGS = ("nearest", "stochastic")
-# Half the distance from 1 to the next number: the error of one rounding.
-_WITH_FEEDBACK = ("int8", "bfloat16", "float16")
-_UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-_MAX_SUM_ERROR = 1 / 16
+from tf_xshard import wire_formats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,15 +72,16 @@ class Communication:
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
+        usable = wire_formats.usable()
         if self.dtype is not None and not isinstance(self.dtype, str):
             raise TypeError(
                 "Communication(dtype=...) must be a string or None, got"
-                f" {self.dtype!r}. Supported: {_DTYPES}."
+                f" {self.dtype!r}. Supported: {usable}."
             )
-        if self.dtype not in _DTYPES:
+        if self.dtype not in usable:
             raise ValueError(
                 f"Communication(dtype={self.dtype!r}) is not supported."
-                f" Supported: {_DTYPES}."
+                f" Supported: {usable}."
             )
         for name in ("bytes_per_bucket", "buckets_in_flight"):
             value = checks.positive_integer(
@@ -97,19 +92,19 @@ class Communication:
             "Communication(timeout_seconds=...)", self.timeout_seconds
         )
         checks.boolean("Communication(error_feedback=...)", self.error_feedback)
-        if self.error_feedback and self.dtype not in _WITH_FEEDBACK:
+        formats = wire_formats.TABLE.values()
+        if self.error_feedback and not wire_formats.TABLE[self.dtype].loses:
             raise ValueError(
                 "Communication(error_feedback=True) keeps what a smaller dtype"
                 f" loses, got dtype={self.dtype!r}. Use one of"
-                f" {_WITH_FEEDBACK}."
+                f" {tuple(one.dtype for one in formats if one.loses)}."
             )
-        if self.rounding not in _ROUNDINGS or (
-            self.rounding == "stochastic" and self.dtype != "int8"
-        ):
+        if self.rounding not in wire_formats.TABLE[self.dtype].roundings:
+            known = {r: one.dtype for one in formats for r in one.roundings}
             raise ValueError(
                 f"Communication(rounding={self.rounding!r}) is not supported"
-                f" with dtype={self.dtype!r}. Supported: {_ROUNDINGS}, of which"
-                ' "stochastic" needs dtype="int8".'
+                f" with dtype={self.dtype!r}. Supported: {tuple(known)}, of"
+                ' which "stochastic" needs dtype="int8".'
             )
 
     def dtype_of_sum(self, dtype: str, group_size: int) -> str:
@@ -130,12 +125,7 @@ class Communication:
         >>> [slow_network.dtype_of_sum("float32", size) for size in (16, 17)]
         ['bfloat16', 'float32']
         """
-        if self.dtype is None:
-            return dtype
-        error = group_size * _UNIT_ROUNDOFF.get(self.dtype, 0.0)
-        if error <= _MAX_SUM_ERROR:
-            return self.dtype
-        return dtype if dtype in _UNIT_ROUNDOFF else "float32"
+        return wire_formats.TABLE[self.dtype].dtype_of_sum(dtype, group_size)
 
     def exact(self) -> Communication:
         """The same for values that must arrive as they are.
@@ -168,9 +158,7 @@ class Communication:
         >>> tf_xshard.Communication(dtype="int8").dtype_of_rows("float32")
         'float32'
         """
-        if self.dtype is None or self.dtype == "int8":
-            return dtype
-        return self.dtype
+        return wire_formats.TABLE[self.dtype].dtype_of_rows(dtype)
 
     def get_config(self) -> dict:
         """The arguments as a dict, for serialization.

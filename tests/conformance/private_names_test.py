@@ -13,15 +13,16 @@ import tensorflow as tf
 
 from tests.support import paths
 from tests.support import replicas
-from tf_xshard.private import checkpointed
-from tf_xshard.private import keras_moving_averages
-from tf_xshard.private import keras_optimizer_state
-from tf_xshard.private import keras_optimizers
-from tf_xshard.private import keras_saving
 from tf_xshard.private import names
-from tf_xshard.private import tensorflow as private_tensorflow
-from tf_xshard.private import tensorflow_v1  # noqa: F401
-from tf_xshard.private import tpu_simulation  # noqa: F401
+from tf_xshard.private.jax import tpu_simulation  # noqa: F401
+from tf_xshard.private.keras import local_optimizers
+from tf_xshard.private.keras import moving_averages
+from tf_xshard.private.keras import optimizer_state
+from tf_xshard.private.keras import saving as keras_saving
+from tf_xshard.private.keras import wrapper_internals
+from tf_xshard.private.tensorflow import runtime
+from tf_xshard.private.tensorflow import tracing
+from tf_xshard.private.tensorflow import v1 as tensorflow_v1  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,11 @@ def test_names(declared):
 
 def test_every_module_is_declared_here():
     """Otherwise a new module's names would not be tested."""
+    private = pathlib.Path(names.__file__).parent
     modules = {
-        f"tf_xshard.private.{path.stem}"
-        for path in pathlib.Path(names.__file__).parent.glob("*.py")
-        if "PrivateNames(" in path.read_text() and path.stem != "names"
+        f"tf_xshard.private.{path.parent.name}.{path.stem}"
+        for path in private.glob("*/*.py")
+        if "PrivateNames(" in path.read_text()
     }
     assert modules <= set(sys.modules)
 
@@ -96,7 +98,7 @@ for call, feature, name in (
     (lambda: tf_xshard.multi_worker_fit().__enter__(),
      "multi_worker_fit", "reduce_per_replica"),
     (lambda: tf_xshard.compat.v1, "compat.v1", "_SUMMARY_WRITER_INIT"),
-    (lambda: tf_xshard.private.keras_shards.NAMES.check(),
+    (lambda: tf_xshard.private.keras.shards.NAMES.check(),
      "shard_update=True", "_shared_name"),
 ):
     error = error_of(call)
@@ -138,10 +140,10 @@ def _uses_merge_call(function):
 def test_every_method_with_merge_call_is_overridden():
     """A new one would fail inside tf.cond, where optimizers are local."""
     cases = (
-        (keras_optimizers._TFOptimizer, keras_optimizers._Local),
+        (local_optimizers._TFOptimizer, local_optimizers._Local),
         (
             keras.optimizers.LossScaleOptimizer,
-            keras_optimizers._LocalLossScale,
+            local_optimizers._LocalLossScale,
         ),
     )
     found = {
@@ -157,9 +159,9 @@ def test_every_method_with_merge_call_is_overridden():
 
 def test_keras_sums_in_one_place_only():
     """A sum that a new Keras adds elsewhere would be a second one."""
-    source = inspect.getsource(keras_optimizers._TFOptimizer)
+    source = inspect.getsource(local_optimizers._TFOptimizer)
     assert source.count(".all_reduce(") == 1
-    base = inspect.getsource(keras_optimizers._BaseOptimizer)
+    base = inspect.getsource(local_optimizers._BaseOptimizer)
     assert "all_reduce" not in base
 
 
@@ -167,8 +169,8 @@ def test_attributes_of_instances():
     optimizer = keras.optimizers.SGD(use_ema=True)
     optimizer.build([keras.Variable(1.0)])
     for name in (
-        *keras_optimizer_state.KERAS_PRIVATE_ATTRIBUTES,
-        *keras_moving_averages.KERAS_PRIVATE_ATTRIBUTES,
+        *optimizer_state.KERAS_PRIVATE_ATTRIBUTES,
+        *moving_averages.KERAS_PRIVATE_ATTRIBUTES,
     ):
         assert hasattr(optimizer, name), name
     with replicas.mirrored(2).scope():
@@ -210,7 +212,7 @@ def test_a_node_shows_its_position(tmp_path):
 
     class Node(tf.Module):
         def _checkpoint_adapter(self, path):
-            seen.append(sys._getframe(1).f_locals[checkpointed._POSITION])
+            seen.append(sys._getframe(1).f_locals[wrapper_internals._POSITION])
 
     node = Node()
     node.variable = tf.Variable(1.0)
@@ -241,7 +243,7 @@ def test_graphs_of_control_flow():
     branch, body = seen[0], seen[-1]
     assert branch.is_control_flow_graph and body.is_control_flow_graph
     assert not branch.outer_graph.is_control_flow_graph
-    assert type(body) is private_tensorflow._REPLICAS.loop_body
+    assert type(body) is tracing._REPLICAS.loop_body
     assert type(branch) is not type(body)
 
 
@@ -249,7 +251,7 @@ def test_in_xla():
     seen = []
 
     def function():
-        seen.append(private_tensorflow.in_xla())
+        seen.append(tracing.in_xla())
 
     tf.function(function, jit_compile=True).get_concrete_function()
     tf.function(function).get_concrete_function()
@@ -272,9 +274,9 @@ def test_what_threads_do():
         looker = threading.Thread(
             target=lambda: seen.append(
                 (
-                    private_tensorflow.a_function_runs(),
-                    private_tensorflow.a_function_uses(captured),
-                    private_tensorflow.a_function_uses(other),
+                    runtime.a_function_runs(),
+                    runtime.a_function_uses(captured),
+                    runtime.a_function_uses(other),
                 )
             )
         )

@@ -368,7 +368,9 @@ def test_refused_settings(kwargs, match):
 
 def test_refused_places():
     with replicas.tpu(2).scope():
-        with pytest.raises(ValueError, match="can't be used under TPUStrategy"):
+        with pytest.raises(
+            ValueError, match=r"can't be used under \w*TPUStrategy"
+        ):
             _optimizer()
     strategy = replicas.mirrored(2)
     with pytest.raises(ValueError, match="only an optimizer has"):

@@ -13,7 +13,7 @@ import tf_xshard
 from tests.support import replicas
 from tests.support import training
 from tests.support.versions import needs_multi_optimizer
-from tf_xshard.optimizers import save_warning
+from tf_xshard.optimizers.saving import warning
 
 O = keras.optimizers  # noqa: E741
 
@@ -349,7 +349,7 @@ def test_a_save_that_loses_something_says_so_once(
 ):
     lines = []
     monkeypatch.setattr(
-        save_warning.logging,
+        warning.logging,
         "warning",
         lambda text, *arguments: lines.append(text % arguments),
     )
@@ -381,7 +381,7 @@ def test_a_save_that_loses_nothing_says_nothing(tmp_path, monkeypatch):
     """Groups that do not differ: before training, and merged."""
     lines = []
     monkeypatch.setattr(
-        save_warning.logging,
+        warning.logging,
         "warning",
         lambda text, *arguments: lines.append(text % arguments),
     )

@@ -32,7 +32,7 @@ _EXEMPT = {
     ("tf_xshard.collectives.transport", "..."): (
         "callers ask for `gathers` before they gather"
     ),
-    ("tf_xshard.compat.v1.cross_shard_optimizer", "..."): (
+    ("tf_xshard.compat.v1.optimizers.cross_shard", "..."): (
         "GroupAssignment's own text, in an error of the original's type"
     ),
     ("tf_xshard.compat.v1.tensorflow", "..."): (
@@ -41,11 +41,11 @@ _EXEMPT = {
     ("tf_xshard.private.names", "..."): (
         "for Python, which asks for names such as __wrapped__"
     ),
-    ("tf_xshard.private.keras_moving_averages", "..."): (
+    ("tf_xshard.private.keras.moving_averages", "..."): (
         "what `refuse_swapped_averages` got"
     ),
     (
-        "tf_xshard.private.keras_moving_averages",
+        "tf_xshard.private.keras.moving_averages",
         "_model_variables_moving_average",
     ): "for hasattr",
     ("tf_xshard.testing.compiled_hlo", "... has no ...: ..."): (

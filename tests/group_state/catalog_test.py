@@ -8,8 +8,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import group_training
 from tests.support import replicas
-from tf_xshard.group_state import catalog
-from tf_xshard.group_state import walk
+from tf_xshard.group_state import inventory
 
 TWO, FOUR = [[0, 1], [2, 3]], [[0], [1], [2], [3]]
 
@@ -108,13 +107,13 @@ def trained():
 def test_one_walk_over_the_model_for_each_call(name, trained, monkeypatch):
     state = tf_xshard.GroupState(trained)
     walked = []
-    held = walk.held
+    held = inventory.held
 
     def counting(holder):
         walked.append(holder)
         return held(holder)
 
-    monkeypatch.setattr(walk, "held", counting)
+    monkeypatch.setattr(inventory, "held", counting)
     if name == "evaluate":
         state.evaluate(group_training.data(16))
     elif name == "predict":
@@ -126,7 +125,7 @@ def test_one_walk_over_the_model_for_each_call(name, trained, monkeypatch):
 
 def test_a_catalog_is_frozen():
     variable = keras.Variable(1.0)
-    made = catalog.of([variable])
+    made = inventory.of([variable])
     with pytest.raises(AttributeError):
         made.groups = None
     [entry] = made.entries

@@ -20,7 +20,7 @@ from tests.support import forked
 from tests.support import group_training
 from tests.support import replicas
 from tests.support import seeds
-from tf_xshard.group_state import checkpoint_files
+from tf_xshard.group_state.checkpoint import files
 
 ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 
@@ -60,7 +60,7 @@ def test_restored_to_the_bit(kind, optimizer, tmp_path):
 def test_what_replicas_share_is_saved_once(tmp_path):
     model = group_training.trained(replicas.mirrored(4))
     tf_xshard.GroupState(model).save(tmp_path)
-    manifest = checkpoint_files.read_manifest(str(tmp_path))
+    manifest = files.read_manifest(str(tmp_path))
     for one in manifest["variables"]:
         owners = one["owners"]
         if one["kind"] == "statistic":
@@ -198,7 +198,7 @@ def test_foreign_directories_are_refused(small, tmp_path):
             {"format": "tf_xshard group state", "version": 2, **change}
         )
         outer = {
-            "sha256": checkpoint_files._checksum_of(inner.encode()),
+            "sha256": files._checksum_of(inner.encode()),
             "manifest": inner,
         }
         (tmp_path / "manifest.json").write_text(json.dumps(outer))
@@ -418,7 +418,7 @@ def test_two_writers(remove, tmp_path):
         for step in range(_NUM_ROUNDS):
             state.save(directory, epoch=value, step=step)
             if remove and step % 5 == 0:
-                checkpoint_files.remove(str(directory))
+                files.remove(str(directory))
 
     state, weight = _own_state(0)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -434,8 +434,8 @@ def test_a_writer_that_does_not_end(monkeypatch, tmp_path):
     state, weight = _own_state(1)
     state.save(tmp_path, step=1)
     weight.assign(np.zeros(64))
-    monkeypatch.setattr(checkpoint_files, "LOCK_SECONDS", 0.2)
-    with checkpoint_files.locked(str(tmp_path)):
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.2)
+    with files.locked(str(tmp_path)):
         with pytest.raises(TimeoutError, match="Another job or thread has"):
             state.save(tmp_path, step=2)
     assert state.restore(tmp_path).step == 1
@@ -444,7 +444,7 @@ def test_a_writer_that_does_not_end(monkeypatch, tmp_path):
 
 def test_without_locks_only_the_replaced_save_is_removed(monkeypatch, tmp_path):
     """As in an object store."""
-    monkeypatch.setattr(checkpoint_files, "_has_locks", lambda directory: False)
+    monkeypatch.setattr(files, "_has_locks", lambda directory: False)
     state, _ = _own_state(1)
     state.save(tmp_path, step=1)
     # Another job is writing this file.

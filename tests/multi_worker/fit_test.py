@@ -13,8 +13,8 @@ from tests.support import replicas
 from tests.support import training
 from tf_xshard.collectives import watchdog
 from tf_xshard.multi_worker import fit
-from tf_xshard.private import keras_training_loops
 from tf_xshard.private import names
+from tf_xshard.private.keras import multi_worker_patches
 
 
 def _places():
@@ -123,7 +123,7 @@ def test_a_keras_without_sources_is_said_so(monkeypatch):
 
 def test_the_sources_are_known():
     states = {
-        name: keras_training_loops.state_of(name, function)
+        name: multi_worker_patches.state_of(name, function)
         for name, function in (
             ("_maybe_symbolic_build", _places()[0]),
             ("reduce_per_replica", _places()[1]),

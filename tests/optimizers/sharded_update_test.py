@@ -13,8 +13,8 @@ from tests.support import replicas
 from tests.support import sharded
 from tf_xshard.collectives import subgroups
 from tf_xshard.distribute import shards
-from tf_xshard.private import keras_sharded_updates
-from tf_xshard.reduction import group_sum
+from tf_xshard.optimizers.update import clipping
+from tf_xshard.private.keras import sharded_updates
 
 O = keras.optimizers  # noqa: E741
 
@@ -443,13 +443,13 @@ MUTANTS = {
     "order": (subgroups.Subgroups, "all_gather", _reversed_gather, "adam"),
     "padding": (shards.Layout, "join", _with_padding, "adam"),
     "norm_of_a_shard": (
-        group_sum.GroupReducer,
-        "sum_over_group",
-        lambda self, tensor, site: tensor,
+        clipping,
+        "_sum_over_group",
+        lambda reducer, groups, num_variables, squares: squares,
         "global_clipnorm",
     ),
     "decay": (
-        keras_sharded_updates.UpdatesShards,
+        sharded_updates.UpdatesShards,
         "_var_key",
         None,
         "decay_but_list",
@@ -464,7 +464,7 @@ def test_mutants_are_noticed(name, monkeypatch):
         _check_exclusion_by_list()
         # The shards' own keys, which the user never named.
         wrong = lambda self, variable: super(
-            keras_sharded_updates.UpdatesShards, self
+            sharded_updates.UpdatesShards, self
         )._var_key(getattr(variable, "shards", variable))
         monkeypatch.setattr(owner, attribute, wrong)
         with pytest.raises(AssertionError):

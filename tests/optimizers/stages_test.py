@@ -7,22 +7,17 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tf_xshard import reductions
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import hooks
-from tf_xshard.optimizers import inner_update
-from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import stack
 from tf_xshard.reduction import gradients
-from tf_xshard.reduction import group_sum
 from tf_xshard.reduction import loss_scaling
+from tf_xshard.reduction import reducer
 
 GROUPS = [[0, 2], [1, 3]]
-
-
-def _reducer(groups=GROUPS):
-    return group_sum.GroupReducer(
-        tf_xshard.GroupAssignment(groups), tf_xshard.Communication()
-    )
 
 
 def test_standardized():
@@ -87,33 +82,33 @@ def test_hooks_see_unscaled_gradients():
         seen.extend(float(g) for g, _ in pairs)
         return [(g + 1.0, v) for g, v in pairs]
 
-    found = hooks.Hook("pre_reduce", hook)(
-        [tf.constant(6.0), None],
-        [variable, keras.Variable(1.0)],
-        scale_loss=lambda loss: loss * 8.0,
-        multiplier=4,
+    batch = gradients.GradientBatch(
+        [tf.constant(6.0), None], [variable, keras.Variable(1.0)], scale=4
     )
+    found = hooks.Hook("pre_reduce", hook)(batch, lambda loss: loss * 8.0)
     assert seen == [3.0]  # 6 * 4 / 8
-    assert float(found[0]) == 8.0 and found[1] is None  # (3 + 1) * 8 / 4
+    # (3 + 1) * 8 / 4
+    assert float(found.values[0]) == 8.0 and found.values[1] is None
+    assert found.scale == 4
     # Nothing is asked of the optimizer where there is no hook.
-    assert hooks.Hook("x", None)([1.0], [variable], None) == [1.0]
+    assert hooks.Hook("x", None)(batch, None) is batch
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @replicas.on_every_strategy
 def test_the_reducer(kind, reduction):
-    reducer = _reducer()
+    own = reducer.GradientReducer(tf_xshard.Communication())
     variables = [keras.Variable(np.zeros([2], "float32")) for _ in range(2)]
 
     def on_replica(x):
-        [total, none] = reducer.reduce(
-            [x, None],
-            variables,
+        batch, carry = own.all_reduce(
+            gradients.GradientBatch([x, None], variables, scale=4),
             site_lib.current(),
-            reduction,
-            multiplier=4,
+            tf_xshard.GroupAssignment(GROUPS),
+            reductions.TABLE[reduction],
         )
-        assert none is None
+        [total, none] = batch.values
+        assert none is None and carry is None and batch.scale == 1
         return total
 
     found = replicas.run(kind, on_replica)
@@ -127,12 +122,10 @@ def test_the_finite_vote(kind):
     """One replica of another group has an overflow: none is finite."""
 
     def on_replica(x):
-        vote = loss_scaling.FiniteVote(
-            site_lib.current(), tf_xshard.Communication()
+        finite = loss_scaling.all_replicas_finite(
+            [x, None], site_lib.current(), tf_xshard.Communication()
         )
-        vote.note([x])
-        vote.note([None])
-        [kept] = vote.apply([tf.ones([2])])
+        [kept] = loss_scaling.nan_unless(finite, [tf.ones([2])])
         return kept
 
     def overflow(context):
@@ -145,26 +138,31 @@ def test_the_finite_vote(kind):
     assert np.isnan(poisoned).all()
 
 
-def test_statistics_are_split_off():
+def test_roles():
     weight, statistic = keras.Variable(1.0), keras.Variable(2.0)
     statistic.overwrite_with_gradient = True
-    ours, variables, others = inner_update.split_statistics(
-        ["g", "s", None], [weight, statistic, weight]
-    )
-    assert ours == ["g", None] and variables == [weight, weight]
-    assert others.values == ["s"] and others.variables == [statistic]
+    role_of = variable_role.role_of
+    assert role_of(weight) is variable_role.TRAINED
+    assert role_of(weight.value) is variable_role.TRAINED
+    assert role_of(statistic) is variable_role.OVERWRITTEN
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        own = keras.Variable(0.0, synchronization="on_read", aggregation="sum")
+    assert role_of(own) is variable_role.LOCAL
+    kinds = [variable_role.kind_of_state(v) for v in (weight, statistic, own)]
+    assert kinds == ["weight", "statistic", "local"]
 
 
 def test_the_walker():
     sgd = keras.optimizers.SGD()
     agn = tf_xshard.AGNOptimizer(sgd, local_optimizer=keras.optimizers.Adam())
     outer = tf_xshard.CrossShardOptimizer(agn)
-    assert list(tree.descendants(outer)) == [outer, agn, sgd]
-    assert list(tree.with_local_optimizers(outer)) == [
+    assert list(stack.descendants(outer)) == [outer, agn, sgd]
+    assert list(stack.with_local_optimizers(outer)) == [
         outer,
         agn,
         agn.local_optimizer,
         sgd,
     ]
-    assert tree.wrappers(outer) == [outer, agn]
-    assert not tree.has_loss_scale_optimizer(outer)
+    assert stack.wrappers(outer) == [outer, agn]
+    assert not stack.has_loss_scale_optimizer(outer)

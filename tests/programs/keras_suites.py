@@ -30,7 +30,7 @@ from tests.support import device_iterators
 from tests.support import eager_operations
 from tests.support import iterators
 from tests.support import stack_traces
-from tf_xshard.optimizers import wrapper
+from tf_xshard.optimizers import base
 
 eager_operations.not_as_functions()
 iterators.without_autotuning()
@@ -252,7 +252,7 @@ def main(kind, strategy_name, path):
     )
     owner = keras.optimizers.Optimizer
     if not is_plain:
-        owner = wrapper.OptimizerWrapper
+        owner = base.GradientWrapper
         _compile_wraps(plugin.wrap)
         _forward_what_is_not_public(owner)
     if strategy is not None:

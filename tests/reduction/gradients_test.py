@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
-from tf_xshard.optimizers import inner_update
+from tf_xshard.optimizers.update import whole
 
 SGD = keras.optimizers.SGD
 
@@ -114,10 +114,10 @@ def test_the_reduced_gradient_is_clipped_as_by_the_inner_optimizer():
 @pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad", "Ftrl"])
 def test_rows_that_occur_twice_are_logged_once(name, monkeypatch):
     """And the result is that of the dense gradient, which plain Keras has."""
-    inner_update._log_summed_rows.cache_clear()
+    whole._log_summed_rows.cache_clear()
     logged = []
     monkeypatch.setattr(
-        inner_update.logging, "warning", lambda text, *args: logged.append(args)
+        whole.logging, "warning", lambda text, *args: logged.append(args)
     )
     optimizer_class = getattr(keras.optimizers, name)
     slices = tf.IndexedSlices(

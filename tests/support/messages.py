@@ -18,7 +18,7 @@ _REPORTERS = {
     "Assert": (1, ""),
     "assert_equal": (2, ""),
     "PreventGradient": (None, ""),
-    # Later raised by `private.keras_moving_averages`.
+    # Later raised by `private.keras.moving_averages`.
     "refuse_swapped_averages": (1, ""),
     "_say": (0, "tf_xshard launch: "),
 }

@@ -6,23 +6,23 @@ import numpy as np
 
 from tf_xshard import group_assignment
 from tf_xshard.reduction import gradients
-from tf_xshard.reduction import group_sum
+from tf_xshard.reduction import reducer
 
 _scaled = gradients.scaled
-_sum = group_sum.GroupReducer.sum
+_sum = reducer.GradientReducer.sum
 
 
 def _with_groups(changed):
     """Sums over other groups than those of the optimizer."""
 
-    def wrong(reducer, *args):
-        groups = changed(reducer.group_assignment)
-        other = group_sum.GroupReducer(groups, reducer.communication)
-        # Each replica makes one, but they use collectives as one.
-        other.owner = reducer.owner
-        return _sum(other, *args)
+    def wrong(self, batch, site, groups, carry=None, **kwargs):
+        return _sum(self, batch, site, changed(groups), carry, **kwargs)
 
     return wrong
+
+
+def _all(groups):
+    return groups.single(groups.num_replicas)
 
 
 def _contiguous(groups):
@@ -43,7 +43,7 @@ def _rows_as_columns(groups):
 
 def _replaced(num_replicas):
     """Owner, attribute and what it is instead."""
-    reducer = group_sum.GroupReducer
+    of = reducer.GradientReducer
     return {
         "factor_2": (gradients, "scaled", lambda g, f: _scaled(g, f * 2)),
         "factor_1_n": (
@@ -51,11 +51,11 @@ def _replaced(num_replicas):
             "scaled",
             lambda g, f: _scaled(g, f / num_replicas),
         ),
-        "no_reduction": (reducer, "sum", lambda self, g, *_: list(g)),
-        "groups_ignored": (reducer, "sum", _with_groups(lambda groups: None)),
-        "contiguous": (reducer, "sum", _with_groups(_contiguous)),
-        "strided": (reducer, "sum", _with_groups(_strided)),
-        "rows_as_columns": (reducer, "sum", _with_groups(_rows_as_columns)),
+        "no_reduction": (of, "sum", lambda self, b, *_, **__: (b, None)),
+        "groups_ignored": (of, "sum", _with_groups(_all)),
+        "contiguous": (of, "sum", _with_groups(_contiguous)),
+        "strided": (of, "sum", _with_groups(_strided)),
+        "rows_as_columns": (of, "sum", _with_groups(_rows_as_columns)),
     }
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.support import xla_compilation
 from tf_xshard import testing
-from tf_xshard.private import keras_shards
+from tf_xshard.private.keras import shards as keras_shards
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.private import keras_shards
+from tf_xshard.private.keras import shards as keras_shards
 
 NUM_STEPS = 20
 # Sizes around the number of replicas, a scalar, an empty variable.

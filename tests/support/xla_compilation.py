@@ -7,7 +7,7 @@ seconds. Programs that tests start have XLA's optimizations.
 import functools
 import importlib.metadata
 
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 
 _OPTIONS: dict[str, object] = {"xla_backend_optimization_level": 0}
 if importlib.metadata.version("jax").startswith("0.10."):

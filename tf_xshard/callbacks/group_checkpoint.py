@@ -13,10 +13,10 @@ from absl import logging
 
 from tf_xshard import checks
 from tf_xshard import group_relations
-from tf_xshard.group_state import checkpoint
-from tf_xshard.group_state import checkpoint_files
 from tf_xshard.group_state import state
-from tf_xshard.private import keras_models
+from tf_xshard.group_state.checkpoint import checkpoint
+from tf_xshard.group_state.checkpoint import files
+from tf_xshard.private.keras import fit_internals
 
 _NAMES = re.compile(r"epoch-(\d{5,})-step-(\d{8,})/?")
 
@@ -155,7 +155,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
             regroup = self._regroup
         self._state.restore(last, regroup=regroup)
         logging.info("Restored %s: %s", last, position)
-        keras_models.start_at_epoch(self.model, position.epoch)
+        fit_internals.start_at_epoch(self.model, position.epoch)
         self._num_to_skip = position.step
         self._restored_metrics = [
             (variable, replicas.local(variable))
@@ -172,13 +172,13 @@ class GroupCheckpoint(keras.callbacks.Callback):
         del logs
         self._epoch = epoch
         # `fit` has read it; reset it now, in case `fit` ends in an error.
-        keras_models.start_at_epoch(self.model, None)
+        fit_internals.start_at_epoch(self.model, None)
         if not self._num_to_skip:
             return
         # Keras has just reset the metrics.
         for variable, values in self._restored_metrics:
             self._state.replicas.assign(variable, values)
-        keras_models.skip_steps(self.model, self._num_to_skip)
+        fit_internals.skip_steps(self.model, self._num_to_skip)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Saves if `every` batches have passed.
@@ -213,7 +213,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
-        keras_models.start_at_epoch(self.model, None)
+        fit_internals.start_at_epoch(self.model, None)
         self._state = None
 
     def _save(self, epoch: int, step: int) -> None:
@@ -235,7 +235,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         kept = {newest, *saves[-keep:]}
         for other in set(_all_saves(self._directory)) - kept:
             # An incomplete one may be another job's, which will complete it.
-            checkpoint_files.remove(other, unless_saved=other not in saves)
+            files.remove(other, unless_saved=other not in saves)
 
 
 def _all_saves(directory: str) -> list[str]:
@@ -251,9 +251,7 @@ def _all_saves(directory: str) -> list[str]:
 
 
 def _saves(directory: str) -> list[str]:
-    return [
-        one for one in _all_saves(directory) if checkpoint_files.has_save(one)
-    ]
+    return [one for one in _all_saves(directory) if files.has_save(one)]
 
 
 def _last_save(directory: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tf_xshard import checks
-from tf_xshard.group_state import evaluation
+from tf_xshard.group_state import evaluate
 from tf_xshard.group_state import state
 
 
@@ -55,7 +55,7 @@ class GroupValidation(keras.callbacks.Callback):
         steps: int | None = None,
     ) -> None:
         super().__init__()
-        evaluation.refuse_generator(data)
+        evaluate.refuse_generator(data)
         self._data = data
         self._every = checks.count("every", every)
         self._options = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import stack
 
 
 class SwapCenterWeights(keras.callbacks.Callback):
@@ -58,7 +58,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         del logs
         found = [
             one
-            for one in tree.descendants(self.model.optimizer)
+            for one in stack.descendants(self.model.optimizer)
             if hasattr(one, "show_center")
         ]
         if not found:

@@ -14,6 +14,18 @@ and its `Communication`, with `sum`, `gather` and `check_dtype`. Imports
 | TPU, one group of all | `cross_replica_sum`, over all |
 | TPU with a device assignment | `cross_replica_sum`, in groups |
 | TPU without one | `one_hot` |
+
+- `transport`: the one signature of every path.
+- `subgroups`: `CollectiveReduceV2` with one group key per group.
+- `merge_call`: a sum per group in cross-replica context.
+- `one_hot`: the strategy's own all-reduce over a stack.
+- `cross_replica_sum`: the TPU's own operation.
+- `process_gather`: bytes from every process, outside of a step.
+- `watchdog`: a timeout for every collective.
+- `counters`: counts operations and bytes while they run.
+- `recorder`: records operations while a step is traced.
+- `runtime_variables`: variables for one runtime context of TensorFlow.
+- `owners`: distinct numbers for what runs collectives.
 """
 
 from __future__ import annotations
@@ -28,7 +40,7 @@ from tf_xshard.collectives import one_hot
 from tf_xshard.collectives import subgroups
 from tf_xshard.collectives import transport
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private.tensorflow import tracing
 
 
 def choose(
@@ -70,7 +82,7 @@ def _path(
     assert site.kind == "tpu", site.kind
     if groups.num_groups == 1:
         return cross_replica_sum.OverAllReplicas
-    if private_tensorflow.has_device_assignment(site.strategy):
+    if tracing.has_device_assignment(site.strategy):
         return cross_replica_sum.InGroups
     cross_replica_sum.warn_about_the_slow_path()
     return one_hot.OneHotOnTPU

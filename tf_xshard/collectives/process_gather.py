@@ -14,7 +14,7 @@ from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private.tensorflow import cluster
 
 _rounds: dict[str, int] = {}
 _lock = threading.Lock()
@@ -64,15 +64,13 @@ class ProcessGather:
             number = _rounds.get(what, 0)
         prefix = f"tf_xshard/rendezvous/{what}"
         own = f"{prefix}/{number}/{self.rank}"
-        private_tensorflow.publish(own, "")
+        cluster.publish(own, "")
         timeout_seconds = self._communication.timeout_seconds
         for rank in range(self.num_processes):
             try:
-                private_tensorflow.lookup(
-                    f"{prefix}/{number}/{rank}", timeout_seconds
-                )
+                cluster.lookup(f"{prefix}/{number}/{rank}", timeout_seconds)
             except tf.errors.OpError as error:
-                private_tensorflow.withdraw(own)
+                cluster.withdraw(own)
                 raise RuntimeError(
                     f"{what}: worker {rank} did not do so within"
                     f" {timeout_seconds} seconds (Communication."
@@ -84,7 +82,7 @@ class ProcessGather:
             _rounds[what] = number + 1
         if number:
             # All have left the previous round.
-            private_tensorflow.withdraw(f"{prefix}/{number - 1}/{self.rank}")
+            cluster.withdraw(f"{prefix}/{number - 1}/{self.rank}")
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Gathers a payload from every process, by rank. Collective.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private.tensorflow import runtime
 
 _lock = threading.Lock()
 _handles: dict[tuple[str, str], tf.Tensor] = {}
@@ -36,9 +36,9 @@ def handle(
     """
     global _context
     with _lock:
-        if _context is not private_tensorflow.context():
+        if _context is not runtime.context():
             _handles.clear()
-            _context = private_tensorflow.context()
+            _context = runtime.context()
         if (device, name) not in _handles:
             _handles[device, name] = _created(device, name, dtype, shape)
         return _handles[device, name]

@@ -23,7 +23,7 @@ from tf_xshard.collectives import counters
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import runtime_variables
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private.tensorflow import runtime
 
 _LOOKS_PER_TIMEOUT = 20
 _MAX_SECONDS_BETWEEN_LOOKS = 5.0
@@ -146,9 +146,7 @@ class _Waiting:
             return False
         # A step that fails on one replica cancels the others' collectives, and
         # what runs now may be another function.
-        runs = self._graph is None or private_tensorflow.a_function_uses(
-            self._count
-        )
+        runs = self._graph is None or runtime.a_function_uses(self._count)
         return runs and self._read() == count
 
     def _read(self) -> int:
@@ -190,9 +188,7 @@ class WatchedBatch:
         Returns:
           A bool.
         """
-        if self._num_ended != num_ended or (
-            not private_tensorflow.a_function_runs()
-        ):
+        if self._num_ended != num_ended or (not runtime.a_function_runs()):
             self._num_ended, self._since = num_ended, now
         return now - self._since > self.timeout_seconds
 
@@ -252,7 +248,7 @@ class Watchdog:
           A `_Lane`.
         """
         key = device, lane, timeout_seconds
-        context = private_tensorflow.context()
+        context = runtime.context()
         with self._lock:
             if key not in self.lanes or self.lanes[key].context is not context:
                 spec = tf.DeviceSpec.from_string(device)
@@ -271,7 +267,7 @@ class Watchdog:
 
     def totals(self) -> counters.Totals:
         """What the collectives of this process have cost, of all replicas."""
-        context = private_tensorflow.context()
+        context = runtime.context()
         with self._lock:
             lanes = [
                 one for one in self.lanes.values() if one.context is context
@@ -304,7 +300,7 @@ class Watchdog:
     def _watch(self) -> None:
         clock = _Clock()
         while True:
-            context = private_tensorflow.context()
+            context = runtime.context()
             with self._lock:
                 # Variables of a context that was reset can't be read any more.
                 self._waiting = {
@@ -321,12 +317,12 @@ class Watchdog:
                 message = _overdue(waiting, lanes, batches, clock.seconds)
             except Exception as error:  # Without this thread, no timeout.
                 message = f"The watchdog of collectives failed: {error}"
-                if private_tensorflow.context() is not context:
+                if runtime.context() is not context:
                     message = None  # It was reset while the counters were read.
             if message:
                 message += " Restart the program."
                 logging.error(message)
-                private_tensorflow.abort_collectives(message)
+                runtime.abort_collectives(message)
                 return
             shortest = min(
                 [one.timeout_seconds for one in lanes]

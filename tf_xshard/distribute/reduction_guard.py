@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.keras import wrapper_calls
 
 _do_not_convert = tf.autograph.experimental.do_not_convert
 # Their merge_call is for variables, such as assigning one that all replicas
@@ -123,7 +124,7 @@ def _guarded_class(base: Any) -> type:
 
 @contextlib.contextmanager
 def guarded(optimizer: Any) -> Iterator[None]:
-    """A context in which an optimizer can't reduce over replicas.
+    """A context in which a wrapper calls an optimizer, which can't reduce.
 
     Args:
       optimizer: An optimizer that gets reduced gradients.
@@ -134,6 +135,12 @@ def guarded(optimizer: Any) -> Iterator[None]:
     Raises:
       TypeError: By what the optimizer calls to reduce.
     """
+    with wrapper_calls.inside(), _guarded(optimizer):
+        yield
+
+
+@contextlib.contextmanager
+def _guarded(optimizer: Any) -> Iterator[None]:
     current: Any = tf.distribute.get_replica_context()
     if current is None or current.strategy.num_replicas_in_sync == 1:
         yield

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.private import keras_shards
+from tf_xshard.private.keras import shards as keras_shards
 
 
 def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:

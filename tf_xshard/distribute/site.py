@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private.tensorflow import tracing
 
 _MULTI_WORKER = (
     tf.distribute.MultiWorkerMirroredStrategy,
@@ -291,10 +291,10 @@ def _replica_graph() -> tf.Graph | None:
     """
     if tf.executing_eagerly():
         return None
-    replica_graph = private_tensorflow.replica_graph()
+    replica_graph = tracing.replica_graph()
     graph = tf.compat.v1.get_default_graph()
     while graph is not replica_graph:
-        if private_tensorflow.is_loop_body(graph):
+        if tracing.is_loop_body(graph):
             # A collective's key contains the name of its loop, which differs
             # between replicas: they would wait forever.
             raise RuntimeError(

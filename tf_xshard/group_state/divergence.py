@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from tf_xshard.group_state import catalog as catalog_lib
-from tf_xshard.group_state import combine
-from tf_xshard.group_state import replica_values
+from tf_xshard.group_state import inventory
+from tf_xshard.group_state import merge
+from tf_xshard.group_state import replica_io
 from tf_xshard.group_state import table as table_lib
 
 
 def table(
-    catalog: catalog_lib.Catalog, replicas: replica_values.ReplicaValues
+    catalog: inventory.Catalog, replicas: replica_io.ReplicaValues
 ) -> table_lib.Table:
     """See `GroupState.divergence`. Collective."""
-    variables = catalog.variables(catalog_lib.LEARNED)
+    variables = catalog.variables(inventory.LEARNED)
     every = range(replicas.num_replicas)
     rows = table_lib.Table()
     for one, values in zip(
@@ -21,13 +21,13 @@ def table(
         strict=True,
     ):
         within = max(
-            combine.largest_difference([values[r] for r in members])
+            merge.largest_difference([values[r] for r in members])
             for members in catalog.groups
         )
-        between = combine.largest_difference(
-            combine.by_group(values, catalog.groups)
+        between = merge.largest_difference(
+            merge.by_group(values, catalog.groups)
         )
-        is_equal = one.kind in catalog_lib.EQUAL_IN_A_GROUP
+        is_equal = one.kind in inventory.EQUAL_IN_A_GROUP
         rows.append(
             {
                 "variable": one.name,
@@ -42,8 +42,8 @@ def table(
 
 
 def unequal(
-    catalog: catalog_lib.Catalog,
-    replicas: replica_values.ReplicaValues,
+    catalog: inventory.Catalog,
+    replicas: replica_io.ReplicaValues,
     repair: bool,
 ) -> table_lib.Table:
     """Finds unexpected differences between replicas of one group. Collective.
@@ -61,7 +61,7 @@ def unequal(
       A row for each such variable and group: `variable`, `group`, `replicas`
       (those that differ from the majority) and `largest_difference`.
     """
-    variables = catalog.variables(catalog_lib.EQUAL_IN_A_GROUP)
+    variables = catalog.variables(inventory.EQUAL_IN_A_GROUP)
     digests = replicas.digests([one.variable for one in variables])
     rows = table_lib.Table()
     for one, row in zip(variables, digests, strict=True):
@@ -70,7 +70,7 @@ def unequal(
             if len(set(own)) == 1:
                 continue
             [values] = replicas.gather([one.variable], members)
-            difference = combine.largest_difference(values)
+            difference = merge.largest_difference(values)
             if not difference:
                 continue
             most = max(own, key=own.count)

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.private import keras_models
-from tf_xshard.private import keras_optimizers
+from tf_xshard.private.keras import fit_internals
 
 
 class Ensemble(keras.Model):
@@ -27,21 +26,25 @@ class Ensemble(keras.Model):
 
     def __init__(self, model: keras.Model, num_members: int) -> None:
         super().__init__(name=f"{model.name}_ensemble")
-        with keras_optimizers.untracked():
-            self._of = model
-            self._variables_of = _ordered(model)
-            self._metrics_of = list(model.metrics)
-            self._members = [
-                [
-                    keras.Variable(
-                        tf.zeros(like.shape, like.dtype),
-                        dtype=like.dtype,
-                        trainable=False,
-                    )
-                    for like in self._variables_of
-                ]
-                for _ in range(num_members)
+        members = [
+            [
+                keras.Variable(
+                    tf.zeros(like.shape, like.dtype),
+                    dtype=like.dtype,
+                    trainable=False,
+                )
+                for like in _ordered(model)
             ]
+            for _ in range(num_members)
+        ]
+        for name, value in {
+            "_of": model,
+            "_variables_of": _ordered(model),
+            "_metrics_of": list(model.metrics),
+            "_members": members,
+        }.items():
+            # Keras would track them as parts of this model.
+            object.__setattr__(self, name, value)
         parameters = inspect.signature(model.call).parameters.values()
         self._options = (
             {"training": False}
@@ -116,7 +119,7 @@ class Ensemble(keras.Model):
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         outputs, losses = self._outputs_and_losses(x)
-        with keras_models.losses_instead(self._of, losses):
+        with fit_internals.losses_instead(self._of, losses):
             loss = self._of.compute_loss(
                 x=x,
                 y=y,
@@ -125,7 +128,7 @@ class Ensemble(keras.Model):
                 training=False,
             )
         num_rows = tf.shape(keras.tree.flatten(x)[0])[0]
-        keras_models.update_loss_metric(self._of, loss, num_rows)
+        fit_internals.update_loss_metric(self._of, loss, num_rows)
         return self._of.compute_metrics(x, y, outputs, sample_weight)
 
 

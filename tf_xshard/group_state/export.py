@@ -13,18 +13,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.group_state import catalog as catalog_lib
-from tf_xshard.group_state import evaluation
-from tf_xshard.group_state import replica_values
-from tf_xshard.group_state import walk
-from tf_xshard.optimizers import tree
-from tf_xshard.private import keras_models
+from tf_xshard.group_state import evaluate
+from tf_xshard.group_state import inventory
+from tf_xshard.group_state import replica_io
+from tf_xshard.optimizers import stack
+from tf_xshard.private.keras import fit_internals
 
 
 def export(
     model: keras.Model,
-    catalog: catalog_lib.Catalog,
-    replicas: replica_values.ReplicaValues,
+    catalog: inventory.Catalog,
+    replicas: replica_io.ReplicaValues,
     group: int,
     path: str | os.PathLike,
 ) -> None:
@@ -53,7 +52,7 @@ def export(
         if replicas.rank == 0:
             _save(plain, path)
 
-    evaluated = evaluation.GroupEvaluation(model, catalog, replicas)
+    evaluated = evaluate.GroupEvaluation(model, catalog, replicas)
     with (
         evaluated.with_weights_of(group),
         with_plain_optimizer(model, value_of) as plain,
@@ -88,7 +87,7 @@ def with_plain_optimizer(
     """
     optimizer = getattr(model, "optimizer", None)
     config = model.get_compile_config() if optimizer is not None else None
-    if not config or not tree.is_wrapper(optimizer):
+    if not config or not stack.is_wrapper(optimizer):
         yield model
         return
     innermost = _unwrapped(optimizer)
@@ -101,7 +100,7 @@ def with_plain_optimizer(
         plain.build(model.trainable_variables)
         for mine, its in _paired(innermost, plain):
             its.assign(value_of(mine))
-    with keras_models.compiled_with(model, plain, config):
+    with fit_internals.compiled_with(model, plain, config):
         yield model
 
 
@@ -110,9 +109,9 @@ def _paired(optimizer: Any, other: Any) -> Iterator[tuple]:
     # By name, since layers may have been frozen after the first was built, and
     # the exported optimizer has to fit the model as it is now.
     by_name = collections.defaultdict(list)
-    for variable in walk.of_optimizer(optimizer):
+    for variable in inventory.of_optimizer(optimizer):
         by_name[_last(variable)].append(variable)
-    for variable in walk.of_optimizer(other):
+    for variable in inventory.of_optimizer(other):
         if by_name[_last(variable)]:
             yield by_name[_last(variable)].pop(0), variable
 
@@ -123,7 +122,7 @@ def _last(variable: Any) -> str:
 
 def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:
     """The optimizer in a stack of wrappers that updates the model."""
-    while tree.is_wrapper(optimizer):
+    while stack.is_wrapper(optimizer):
         optimizer = getattr(
             optimizer, "local_optimizer", optimizer.inner_optimizer
         )

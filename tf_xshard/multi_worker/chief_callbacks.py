@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-from tf_xshard.private import keras_models
+from tf_xshard.private.keras import fit_internals
 
 _CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
@@ -43,7 +43,7 @@ def of_worker(
             # Keras 3 has no such attribute.
             if isinstance(
                 one, _CHIEF_ONLY
-            ) or keras_models.is_for_the_chief_only(one):
+            ) or fit_internals.is_for_the_chief_only(one):
                 continue
             if type(one) is keras.callbacks.BackupAndRestore:
                 one = keras.callbacks.BackupAndRestore(

@@ -16,7 +16,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import chief_callbacks
-from tf_xshard.private import keras_training_loops
+from tf_xshard.private.keras import multi_worker_patches
 from tf_xshard.reduction import buckets
 
 # The `Communication` of every call that has not been undone.
@@ -89,7 +89,7 @@ def multi_worker_fit(
     # Metrics are summed in their own dtype, to keep counts exact.
     communication = (communication or communication_lib.Communication()).exact()
     undo = (
-        keras_training_loops.replace(
+        multi_worker_patches.replace(
             _loop_of_worker, _mean_of_replicas, site_lib.spans_processes
         )
         if not _active

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_xshard.distribute import indexed_slices
-from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
 
 GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
@@ -39,63 +39,49 @@ class Hook:
                 " tf_xshard.clip_by_global_norm."
             )
 
-    def bound_to(
-        self, variables: Sequence, scale_loss: Callable[[float], Any]
-    ) -> Callable[[list], list] | None:
-        """The function for the gradients of some variables, or None.
-
-        Args:
-          variables: See `__call__`.
-          scale_loss: See `__call__`.
-        """
-        if self.function is None:
-            return None
-        return lambda gradients: self(gradients, variables, scale_loss)
-
     def __call__(
         self,
-        gradients: Sequence,
-        variables: Sequence,
+        batch: gradients_lib.GradientBatch,
         scale_loss: Callable[[float], Any],
-        multiplier: float = 1,
-    ) -> list:
+    ) -> gradients_lib.GradientBatch:
         """Calls the function on the gradients, unscaled.
 
-        It sees those that are present, times `multiplier` and divided by the
-        loss scale, 16-bit ones as float32. Its result is scaled back.
+        It sees those that are present, times the batch's factor and divided by
+        the loss scale, 16-bit ones as float32. Its result is scaled back.
 
         Args:
-          gradients: Tensors of the variables' shapes, IndexedSlices or None.
-          variables: The variables.
+          batch: The gradients.
           scale_loss: The optimizer's function that scales a loss.
-          multiplier: The factor that undoes a division of the loss.
 
         Returns:
-          A list like `gradients`.
+          A batch with the same factor.
 
         Raises:
           ValueError: If the function returns pairs for other variables.
         """
         if self.function is None:
-            return list(gradients)
+            return batch
         as_dtype = gradients_lib.as_dtype
         loss_scale = scale_loss(1.0)
 
         def unscaled(values: tf.Tensor) -> tf.Tensor:
             if values.dtype.size < 4:
                 values = tf.cast(values, tf.float32)
-            return values * (multiplier / as_dtype(loss_scale, values.dtype))
+            return values * (batch.scale / as_dtype(loss_scale, values.dtype))
 
         def scaled_again(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-            factor = as_dtype(loss_scale, values.dtype) / multiplier
+            factor = as_dtype(loss_scale, values.dtype) / batch.scale
             return tf.cast(values * factor, dtype)
 
-        present = [i for i, g in enumerate(gradients) if g is not None]
+        present = [i for i, g in enumerate(batch.values) if g is not None]
         given = [
-            (indexed_slices.map_values(unscaled, gradients[i]), variables[i])
+            (
+                indexed_slices.map_values(unscaled, batch.values[i]),
+                batch.variables[i],
+            )
             for i in present
         ]
-        function = private_tensorflow.as_called_by_user(self.function)
+        function = autograph.as_called_by_user(self.function)
         returned = [tuple(pair) for pair in function(list(given))]
         if len(returned) != len(given) or any(
             len(pair) != 2 or pair[1] is not variable
@@ -106,11 +92,11 @@ class Hook:
                 f" {len(given)} variables that it was given, in the same order;"
                 f" it returned {len(returned)} that do not match."
             )
-        result = list(gradients)
+        result = list(batch.values)
         for i, (gradient, _) in zip(present, returned, strict=True):
-            dtype = gradients[i].dtype
+            dtype = batch.values[i].dtype
             result[i] = indexed_slices.map_values(
                 lambda values, dtype=dtype: scaled_again(values, dtype),
                 gradient,
             )
-        return result
+        return batch.with_values(result)

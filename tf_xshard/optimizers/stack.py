@@ -1,129 +1,290 @@
-"""Decides which wrapper of a stack reduces, where, and which one undoes 1/N.
+"""A stack of nested optimizers: walks over it, and who does what in it.
 
-The decision depends on the outermost optimizer: one that was inside a
-TowerOptimizer may later be used alone. So each call of an outermost optimizer
-decides again.
+Who reduces, over which groups, and who undoes the 1/N of the loss depends on
+the outermost optimizer, and changes with it: an optimizer that was inside a
+TowerOptimizer may later be used alone. So a `StackPlan` is made for each call
+of an outermost optimizer, and nothing of it is kept on the optimizers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.optimizers import tree
+import keras
 
-# `root` is the outermost wrapper that runs in the thread.
-_thread = threading.local()
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
+from tf_xshard import reductions
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.keras import wrapper_calls
+
+
+def children(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """The optimizers that `optimizer` passes gradients to.
+
+    Args:
+      optimizer: A Keras optimizer, including wrappers (ours or Keras').
+
+    Yields:
+      The inner optimizer, or all of a MultiOptimizer's.
+    """
+    if hasattr(optimizer, "inner_optimizer"):
+        yield optimizer.inner_optimizer
+    elif hasattr(optimizer, "optimizers"):
+        yield from optimizer.optimizers
+
+
+def descendants(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """`optimizer` and every optimizer that its gradients can reach."""
+    yield optimizer
+    for child in children(optimizer):
+        yield from descendants(child)
+
+
+def with_local_optimizers(
+    optimizer: Any,
+) -> Iterator[keras.optimizers.Optimizer]:
+    """`descendants`, with local optimizers after each AGNOptimizer."""
+    for one in descendants(optimizer):
+        yield one
+        local = getattr(one, "local_optimizer", None)
+        if local is not None:
+            yield from descendants(local)
+
+
+def is_multi_optimizer(optimizer: Any) -> bool:
+    """Whether this is Keras' MultiOptimizer, which Keras 3.15 introduced."""
+    kind = getattr(keras.optimizers, "MultiOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Whether this is one of tf_xshard's own optimizers."""
+    return getattr(optimizer, "is_tf_xshard_wrapper", False)
+
+
+def wrappers(optimizer: Any) -> list[Any]:
+    """tf_xshard's own optimizers among `descendants`."""
+    return [one for one in descendants(optimizer) if is_wrapper(one)]
+
+
+def has_loss_scale_optimizer(optimizer: Any) -> bool:
+    """Whether a LossScaleOptimizer is among `descendants`."""
+    return any(
+        isinstance(one, keras.optimizers.LossScaleOptimizer)
+        for one in descendants(optimizer)
+    )
+
+
+def scales_loss_before_reduction(optimizer: Any) -> bool:
+    """Whether gradients reach a LossScaleOptimizer before a wrapper."""
+    if is_wrapper(optimizer):
+        return False
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or any(
+        scales_loss_before_reduction(child) for child in children(optimizer)
+    )
+
+
+def _unreduced(optimizer: Any) -> list[Any]:
+    """The innermost optimizers that no wrapper passes its gradients to."""
+    if is_wrapper(optimizer):
+        return []
+    found = list(children(optimizer))
+    if not found:
+        return [optimizer]
+    return [one for child in found for one in _unreduced(child)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """What a wrapper does in a stack.
+class _Part:
+    """What one wrapper does in a stack.
 
     Attributes:
-      is_outermost: Whether no other wrapper is around it, so that it undoes
-        what is undone once.
-      group_assignment: The groups over which it reduces; None for one group of
-        all replicas.
-      is_redundant: Whether another wrapper reduces in its place.
+      wrapper: The wrapper.
+      reduces: Whether it reduces gradients over replicas.
+      group_assignment: The groups over which it reduces, or would; None for one
+        group of all replicas.
     """
 
-    is_outermost: bool
+    wrapper: Any
+    reduces: bool
     group_assignment: group_assignment_lib.GroupAssignment | None
-    is_redundant: bool = False
 
 
-def places(root: Any) -> list[tuple[Any, Place]]:
-    """Every wrapper of a stack with its place, the outermost first.
+class StackPlan:
+    """Who does what in the stack of an outermost optimizer.
 
     Args:
-      root: The outermost optimizer.
+      root: The outermost wrapper.
 
-    Returns:
-      Pairs of a wrapper and its `Place`.
+    Raises:
+      ValueError: If wrappers were given different `loss_normalization`s, or
+        only some of a MultiOptimizer's optimizers reduce.
     """
-    return list(_places(root, True, None))
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self.loss_normalization = _loss_normalization(root)
+        self._parts = {id(one.wrapper): one for one in _parts(root)}
+
+    def has(self, optimizer: Any) -> bool:
+        """Whether an optimizer is in the stack."""
+        return any(one is optimizer for one in with_local_optimizers(self.root))
+
+    def undo(self, wrapper: Any, site: site_lib.Site) -> int:
+        """What a wrapper multiplies gradients by, to undo the 1/N of the loss.
+
+        The outermost wrapper undoes it, once.
+        """
+        if wrapper is self.root and self.loss_normalization == "global":
+            return site.num_replicas
+        return 1
+
+    def reducing(
+        self,
+    ) -> list[tuple[Any, group_assignment_lib.GroupAssignment | None]]:
+        """The wrappers that reduce over replicas, with their groups."""
+        return [
+            (part.wrapper, part.group_assignment)
+            for part in self._parts.values()
+            if part.reduces
+        ]
+
+    def groups(
+        self, wrapper: Any, site: site_lib.Site
+    ) -> group_assignment_lib.GroupAssignment:
+        """The groups over which a wrapper reduces.
+
+        Returns:
+          An assignment; each replica is its own group if another wrapper
+          reduces instead.
+
+        Raises:
+          ValueError: If they are for a different number of replicas.
+        """
+        part = self._parts[id(wrapper)]
+        if not part.reduces:
+            return group_assignment_lib.GroupAssignment.contiguous(
+                site.num_replicas, 1
+            )
+        return group_relations.for_replicas(
+            part.group_assignment,
+            site.num_replicas,
+            f"the strategy {type(site.strategy).__name__}",
+        )
+
+    def weight_inside(self, wrapper: Any, site: site_lib.Site) -> int:
+        """`Reduction.weight` of the first reduction inside a wrapper."""
+        for one in wrappers(wrapper.inner_optimizer):
+            if self._parts[id(one)].reduces:
+                size = self.groups(one, site).group_size
+                return reductions.checked(one.reduction).weight(size)
+        return 1
 
 
-def _places(
-    optimizer: Any, is_outermost: bool, around: Place | None
-) -> Iterator[tuple[Any, Place]]:
-    """Yields the places of an optimizer's wrappers.
+def _parts(
+    optimizer: Any,
+    around: _Part | None = None,
+    is_implicit: bool = False,
+) -> Iterator[_Part]:
+    """The parts of an optimizer's wrappers, the outermost first.
 
     Args:
       optimizer: An optimizer.
-      is_outermost: Whether no wrapper is around it.
-      around: The place of the nearest wrapper around it that has a reducer of
-        its own; None if there is none.
+      around: The part of the nearest wrapper around it that reduces.
+      is_implicit: Whether it is a CrossShardOptimizer that no user wrote.
+
+    Yields:
+      A `_Part` for each wrapper.
     """
-    if tree.is_wrapper(optimizer):
-        place = _place(optimizer, is_outermost, around)
-        yield optimizer, place
-        is_outermost = False
+    has_implicit = getattr(optimizer, "inner_is_implicit", False)
+    if is_wrapper(optimizer):
+        part = _part(optimizer, around, is_implicit)
+        yield part
         if optimizer.has_own_reducer:
-            around = place
-    for child in tree.children(optimizer):
-        yield from _places(child, is_outermost, around)
+            around = part
+        else:
+            inner = optimizer.inner_optimizer
+            _refuse_partial_reduction(
+                inner.inner_optimizer if has_implicit else inner
+            )
+    for child in children(optimizer):
+        yield from _parts(child, around, has_implicit)
 
 
-def _place(wrapper: Any, is_outermost: bool, around: Place | None) -> Place:
-    role = wrapper._reducer.role
-    own = wrapper._reducer.given_assignment
-    if not wrapper.has_own_reducer or role == "explicit":
-        return Place(is_outermost, own)
-    if around is not None:
-        return Place(is_outermost, around.group_assignment, role == "stand_in")
-    inside = tree.wrappers(wrapper)[1:]
-    if role == "stand_in" and inside:
-        first = _place(inside[0], False, None)
-        return Place(is_outermost, first.group_assignment, True)
-    return Place(is_outermost, own)
+def _part(wrapper: Any, around: _Part | None, is_implicit: bool) -> _Part:
+    own = wrapper._given_group_assignment
+    if not wrapper.has_own_reducer:
+        return _Part(wrapper, False, own)
+    if is_implicit:
+        if around is not None:
+            return _Part(wrapper, False, around.group_assignment)
+        # A MultiOptimizer may have made some.
+        inside = wrappers(wrapper.inner_optimizer)
+        if inside:
+            return _Part(wrapper, False, inside[0]._given_group_assignment)
+    if around is not None and own is None and wrapper.follows_groups_around:
+        return _Part(wrapper, True, around.group_assignment)
+    return _Part(wrapper, True, own)
 
 
-def settle(root: Any) -> None:
-    """Gives every wrapper of a stack its place.
+def _loss_normalization(root: Any) -> str:
+    """The one setting of a stack: what incoming gradients were divided by."""
+    stack = wrappers(root)
+    given = {
+        one._given_loss_normalization
+        for one in stack
+        if one._given_loss_normalization is not None
+    }
+    if len(given) > 1:
+        raise ValueError(
+            "A stack of tf_xshard optimizers has one loss_normalization,"
+            f" got {sorted(given)} in"
+            f" {[one.name for one in stack]}. Pass it to one of them."
+        )
+    return given.pop() if given else "global"
 
-    Args:
-      root: The outermost optimizer.
-    """
-    for wrapper, place in places(root):
-        wrapper._take(place)
+
+def _refuse_partial_reduction(inner: Any) -> None:
+    """Checks that all or none of a MultiOptimizer's optimizers reduce."""
+    alone = _unreduced(inner)
+    if alone and wrappers(inner):
+        raise ValueError(
+            "Some of MultiOptimizer's optimizers reduce gradients over the"
+            f" replicas and others do not: {[one.name for one in alone]}. Wrap"
+            " each of them in a CrossShardOptimizer, or none."
+        )
+
+
+# The plan of the outermost optimizer that runs. Calls of inner optimizers go
+# through Keras' own wrappers and MultiOptimizer, which pass no plan on.
+_running: contextvars.ContextVar[StackPlan | None] = contextvars.ContextVar(
+    "tf_xshard_stack_plan", default=None
+)
 
 
 @contextlib.contextmanager
-def call_of(wrapper: Any) -> Iterator[None]:
-    """A context in which a wrapper runs, and those inside it have their place.
+def running(wrapper: Any) -> Iterator[StackPlan]:
+    """A context in which a wrapper runs.
 
     Args:
       wrapper: The wrapper; the outermost one, unless another one calls it.
 
     Yields:
-      None.
+      The plan of the stack that it is in.
     """
-    before = getattr(_thread, "root", None)
-    if before is not None and _is_inside(wrapper, before):
-        yield
+    plan = _running.get()
+    if plan is not None and plan.has(wrapper):
+        yield plan
         return
-    settle(wrapper)
-    _thread.root = wrapper
+    plan = StackPlan(wrapper)
+    token = _running.set(plan)
     try:
-        yield
+        with wrapper_calls.inside():
+            yield plan
     finally:
-        _thread.root = before
-
-
-def settle_again(wrapper: Any) -> None:
-    """`settle` for the stack of a wrapper that has built what is inside.
-
-    A MultiOptimizer may have created some of it.
-    """
-    root = getattr(_thread, "root", None)
-    settle(root if root is not None and _is_inside(wrapper, root) else wrapper)
-
-
-def _is_inside(wrapper: Any, root: Any) -> bool:
-    return any(one is wrapper for one in tree.with_local_optimizers(root))
+        _running.reset(token)

@@ -19,9 +19,9 @@ from tf_xshard import checks
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.optimizers import tree
+from tf_xshard.optimizers import stack
 from tf_xshard.planning import plan
-from tf_xshard.private import keras_optimizer_state
+from tf_xshard.private.keras import optimizer_state
 
 _BYTES_PER_GIGABYTE = 1e9
 
@@ -84,7 +84,7 @@ def communication_plan(
     if rows_per_step is not None:
         checks.positive_integer("rows_per_step", rows_per_step)
     optimizer, variables, inputs = _checked(model, variables)
-    strategy = keras_optimizer_state.strategy_of(optimizer)
+    strategy = optimizer_state.strategy_of(optimizer)
     if not optimizer.built:
         with strategy.scope():
             optimizer.build(variables)
@@ -103,10 +103,10 @@ def communication_plan(
     step = tf.function(
         lambda features: strategy.run(on_replica, (features,)), autograph=False
     )
-    with contextlib.ExitStack() as stack:
-        for one in tree.wrappers(optimizer):
-            stack.enter_context(one.forgetting_traces())
-        stack.enter_context(recorder.recorded(found))
+    with contextlib.ExitStack() as contexts:
+        for one in stack.wrappers(optimizer):
+            contexts.enter_context(one.forgetting_traces())
+        contexts.enter_context(recorder.recorded(found))
         step.get_concrete_function(inputs)
     first = min((r for _, r in found if r is not None), default=None)
     collectives = [one for one, r in found if r == first]
@@ -150,7 +150,7 @@ def _checked(model: Any, variables: Sequence | None) -> tuple:
             f" optimizer {optimizer.inner_optimizer.name!r}; it belongs inside."
             " Pass auto_scale_loss=False to compile."
         )
-    if not tree.is_wrapper(optimizer):
+    if not stack.is_wrapper(optimizer):
         raise ValueError(
             "communication_plan() plans what the optimizers of tf_xshard"
             f" communicate, got {optimizer!r}. Compile the model with, for"
@@ -163,7 +163,7 @@ def _checked(model: Any, variables: Sequence | None) -> tuple:
                 f"communication_plan(): {optimizer.name} has not been built, so"
                 " it does not know what it trains. Pass its variables."
             )
-        variables = keras_optimizer_state.trainable_variables(optimizer)
+        variables = optimizer_state.trainable_variables(optimizer)
     if not isinstance(variables, (list, tuple)) or not all(
         isinstance(one, (keras.Variable, tf.Variable)) for one in variables
     ):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_xshard import wire_formats
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import shards
@@ -241,7 +242,7 @@ def _packs(
     Large tensors are quantized by themselves: a quarter of the bytes is packed
     then.
     """
-    if not wire.are_quantized(transport):
+    if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return [list(bucket)]
     is_large = [
         sizes[i] * tensors[i].dtype.size >= _BYTES_NOT_PACKED for i in bucket

@@ -12,10 +12,12 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
+from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.private import tensorflow as private_tensorflow
+from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
-from tf_xshard.reduction import group_sum
+from tf_xshard.reduction import reducer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class _Place:
         return self.name
 
 
-@private_tensorflow.entry_point
+@autograph.entry_point
 def group_reduce(
     values: Any,
     group_assignment: (
@@ -89,23 +91,31 @@ def group_reduce(
     Source: `horovod.tensorflow.DistributedGradientTape`;
     `tf.distribute.ReplicaContext.all_reduce`, which has no groups.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(
-            f'reduction must be "mean" or "sum", got {reduction!r}.'
-        )
+    how = reductions.checked(reduction)
     communication = communication_lib.checked(communication)
+    if communication.error_feedback:
+        raise ValueError(
+            "Communication(error_feedback=True) keeps variables, which only an"
+            " optimizer has. Pass error_feedback=False to group_reduce."
+        )
     if group_assignment is not None:
         group_assignment = group_assignment_lib.GroupAssignment(
             group_assignment
         )
     site = site_lib.current()
-    reducer = _reducer(group_assignment, communication)
     flat = tf.nest.flatten(values)
     present = [i for i, value in enumerate(flat) if value is not None]
     places = [_place(i, flat[i]) for i in present]
     gradients = gradients_lib.standardized([flat[i] for i in present], places)
-    reduced = reducer.reduce(gradients, places, site, reduction)
-    for i, value in zip(present, reduced, strict=True):
+    groups = group_relations.for_replicas(
+        group_assignment,
+        site.num_replicas,
+        f"the strategy {type(site.strategy).__name__}",
+    )
+    reduced, _ = _reducer(group_assignment, communication).all_reduce(
+        gradients_lib.GradientBatch(gradients, places), site, groups, how
+    )
+    for i, value in zip(present, reduced.values, strict=True):
         flat[i] = value
     return tf.nest.pack_sequence_as(values, flat)
 
@@ -114,9 +124,10 @@ def group_reduce(
 def _reducer(
     group_assignment: group_assignment_lib.GroupAssignment | None,
     communication: communication_lib.Communication,
-) -> group_sum.GroupReducer:
+) -> reducer.GradientReducer:
     # It remembers which values there are, should one worker retrace alone.
-    return group_sum.GroupReducer(group_assignment, communication)
+    del group_assignment
+    return reducer.GradientReducer(communication)
 
 
 def _place(index: int, value: Any) -> _Place:

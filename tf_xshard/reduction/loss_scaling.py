@@ -40,68 +40,36 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
-class FiniteVote:
-    """Whether gradients are finite on all replicas, of all groups.
-
-    Each replica records gradients, which adds no operation; `apply` and
-    `result` communicate.
+def all_replicas_finite(
+    gradients: Sequence,
+    site: site_lib.Site,
+    communication: communication_lib.Communication,
+    owner: int = 0,
+) -> tf.Tensor:
+    """Whether all gradients of all replicas, of all groups, are finite.
 
     Args:
+      gradients: This replica's: tensors, IndexedSlices or None.
       site: Where the code runs.
       communication: For its timeout.
       owner: See `Transport`.
+
+    Returns:
+      A scalar bool tensor, equal on all replicas.
     """
-
-    def __init__(
-        self,
-        site: site_lib.Site,
-        communication: communication_lib.Communication,
-        owner: int = 0,
-    ) -> None:
-        self._here = site
-        self._communication = communication
-        self._owner = owner
-        self._noted: list = []
-
-    def note(self, gradients: Sequence) -> None:
-        """Includes this replica's gradients in the vote.
-
-        Args:
-          gradients: Tensors, IndexedSlices or None.
-        """
-        self._noted += gradients
-
-    def result(self) -> tf.Tensor:
-        """Whether all gradients recorded by any replica are finite.
-
-        Returns:
-          A scalar bool tensor, equal on all replicas.
-        """
-        finite = all_finite(self._noted)
-        num_replicas = self._here.num_replicas
-        if num_replicas == 1:
-            return finite
-        transport = collectives.choose(
-            self._here,
-            group_assignment_lib.GroupAssignment.single(num_replicas),
-            self._communication,
-            self._owner,
-        )
-        overflows = tf.cast(tf.logical_not(finite), tf.float32)
-        with recorder.labelled("finite vote", counts=[0]):
-            [count] = transport.sum([overflows])
-        return tf.equal(count, 0)
-
-    def apply(self, gradients: Sequence) -> list:
-        """The gradients unchanged, or all nan if the vote fails.
-
-        Args:
-          gradients: Tensors, IndexedSlices or None.
-
-        Returns:
-          A list like `gradients`, for a LossScaleOptimizer to check.
-        """
-        return nan_unless(self.result(), gradients)
+    finite = all_finite(gradients)
+    if site.num_replicas == 1:
+        return finite
+    transport = collectives.choose(
+        site,
+        group_assignment_lib.GroupAssignment.single(site.num_replicas),
+        communication,
+        owner,
+    )
+    overflows = tf.cast(tf.logical_not(finite), tf.float32)
+    with recorder.labelled("finite vote", counts=[0]):
+        [count] = transport.sum([overflows])
+    return tf.equal(count, 0)
 
 
 def nan_unless(finite: tf.Tensor, gradients: Sequence) -> list:

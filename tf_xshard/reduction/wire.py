@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_xshard import wire_formats
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.reduction import quantized_sum
 
@@ -34,23 +35,9 @@ def padding(num_elements: int, transport: transport_lib.Transport) -> int:
     Returns:
       An int.
     """
-    if not are_quantized(transport):
+    if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return 0
     return quantized_sum.padding(num_elements, transport.groups.group_size)
-
-
-def are_quantized(transport: transport_lib.Transport) -> bool:
-    """Whether tensors shrink before they are sent.
-
-    Then packing large ones would take longer than packing what is sent.
-
-    Args:
-      transport: The `Transport` to use.
-
-    Returns:
-      Whether a bucket may have several tensors; otherwise it has one.
-    """
-    return transport.communication.dtype == "int8"
 
 
 def summed(
@@ -60,7 +47,7 @@ def summed(
 
     Args:
       buckets: This replica's tensors, of known shapes, with `padding` zeros;
-        a bucket has one unless they `are_quantized`.
+        a bucket has one unless the format is quantized.
       transport: The `Transport` to use.
 
     Returns:
@@ -69,7 +56,7 @@ def summed(
     Raises:
       ValueError: If the transport cannot sum a dtype.
     """
-    if are_quantized(transport):
+    if wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return Received(*quantized_sum.summed(buckets, transport))
     tensors = [tensor for [tensor] in buckets]
     sent = [_cast(tensor, transport) for tensor in tensors]
@@ -93,7 +80,7 @@ def scattered(
     Raises:
       ValueError: If the transport cannot sum a dtype.
     """
-    if are_quantized(transport):
+    if wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return Received(*quantized_sum.scattered(buckets, transport))
     rows = [tensor for [tensor] in buckets]
     sent = [_cast(tensor, transport) for tensor in rows]

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.testing import compiled
 from tf_xshard.testing import compiled_hlo
 from tf_xshard.testing import requirements

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.testing import tpu_operations
 
 _UNKNOWN = "tf_xshard.unknown"

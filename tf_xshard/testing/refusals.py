@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 
 _EMBEDDING_CORES = "TPU embedding (its embedding cores)"
 _UNSUPPORTED = {

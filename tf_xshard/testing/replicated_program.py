@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.testing import refusals
 from tf_xshard.testing import tpu_operations
 

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_xshard import checks
-from tf_xshard.private import tpu_iterators
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
+from tf_xshard.private.tensorflow import iterators as tpu_iterators
 from tf_xshard.testing import fabricated_tpu
 from tf_xshard.testing import replicated_program
 from tf_xshard.testing import strategy_run

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_xshard import dependencies
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.testing import portable_stablehlo
 from tf_xshard.testing import replicated_program
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.testing import execution
 from tf_xshard.testing import replicated_program
 

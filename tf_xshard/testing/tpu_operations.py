@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 
 # Custom calls that portable_stablehlo.py replaces by StableHLO's operations.
 ALL_TO_ALL = "tf_xshard.all_to_all"

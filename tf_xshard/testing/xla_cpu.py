@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tf_xshard.private import tpu_simulation
+from tf_xshard.private.jax import tpu_simulation
 
 _NUM_PROGRAMS = 128
 # Replicas wait for each other in collectives. Two concurrent executions could

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.support import linear_estimator as linear
 from tf_xshard.compat import v1
-from tf_xshard.compat.v1 import shard_copies
+from tf_xshard.compat.v1.sharding import copies as shard_copies
 
 tf1 = tf.compat.v1
 

@@ -2,6 +2,14 @@
 
 Trains a small convolutional classifier on one device and, with one of the three
 optimizers, under a strategy, and checks what the package promises.
+
+- `cross_shard`: all replicas as one device, and groups.
+- `tower`: k towers train like one batch k times as large.
+- `agn`: one device at period 1, and local SGD.
+- `sharded_update`: the same weights with `shard_update=True`, 1/g of the slots.
+- `training`: one run: a model trained on one device or under a strategy.
+- `promises`: a table of runs, and the promises that fail.
+- `digits`: the data, the model and its optimizers.
 """
 
 from __future__ import annotations

@@ -1,24 +1,32 @@
-"""The documented TF1 optimizers, which run where the originals cannot."""
+"""The documented TF1 optimizers, which run where the originals cannot.
 
-from tf_xshard.compat.v1.agn_custom_getter import AGNCustomGetter
-from tf_xshard.compat.v1.agn_optimizer import AGNOptimizer
-from tf_xshard.compat.v1.cross_shard_optimizer import CrossShardOptimizer
-from tf_xshard.compat.v1.estimator_spec import ClassificationOutput
-from tf_xshard.compat.v1.estimator_spec import EstimatorSpec
-from tf_xshard.compat.v1.estimator_spec import ModeKeys
-from tf_xshard.compat.v1.estimator_spec import PredictOutput
-from tf_xshard.compat.v1.estimator_spec import RegressionOutput
-from tf_xshard.compat.v1.load_into_keras import load_into_keras
-from tf_xshard.compat.v1.replicate_model_fn import replicate_model_fn
-from tf_xshard.compat.v1.shard import shard
-from tf_xshard.compat.v1.shard import shard_initializer
-from tf_xshard.compat.v1.shard_team import SHARD_VARIABLES
-from tf_xshard.compat.v1.tower_optimizer import TowerOptimizer
-from tf_xshard.compat.v1.tpu_config import InputPipelineConfig
-from tf_xshard.compat.v1.tpu_config import RunConfig
-from tf_xshard.compat.v1.tpu_config import TPUConfig
-from tf_xshard.compat.v1.tpu_estimator import TPUEstimator
-from tf_xshard.compat.v1.tpu_estimator_spec import TPUEstimatorSpec
+- `optimizers`: CrossShardOptimizer and AGNOptimizer.
+- `sharding`: `shard`, several shards of one computation in one graph.
+- `towers`: TowerOptimizer and replicate_model_fn.
+- `estimator`: TPUEstimator.
+- `checkpoints`: TF1's checkpoints in Keras models.
+- `tensorflow`: `tensorflow.compat.v1` with what TF1's TPU scripts import.
+"""
+
+from tf_xshard.compat.v1.checkpoints.load_into_keras import load_into_keras
+from tf_xshard.compat.v1.estimator.estimator_spec import ClassificationOutput
+from tf_xshard.compat.v1.estimator.estimator_spec import EstimatorSpec
+from tf_xshard.compat.v1.estimator.estimator_spec import ModeKeys
+from tf_xshard.compat.v1.estimator.estimator_spec import PredictOutput
+from tf_xshard.compat.v1.estimator.estimator_spec import RegressionOutput
+from tf_xshard.compat.v1.estimator.tpu_config import InputPipelineConfig
+from tf_xshard.compat.v1.estimator.tpu_config import RunConfig
+from tf_xshard.compat.v1.estimator.tpu_config import TPUConfig
+from tf_xshard.compat.v1.estimator.tpu_estimator import TPUEstimator
+from tf_xshard.compat.v1.estimator.tpu_estimator_spec import TPUEstimatorSpec
+from tf_xshard.compat.v1.optimizers.agn import AGNOptimizer
+from tf_xshard.compat.v1.optimizers.agn_custom_getter import AGNCustomGetter
+from tf_xshard.compat.v1.optimizers.cross_shard import CrossShardOptimizer
+from tf_xshard.compat.v1.sharding.shard import shard
+from tf_xshard.compat.v1.sharding.shard import shard_initializer
+from tf_xshard.compat.v1.sharding.traced_shards import SHARD_VARIABLES
+from tf_xshard.compat.v1.towers.replicate_model_fn import replicate_model_fn
+from tf_xshard.compat.v1.towers.tower import TowerOptimizer
 
 __all__ = (
     "AGNCustomGetter",

@@ -1,0 +1,229 @@
+"""The sessions of a TPUEstimator, and what it does around their steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_xshard.compat.v1.estimator import tpu_config
+from tf_xshard.private.tensorflow import v1 as tensorflow_v1
+
+# The collection of what initializes a graph's input: not that of tables, which
+# a Scaffold's own local_init_op would leave out.
+INPUTS = "tf_xshard_inputs"
+
+
+class Sessions:
+    """Makes the graphs and sessions of a TPUEstimator.
+
+    Args:
+      config: A `RunConfig`.
+      directory: The model_dir.
+    """
+
+    def __init__(self, config: tpu_config.RunConfig, directory: str) -> None:
+        self._config = config
+        self._directory = directory
+
+    @contextlib.contextmanager
+    def graph(self) -> Iterator[None]:
+        """A new graph, with a global step, which all shards share."""
+        with tf.Graph().as_default():
+            tf.compat.v1.set_random_seed(self._config.tf_random_seed)
+            tf.compat.v1.train.create_global_step()
+            yield
+
+    def for_training(
+        self, spec: Any, loss: tf.Tensor, hooks: Sequence[Any] | None
+    ) -> Any:
+        """A session that resumes from the newest checkpoint and saves.
+
+        Args:
+          spec: What model_fn returned.
+          loss: The loss of a step. Training ends with an error if it is NaN.
+          hooks: The user's hooks.
+
+        Returns:
+          A `tf.compat.v1.train.MonitoredSession`.
+        """
+        tf1 = tf.compat.v1
+        config = self._config
+        tf1.summary.scalar("loss", loss)
+        all_hooks = [
+            tf1.train.NanTensorHook(loss),
+            *(spec.training_hooks or ()),
+            *(hooks or ()),
+        ]
+        if config.log_step_count_steps:
+            step = tf1.train.get_global_step()
+            all_hooks.append(
+                tf1.train.LoggingTensorHook(
+                    {"loss": loss, "step": step},
+                    every_n_iter=config.log_step_count_steps,
+                )
+            )
+        if config.save_summary_steps:
+            all_hooks.append(
+                tf1.train.SummarySaverHook(
+                    config.save_summary_steps,
+                    output_dir=self._directory,
+                    summary_op=tf1.summary.merge_all(),
+                )
+            )
+        scaffold = self._scaffold(spec)
+        # Last, so that what other hooks do in `end` is saved.
+        every_steps = config.save_checkpoints_steps
+        all_hooks.append(SaverHook(scaffold, self._directory, every_steps))
+        return self._session(
+            scaffold, all_hooks, checkpoint_dir=self._directory
+        )
+
+    def from_checkpoint(
+        self, spec: Any, hooks: Sequence[Any], path: str
+    ) -> Any:
+        """A session with the values of a checkpoint.
+
+        Args:
+          spec: What model_fn returned.
+          hooks: All hooks.
+          path: The checkpoint.
+
+        Returns:
+          A `tf.compat.v1.train.MonitoredSession`.
+        """
+        return self._session(
+            self._scaffold(spec), hooks, checkpoint_filename_with_path=path
+        )
+
+    def _scaffold(self, spec: Any) -> Any:
+        scaffold_fn = getattr(spec, "scaffold_fn", None)
+        scaffold = scaffold_fn() if scaffold_fn else None
+        scaffold = scaffold or getattr(spec, "scaffold", None)
+        scaffold = scaffold or tf.compat.v1.train.Scaffold()
+        if scaffold.saver is not None:
+            return scaffold
+        savers = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.SAVERS)
+        if not savers:
+            keep = self._config.keep_checkpoint_max
+            savers.append(tf.compat.v1.train.Saver(max_to_keep=keep))
+        return tf.compat.v1.train.Scaffold(
+            copy_from_scaffold=scaffold, saver=savers[0]
+        )
+
+    def _session(
+        self, scaffold: Any, hooks: Sequence[Any], **source: str
+    ) -> Any:
+        creator = tf.compat.v1.train.ChiefSessionCreator(
+            scaffold, config=self._config.session_config, **source
+        )
+        return tf.compat.v1.train.MonitoredSession(
+            creator, [InitHook(), *hooks]
+        )
+
+
+class InitHook(tf.compat.v1.train.SessionRunHook):
+    """Initializes the input, and the summary writers that a host_call made."""
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Called when there is a session.
+
+        Args:
+          session: The session.
+          coord: Its coordinator.
+        """
+        del coord
+        graph = session.graph
+        session.run(
+            [
+                *graph.get_collection(INPUTS),
+                *tensorflow_v1.summary_writer_initializers(graph),
+            ]
+        )
+
+
+class SaverHook(tf.compat.v1.train.SessionRunHook):
+    """Saves checkpoints, the last one at the end.
+
+    TensorFlow's own hook also writes the graph as a text, which fails in 2.20
+    with protobuf 7.34.
+
+    Args:
+      scaffold: Has the Saver.
+      directory: Where to save.
+      every_steps: Steps between two saves, or None.
+    """
+
+    def __init__(
+        self, scaffold: Any, directory: str, every_steps: int | None
+    ) -> None:
+        self._scaffold = scaffold
+        self._prefix = os.path.join(directory, "model.ckpt")
+        self._every_steps = every_steps
+        self._saved: int | None = None
+
+    def begin(self) -> None:
+        """Called before there is a session."""
+        self._step = tf.compat.v1.train.get_global_step()
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Saves before the first step.
+
+        Args:
+          session: The session.
+          coord: Its coordinator.
+        """
+        del coord
+        self._save(session, int(session.run(self._step)))
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Saves if enough steps have passed since the last save.
+
+        Args:
+          run_context: Has the session.
+          run_values: Not used.
+        """
+        del run_values
+        if self._every_steps:
+            step = int(run_context.session.run(self._step))
+            if self._saved is None or step >= self._saved + self._every_steps:
+                self._save(run_context.session, step)
+
+    def end(self, session: Any) -> None:
+        """Saves at the end.
+
+        Args:
+          session: The session.
+        """
+        step = int(session.run(self._step))
+        if step != self._saved:
+            self._save(session, step)
+
+    def _save(self, session: Any, step: int) -> None:
+        logging.info("Saving step %d to %s.", step, self._prefix)
+        self._scaffold.saver.save(
+            session, self._prefix, global_step=step, write_meta_graph=False
+        )
+        self._saved = step
+
+
+def write_summary(directory: str, results: Mapping[str, Any]) -> None:
+    """Writes numbers as summaries.
+
+    Args:
+      directory: Where to write.
+      results: Numbers by name, with their "global_step".
+    """
+    summary = tf.compat.v1.Summary()
+    for name, value in results.items():
+        if name != "global_step" and np.ndim(value) == 0:
+            summary.value.add(tag=name, simple_value=float(value))
+    with tf.Graph().as_default():
+        writer = tf.compat.v1.summary.FileWriter(directory)
+    writer.add_summary(summary, int(results["global_step"]))
+    writer.close()

@@ -1,0 +1,168 @@
+"""How a TPUEstimator runs: `RunConfig` and `TPUConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from tf_xshard import checks
+from tf_xshard.compat.v1.estimator import refused_arguments
+
+
+class InputPipelineConfig(enum.IntEnum):
+    """How often `input_fn` is called, and for how many rows.
+
+    Here all shards are on one host: PER_HOST_V1 and PER_HOST_V2 call it once,
+    for the global batch; the others are refused.
+
+    Source: tf.compat.v1.estimator.tpu.InputPipelineConfig.
+    """
+
+    PER_SHARD_V1 = 1
+    PER_HOST_V1 = 2
+    PER_HOST_V2 = 3
+    BROADCAST = 4
+    SLICED = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TPUConfig:
+    """How many shards train.
+
+    Args:
+      iterations_per_loop: Accepted, but every step returns to Python. Default:
+        2.
+      num_shards: The number of shards in training. Default: 1.
+      per_host_input_for_training: See `InputPipelineConfig`. Default: True,
+        once per host.
+
+    Raises:
+      TypeError, ValueError: If num_shards is not a positive int, or
+        per_host_input_for_training asks for other input than once per host.
+
+    Example:
+
+    >>> tf_xshard.compat.v1.TPUConfig(num_shards=8).num_shards
+    8
+
+    Source: tf.compat.v1.estimator.tpu.TPUConfig.
+    """
+
+    iterations_per_loop: int = 2
+    num_shards: int | None = None
+    per_host_input_for_training: bool | InputPipelineConfig = True
+
+    def __post_init__(self) -> None:
+        if self.num_shards is not None:
+            checks.positive_integer("num_shards", self.num_shards)
+        # PER_SHARD_V1 is equal to True.
+        per_host = self.per_host_input_for_training
+        if per_host is not True and per_host not in (
+            InputPipelineConfig.PER_HOST_V1,
+            InputPipelineConfig.PER_HOST_V2,
+        ):
+            raise ValueError(
+                "per_host_input_for_training must be True, PER_HOST_V1 or"
+                " PER_HOST_V2: input_fn is called once, for all shards. Got"
+                f" {self.per_host_input_for_training!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
+class RunConfig:
+    """Where a `TPUEstimator` saves, and how often.
+
+    Args:
+      tpu_config: A `TPUConfig`. Default: one shard.
+      model_dir: The directory of checkpoints and summaries. Default: None.
+      tf_random_seed: The graph's seed. Default: None.
+      save_summary_steps: Steps between summaries; 0 writes none. Default: 100.
+      save_checkpoints_steps: Steps between checkpoints; there is one at the end
+        in any case. Default: None, none in between.
+      keep_checkpoint_max: How many checkpoints are kept; 0 keeps all. Default:
+        5.
+      log_step_count_steps: Steps between lines of the log with the loss; 0 logs
+        nothing. Default: 100.
+      session_config: A `tf.compat.v1.ConfigProto`. Default: None.
+      **kwargs: Other arguments of the original, which are refused with what to
+        use instead unless they are None or empty.
+
+    Raises:
+      TypeError: If tpu_config is no `TPUConfig`, a number is not an int, or an
+        argument is unknown.
+      ValueError: If an argument of the original has no meaning here, or a
+        number is negative.
+
+    Example:
+
+    >>> config = tf_xshard.compat.v1.RunConfig(
+    ...     tpu_config=tf_xshard.compat.v1.TPUConfig(num_shards=8))
+    >>> config.keep_checkpoint_max
+    5
+
+    Source: tf.compat.v1.estimator.tpu.RunConfig.
+    """
+
+    tpu_config: TPUConfig
+    model_dir: str | None
+    tf_random_seed: int | None
+    save_summary_steps: int
+    save_checkpoints_steps: int | None
+    keep_checkpoint_max: int
+    log_step_count_steps: int
+    session_config: Any
+
+    def __init__(
+        self,
+        tpu_config: TPUConfig | None = None,
+        *,
+        model_dir: str | None = None,
+        tf_random_seed: int | None = None,
+        save_summary_steps: int = 100,
+        save_checkpoints_steps: int | None = None,
+        keep_checkpoint_max: int = 5,
+        log_step_count_steps: int = 100,
+        session_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        refused_arguments.refuse(
+            "RunConfig", kwargs, refused_arguments.OF_RUN_CONFIG
+        )
+        tpu_config = TPUConfig() if tpu_config is None else tpu_config
+        if not isinstance(tpu_config, TPUConfig):
+            raise TypeError(
+                "tpu_config must be a tf_xshard.compat.v1.TPUConfig, got"
+                f" {tpu_config!r}."
+            )
+        counts = {
+            "save_summary_steps": save_summary_steps,
+            "save_checkpoints_steps": save_checkpoints_steps,
+            "keep_checkpoint_max": keep_checkpoint_max,
+            "log_step_count_steps": log_step_count_steps,
+        }
+        for name, count in counts.items():
+            if count is not None and checks.integer(name, count) < 0:
+                raise ValueError(f"{name} must not be negative, got {count!r}.")
+        values = {
+            **counts,
+            "tpu_config": tpu_config,
+            "model_dir": model_dir,
+            "tf_random_seed": tf_random_seed,
+            "session_config": session_config,
+        }
+        if tf_random_seed is not None:
+            checks.integer("tf_random_seed", tf_random_seed)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def replace(self, **kwargs: Any) -> RunConfig:
+        """A copy with other values.
+
+        Args:
+          **kwargs: The other values.
+
+        Returns:
+          A `RunConfig`.
+        """
+        return dataclasses.replace(self, **kwargs)

@@ -1,0 +1,299 @@
+"""`tf.contrib.opt.AGNOptimizer`: local steps, with an exchange now and then.
+
+each step             local variable  <-  optimizer(gradient)
+                      accumulator     <-  accumulator + gradient
+each communication_   center          <-  optimizer(accumulator / period)
+period steps          local variable  <-  center
+                      accumulator     <-  0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_xshard import checks
+from tf_xshard.compat.v1.optimizers import agn_custom_getter
+from tf_xshard.compat.v1.optimizers import agn_operations
+from tf_xshard.compat.v1.optimizers import agn_session
+from tf_xshard.compat.v1.optimizers import base as wrapper
+from tf_xshard.compat.v1.optimizers import inner_optimizers
+from tf_xshard.compat.v1.optimizers import losses_and_gradients
+from tf_xshard.compat.v1.optimizers.agn_custom_getter import AGNCustomGetter
+from tf_xshard.private.tensorflow import autograph
+from tf_xshard.private.tensorflow import v1 as tensorflow_v1
+
+_LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
+
+
+class AGNOptimizer(wrapper.Wrapper):
+    """Accumulated gradient normalization.
+
+    Every worker trains its own variables. Every `communication_period` steps
+    the sum of its gradients, divided by the period, is applied to the center as
+    one gradient, with the same optimizer, and the worker copies the center.
+    Workers do not wait for each other.
+
+    The optimizer's slots exist for the worker's variables and for the center.
+    State that is not per variable, such as Adam's beta powers, is the worker's
+    and counts local and center updates, as in the original.
+
+    Args:
+      optimizer: The v1 optimizer for the local variables and the center.
+      num_worker: The number of workers. It has no effect, as in the original: a
+        worker normalizes by the number of its own steps.
+      custom_getter: The `AGNCustomGetter` that made the variables.
+      communication_period: The number of steps from one exchange to the next,
+        at least 1. Default: 10.
+      use_locking: If True (default), updates of ref variables by this class
+        (accumulators, copying the center) use locks. Resource variables have no
+        such choice, and the inner optimizer has its own flag.
+      name: Prefix of the operations' names. Default: "AGNOptimizer".
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If a number is not positive or the name is empty.
+
+    Example:
+
+    >>> with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    ...     getter = tf_xshard.compat.v1.AGNCustomGetter("/CPU:0")
+    ...     with tf.compat.v1.variable_scope("", custom_getter=getter):
+    ...         w = tf.compat.v1.get_variable("w", initializer=10.0)
+    ...     agn = tf_xshard.compat.v1.AGNOptimizer(
+    ...         tf.compat.v1.train.GradientDescentOptimizer(1.0), 1, getter,
+    ...         communication_period=2)
+    ...     step = agn.minimize(3.0 * w)
+    ...     session.run(tf.group(tf.compat.v1.global_variables_initializer(),
+    ...                          tf.compat.v1.local_variables_initializer()))
+    ...     session.run(agn.get_init_op(0))
+    ...     values = []
+    ...     for _ in range(2):
+    ...         session.run(step)
+    ...         values.append(float(session.run(w)))
+    >>> values  # after a local step; the center, after one with the mean
+    [7.0, 7.0]
+
+    Source: tf.contrib.opt.AGNOptimizer (TensorFlow 1.14); Joeri Hermans et al.,
+    Accumulated Gradient Normalization, arXiv 1710.02368.
+    """
+
+    def __init__(
+        self,
+        optimizer: tf.compat.v1.train.Optimizer,
+        num_worker: int,
+        custom_getter: AGNCustomGetter,
+        communication_period: int = 10,
+        use_locking: bool = True,
+        name: str = "AGNOptimizer",
+    ) -> None:
+        if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+            raise TypeError(
+                "optimizer must be a tf.compat.v1.train.Optimizer, got"
+                f" {type(optimizer).__name__}."
+            )
+        if not isinstance(custom_getter, AGNCustomGetter):
+            raise TypeError(
+                "custom_getter must be an AGNCustomGetter, got"
+                f" {type(custom_getter).__name__}."
+            )
+        checks.positive_integer("num_worker", num_worker)
+        self._period = checks.positive_integer(
+            "communication_period", communication_period
+        )
+        super().__init__(use_locking, name)
+        self._inner = inner_optimizers.V1(optimizer)
+        self._getter = custom_getter
+        self._operations = agn_operations.Operations(use_locking)
+        with tf.device(custom_getter.worker_device), tf.init_scope():
+            self._local_step = tf.compat.v1.Variable(
+                0,
+                trainable=False,
+                collections=[_LOCAL],
+                dtype=tf.int32,
+                name="local_step",
+            )
+        self._track(self._inner)
+        tensorflow_v1.track(self, self._local_step, "local_step")
+
+    @autograph.entry_point
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: tf.Variable | None = None,
+        name: str | None = None,
+    ) -> tf.Operation | None:
+        """Makes a local step, and every communication_period steps an exchange.
+
+        Args:
+          grads_and_vars: (gradient, variable) pairs of equal shapes, such as
+            `compute_gradients` returns, of variables that the custom getter
+            made; any iterable. IndexedSlices stay sparse in the local step.
+          global_step: A scalar variable that is incremented by one after the
+            global variables have been updated, that is at each exchange.
+            Default: none.
+          name: Prefix of the operations' names. Default: the constructor's.
+
+        Returns:
+          An operation, after which all of this has happened. None in eager
+          mode.
+
+        Raises:
+          ValueError: If grads_and_vars is empty, malformed or has no gradient,
+            or has a variable that the getter has not made.
+          TypeError: If a gradient can't be converted to a tensor.
+
+        Example: see the class.
+        """
+        pairs = losses_and_gradients.tensors_of(
+            losses_and_gradients.pairs_of(grads_and_vars)
+        )
+        copies = [
+            (gradient, self._getter.copies_of(variable))
+            for gradient, variable in pairs
+            if gradient is not None
+        ]
+        if not copies:
+            raise ValueError(
+                "No gradients provided for any variable:"
+                f" {[v.name for _, v in pairs]}. The loss must depend on them."
+            )
+        with agn_operations.creating_local_variables():
+            local = self._inner.apply(pairs, None)
+        with tf.name_scope(name or self.get_name()):
+            accumulated = [
+                self._operations.accumulate(gradient, of)
+                for gradient, of in copies
+            ]
+            counted = self._operations.increment(self._local_step)
+            done = [
+                operation
+                for operation in (local, counted, *accumulated)
+                if operation is not None
+            ]
+            with tf.control_dependencies(done):
+                num_steps = agn_operations.read(self._local_step)
+                exchange = agn_operations.cond(
+                    tf.equal(tf.math.floormod(num_steps, self._period), 0),
+                    lambda: self._exchange(
+                        [of for _, of in copies], global_step
+                    ),
+                    [*copies[0][1], self._local_step, global_step],
+                )
+            if tf.executing_eagerly():
+                return None
+            return tf.group(exchange)
+
+    def _exchange(
+        self,
+        copies: Sequence[agn_custom_getter.Copies],
+        global_step: tf.Variable | None,
+    ) -> tf.Tensor:
+        """Updates the center, and starts from it; returns a scalar bool."""
+        # Read once, so that the center never gets the undivided sum.
+        averages = [
+            agn_operations.read(of.accumulator)
+            / tf.cast(self._period, of.accumulator.dtype.base_dtype)
+            for of in copies
+        ]
+        updated = self._inner.apply(
+            zip(averages, [of.center for of in copies], strict=True), None
+        )
+        with tf.control_dependencies([] if updated is None else [updated]):
+            after = [
+                operation
+                for of in copies
+                for operation in self._operations.start_from_center(of)
+            ]
+            if global_step is not None:
+                after.append(self._operations.increment(global_step))
+        with tf.control_dependencies([op for op in after if op is not None]):
+            return tf.constant(True)
+
+    def get_init_op(self, task_index: int) -> tf.Operation | None:
+        """An operation that makes a worker start from the center.
+
+        Local variables get the center's values, accumulators become zero.
+
+        Args:
+          task_index: The worker's number. It has no effect, as in the original:
+            the operation is for the worker that builds it.
+
+        Returns:
+          The operation. None in eager mode.
+
+        Raises:
+          ValueError: If the getter has made no variable in this graph.
+        """
+        del task_index
+        copies = self._getter.all_copies()
+        if not copies:
+            raise ValueError(
+                "The AGNCustomGetter has made no trainable variable in this"
+                " graph. Build the model in its variable_scope first."
+            )
+        operations = [
+            operation
+            for of in copies
+            for operation in self._operations.start_from_center(of)
+        ]
+        return None if tf.executing_eagerly() else tf.group(*operations)
+
+    def make_session_run_hook(
+        self, is_chief: bool, task_index: int
+    ) -> tf.compat.v1.train.SessionRunHook:
+        """A hook that makes each new session start from the center.
+
+        Args:
+          is_chief: Whether the worker is the chief. It has no effect: the
+            session initializes global variables on the chief by itself.
+          task_index: The worker's number; see `get_init_op`.
+
+        Returns:
+          A `SessionRunHook`. A worker that was restarted adopts the center,
+          drops what it had accumulated and continues.
+        """
+        del is_chief
+        return agn_session.InitHook(lambda: self.get_init_op(task_index))
+
+    def swapping_saver(
+        self,
+        var_list: list[tf.Variable] | dict[str, Any] | None = None,
+        name: str = "swapping_saver",
+        **kwargs: Any,
+    ) -> tf.compat.v1.train.Saver:
+        """A saver that stores the center under the variables' plain names.
+
+        A graph for evaluation, built without the custom getter, loads it with
+        a plain `Saver`. To continue training, restore it with such a saver in
+        a new training graph and run `get_init_op` (the hook does).
+
+        Args:
+          var_list: The variables to save. Default: all global variables, the
+            center and its slots included.
+          name: Prefix of the operations' names. Default: "swapping_saver".
+          **kwargs: Further arguments of `tf.compat.v1.train.Saver`.
+
+        Returns:
+          A `Saver`.
+        """
+        if var_list is None:
+            var_list = tf.compat.v1.global_variables()
+        return agn_session.swapping_saver(var_list, name, **kwargs)
+
+    def _inner_here(self) -> inner_optimizers.V1:
+        return self._inner
+
+    def variables(self) -> list[tf.Variable]:
+        """Returns the state: the inner optimizer's, accumulators, local step.
+
+        Returns:
+          A list.
+        """
+        return [
+            *super().variables(),
+            *[of.accumulator for of in self._getter.all_copies()],
+            self._local_step,
+        ]

@@ -1,0 +1,196 @@
+"""Variables made outside a computation that its shards assign.
+
+A global step for example. On a TPU each core reads what a variable was before
+the step, assigns its own copy, and all copies get the same value. In one graph
+all shards would assign one variable: it would change several times, and a shard
+might read what another has assigned. So in each `session.run`:
+
+            +--copy--> as it was before the step: what all shards read first
+            |
+variable ---+--------> assigned by shard 0, and read by it after that
+            |
+            +--copy--> of shard 1: assigned and then read by it, and forgotten
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_xshard.private.tensorflow import v1 as tensorflow_v1
+
+_FUNCTION_CALLS = (
+    "If",
+    "Case",
+    "While",
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+)
+_RESOURCE_READS = ("ResourceGather", "ResourceGatherNd")
+_REF_WRITES = ("Assign", "Apply", "SparseApply", "Scatter", "CountUpTo")
+
+
+def separate(
+    variables: Sequence[tf.Variable],
+    operations: Mapping[int, Sequence[tf.Operation]],
+    start: tf.Operation,
+) -> None:
+    """Makes shards read what was, and assign each variable once.
+
+    Args:
+      variables: The variables made outside, of a `tf.Graph`.
+      operations: The operations of each shard, by its index, in the order in
+        which they were made.
+      start: An operation that runs before all of them.
+    """
+    for variable in variables:
+        users = {
+            shard: _users(variable, of_shard)
+            for shard, of_shard in operations.items()
+        }
+        writers = {
+            shard for shard, of in users.items() if any(map(_assigns, of))
+        }
+        # An optimizer updates the weights in shard 0, after all have read them.
+        if not writers or (writers == {0} and variable.trainable):
+            continue
+        before = _Copy(variable, "before_the_step", start)
+        for shard, of_shard in users.items():
+            after = _after_an_assignment(of_shard, operations[shard])
+            before.replace_in([one for one in of_shard if one not in after])
+            if shard and after:
+                own = _Copy(variable, f"of_shard_{shard}", start)
+                own.replace_in([one for one in of_shard if one in after])
+
+
+def refuse_assignments(
+    graph: Any,
+    operations: Sequence[tf.Operation],
+    is_of_a_shard: Callable[[tf.Tensor], bool],
+) -> None:
+    """Checks that a shard of a `tf.function` assigns only what shards made.
+
+    Args:
+      graph: The function's graph.
+      operations: The operations of a shard other than shard 0.
+      is_of_a_shard: Whether a resource is that of a variable of the shards.
+
+    Raises:
+      ValueError: If it assigns another variable.
+    """
+    shared = {
+        inside.ref(): outside
+        for outside, inside in graph.captures
+        if outside.dtype == tf.resource and not is_of_a_shard(outside)
+    }
+    for one in operations:
+        if not _assigns(one) or one.type in _FUNCTION_CALLS:
+            continue
+        for tensor in one.inputs:
+            if tensor.ref() in shared:
+                raise ValueError(
+                    "A variable that was made outside of the computation is"
+                    f" assigned in it ({one.name}), in every shard: it would"
+                    " change once for each. In a tf.function, assign it after"
+                    " shard(), or make it in the computation."
+                )
+
+
+def _users(
+    variable: tf.Variable, operations: Sequence[tf.Operation]
+) -> list[tf.Operation]:
+    tensors = {tensor.ref() for tensor in _tensors_of(variable)}
+    return [
+        one
+        for one in operations
+        if any(tensor.ref() in tensors for tensor in one.inputs)
+    ]
+
+
+def _after_an_assignment(
+    users: Sequence[tf.Operation], operations: Sequence[tf.Operation]
+) -> set[tf.Operation]:
+    """The operations that assign a variable, and those that run after one."""
+    found = {one for one in users if _assigns(one)}
+    if found:
+        for operation in operations:
+            if any(
+                parent in found
+                for parent in (
+                    *(tensor.op for tensor in operation.inputs),
+                    *operation.control_inputs,
+                )
+            ):
+                found.add(operation)
+    return found
+
+
+def _tensors_of(variable: tf.Variable) -> Iterator[tf.Tensor]:
+    """The tensors of a variable that operations take as an input."""
+    if _is_resource(variable):
+        yield variable.handle
+    else:
+        yield variable.op.outputs[0]
+        yield tf.convert_to_tensor(variable)
+
+
+def _is_resource(variable: tf.Variable) -> bool:
+    return variable.op.outputs[0].dtype == tf.resource
+
+
+def _assigns(operation: tf.Operation) -> bool:
+    kind = operation.type
+    if kind in _FUNCTION_CALLS:
+        return True  # It may.
+    if kind.startswith("Assign") and kind.endswith("VariableOp"):
+        return True
+    if kind.startswith("Resource"):
+        return kind not in _RESOURCE_READS
+    return kind.startswith(_REF_WRITES)
+
+
+class _Copy:
+    """A copy of a variable that is made anew before any shard runs.
+
+    Args:
+      variable: The variable.
+      suffix: The suffix of the copy's name.
+      start: An operation that runs before all operations of all shards.
+    """
+
+    def __init__(
+        self, variable: tf.Variable, suffix: str, start: tf.Operation
+    ) -> None:
+        name = f"{variable.op.name}/{suffix}"
+        options = {
+            "dtype": variable.dtype.base_dtype,
+            "shape": variable.shape,
+            "shared_name": start.graph.unique_name(name),
+        }
+        with (
+            tf.control_dependencies(None),
+            start.graph.colocate_with(variable.op, ignore_existing=True),
+        ):
+            if _is_resource(variable):
+                copy = tf.raw_ops.VarHandleOp(**options)
+                value = tf.raw_ops.ReadVariableOp(
+                    resource=variable.handle, dtype=options["dtype"]
+                )
+                made = tf.raw_ops.AssignVariableOp(resource=copy, value=value)
+                new = [copy]
+            else:
+                ref, _ = _tensors_of(variable)
+                copy = tf.raw_ops.VariableV2(**options)
+                made = tf.raw_ops.Assign(ref=copy, value=tf.identity(ref)).op
+                with tf.control_dependencies([start]):
+                    new = [copy, tf.identity(copy)]
+        tensorflow_v1.run_before(made, start)
+        self._pairs = list(zip(_tensors_of(variable), new, strict=True))
+
+    def replace_in(self, operations: Sequence[tf.Operation]) -> None:
+        """Makes operations use the copy instead of the variable."""
+        for operation in operations:
+            for old, new in self._pairs:
+                tensorflow_v1.replace_input(operation, old, new)

@@ -1,0 +1,285 @@
+"""Where a v1 CrossShardOptimizer sums gradients, and over how many shards.
+
+in shard()                 InShards     add_n over the shards of one graph
+in a replica function      InReplicas   reducer.GradientReducer
+in tf.compat.v1.tpu        OnTPU        cross_replica_sum, as in the original
+anywhere else              Alone        one shard: nothing to sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
+from tf_xshard.compat.v1.sharding import traced_shards
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.tensorflow import v1 as tensorflow_v1
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import reducer as reducer_lib
+
+# (gradient, variable) pairs, of the same shape.
+Pairs = list[tuple[Any, Any]]
+
+
+class Alone:
+    """One shard, outside of everything that combines gradients.
+
+    Attributes:
+      num_shards: The number of shards.
+      description: What has these shards, for errors.
+    """
+
+    num_shards: int = 1
+    description = "code outside of shard() and of a strategy"
+
+    def groups(
+        self, given: group_assignment_lib.GroupAssignment | None
+    ) -> group_assignment_lib.GroupAssignment:
+        """The groups of the shards.
+
+        Raises:
+          ValueError: If they are for a different number of shards.
+        """
+        return group_relations.for_replicas(
+            given, self.num_shards, self.description
+        )
+
+    def sum(
+        self,
+        gradients: Sequence[indexed_slices.Gradient],
+        variables: Sequence[Any],
+        reducer: reducer_lib.GradientReducer,
+        given: group_assignment_lib.GroupAssignment | None,
+    ) -> list[tf.Tensor | None]:
+        """Sums gradients over this shard's group.
+
+        Args:
+          gradients: Tensors of the variables' shapes, IndexedSlices or None.
+          variables: The variables.
+          reducer: The optimizer's.
+          given: The groups, None for one group of all.
+
+        Returns:
+          Tensors of the variables' shapes, or None.
+        """
+        del reducer, given
+        return _dense(gradients, variables)
+
+    def updates(
+        self,
+        pairs: Pairs,
+        global_step: Any,
+        groups: group_assignment_lib.GroupAssignment,
+    ) -> tuple[Pairs, Any]:
+        """What this shard updates.
+
+        Args:
+          pairs: (gradient, variable) pairs, of the same shape.
+          global_step: A scalar variable, or None.
+          groups: The groups.
+
+        Returns:
+          The pairs of variables that this shard updates, and the global step if
+          this shard increments it.
+        """
+        del groups
+        return pairs, global_step
+
+
+class InReplicas(Alone):
+    """In the replica function of a strategy."""
+
+    description = "the strategy"
+
+    def __init__(self) -> None:
+        self._site = site_lib.current()
+        self.num_shards = self._site.num_replicas
+
+    def sum(
+        self,
+        gradients: Sequence[indexed_slices.Gradient],
+        variables: Sequence[Any],
+        reducer: reducer_lib.GradientReducer,
+        given: group_assignment_lib.GroupAssignment | None,
+    ) -> list[tf.Tensor | None]:
+        """See `Alone.sum`; the same shapes."""
+        values = gradients_lib.standardized(
+            _dense(gradients, variables), variables
+        )
+        batch, _ = reducer.sum(
+            gradients_lib.GradientBatch(values, list(variables)),
+            self._site,
+            self.groups(given),
+        )
+        return batch.values
+
+
+class OnTPU(Alone):
+    """In tf.compat.v1.tpu.shard and the like.
+
+    Args:
+      num_shards: The number of shards.
+    """
+
+    description = "the TPU computation"
+
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = num_shards
+
+    def sum(
+        self,
+        gradients: Sequence[indexed_slices.Gradient],
+        variables: Sequence[Any],
+        reducer: reducer_lib.GradientReducer,
+        given: group_assignment_lib.GroupAssignment | None,
+    ) -> list[tf.Tensor | None]:
+        """See `Alone.sum`; the same shapes, and the original's operations."""
+        groups = given and given.to_list()
+        # The original takes the number of rows from the gradient, if it has it.
+        gradients = [
+            tf.convert_to_tensor(gradient)
+            if getattr(gradient, "dense_shape", None) is not None
+            else gradient
+            for gradient in gradients
+        ]
+        summed = []
+        for gradient in _dense(gradients, variables):
+            if gradient is not None:
+                with tf.compat.v1.colocate_with(gradient):
+                    gradient = tf.compat.v1.tpu.cross_replica_sum(
+                        gradient, groups
+                    )
+            summed.append(gradient)
+        return summed
+
+
+class InShards(Alone):
+    """In the computation of `shard`.
+
+    Args:
+      shard: The shard that is being traced.
+    """
+
+    description = "shard()"
+
+    def __init__(self, shard: traced_shards.Shard) -> None:
+        self._shard = shard
+        self._copies = shard.team.copies
+        self.num_shards = shard.team.num_shards
+
+    def sum(
+        self,
+        gradients: Sequence[indexed_slices.Gradient],
+        variables: Sequence[Any],
+        reducer: reducer_lib.GradientReducer,
+        given: group_assignment_lib.GroupAssignment | None,
+    ) -> list[tf.Tensor | None]:
+        """See `Alone.sum`; shards may order their variables differently."""
+        dense = _dense(gradients, variables)
+        for gradient, variable in zip(dense, variables, strict=True):
+            if gradient is not None:
+                gradient.shape.assert_is_compatible_with(variable.shape)
+        keys = [self._copies.key(variable) for variable in variables]
+        groups = self.groups(given)
+        sums = self._shard.exchange(
+            dict(zip(keys, dense, strict=True)),
+            lambda of_shards: _summed_in_groups(of_shards, groups),
+        )
+        return [sums[key] for key in keys]
+
+    def updates(
+        self,
+        pairs: Pairs,
+        global_step: Any,
+        groups: group_assignment_lib.GroupAssignment,
+    ) -> tuple[Pairs, Any]:
+        """Its own variables; in shard 0 also those that all shards share."""
+        shard = self._shard
+        shared = [
+            v.name for _, v in pairs if not self._copies.is_of(v, shard.index)
+        ]
+        if shared and groups.num_groups > 1:
+            raise ValueError(
+                f"Variables {shared} are made outside the computation of"
+                f" shard(), so all shards share them, and {groups.num_groups}"
+                " groups would update them differently. Make them inside."
+            )
+        if global_step is not None and not shard.owns(global_step):
+            global_step = None
+        return [pair for pair in pairs if shard.owns(pair[1])], global_step
+
+
+def current() -> Alone:
+    """What combines gradients where this is called.
+
+    Raises:
+      RuntimeError: In the cross-replica context of a strategy, and where
+        replicas cannot communicate.
+    """
+    shard = traced_shards.current()
+    if shard is not None:
+        return InShards(shard)
+    if tf.distribute.has_strategy():
+        return InReplicas()
+    number = tensorflow_v1.tpu_number_of_shards()
+    if number is not None:
+        return OnTPU(number)
+    logging.log_first_n(
+        logging.WARNING,
+        "CrossShardOptimizer is used outside of shard(), of tf.compat.v1.tpu"
+        " and of a strategy's replica function: there is one shard.",
+        1,
+    )
+    return Alone()
+
+
+def _dense(
+    gradients: Sequence[indexed_slices.Gradient], variables: Sequence[Any]
+) -> list[tf.Tensor | None]:
+    """Gradients of the variables' shapes, so that updates are dense.
+
+    The original does the same.
+    """
+    return [
+        indexed_slices.dense(gradient, variable)
+        if isinstance(gradient, tf.IndexedSlices)
+        else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def _summed_in_groups(
+    of_shards: Sequence[dict[int, tf.Tensor | None]],
+    groups: group_assignment_lib.GroupAssignment,
+) -> list[dict[int, tf.Tensor | None]]:
+    """Each shard's sums over its group.
+
+    Args:
+      of_shards: For each shard its gradients, by the variables' keys.
+      groups: The groups.
+
+    Returns:
+      For each shard the sums, of the gradients' shapes, by the same keys.
+    """
+    for index, one in enumerate(of_shards):
+        if one.keys() != of_shards[0].keys():
+            raise ValueError(
+                f"Shard {index} applies gradients to other variables than"
+                " shard 0. All shards must run the same computation."
+            )
+    of_groups = [
+        {
+            key: indexed_slices.added(
+                [of_shards[m][key] for m in members], None
+            )
+            for key in of_shards[0]
+        }
+        for members in groups
+    ]
+    return [of_groups[groups.group_of(i)] for i in range(len(of_shards))]

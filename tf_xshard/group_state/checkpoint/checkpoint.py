@@ -1,0 +1,253 @@
+"""Saves every variable of every replica to a directory, and restores them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
+from tf_xshard.group_state import inventory
+from tf_xshard.group_state import merge
+from tf_xshard.group_state import replica_io
+from tf_xshard.group_state.checkpoint import files
+from tf_xshard.group_state.checkpoint import matching
+from tf_xshard.private.keras import shards as keras_shards
+
+
+class Position(NamedTuple):
+    """How far training was when a state was saved.
+
+    Attributes:
+      epoch: The number of completed epochs.
+      step: The number of completed steps of the next epoch.
+    """
+
+    epoch: int
+    step: int
+
+
+def save(
+    catalog: inventory.Catalog,
+    replicas: replica_io.ReplicaValues,
+    directory: str,
+    epoch: int,
+    step: int,
+) -> None:
+    """See `GroupState.save`. Collective."""
+    with locked_by_first(replicas, directory) as is_locked:
+        _save(catalog, replicas, directory, epoch, step, is_locked)
+
+
+@contextlib.contextmanager
+def locked_by_first(
+    replicas: replica_io.ReplicaValues, directory: str
+) -> Iterator[bool]:
+    """`files.locked` on the process that commits. Collective."""
+    with contextlib.ExitStack() as stack:
+        is_locked = replicas.run_on_all_processes(
+            f"Locking {directory!r}",
+            lambda: (
+                replicas.rank == 0
+                and stack.enter_context(files.locked(directory))
+            ),
+        )
+        yield is_locked
+
+
+def _save(
+    catalog: inventory.Catalog,
+    replicas: replica_io.ReplicaValues,
+    directory: str,
+    epoch: int,
+    step: int,
+    is_locked: bool,
+) -> None:
+    variables = catalog.variables()
+    digests = replicas.digests([one.variable for one in variables])
+    # The first replica that holds a value saves it for all.
+    owners = [[row.index(digest) for digest in row] for row in digests]
+    [token, *_] = replicas.gather_json(files.new_token())
+    what = f"Saving to {directory!r}"
+    values = _own_values(replicas, variables, owners)
+    written = replicas.run_on_all_processes(
+        what,
+        lambda: files.write_values(
+            directory,
+            token,
+            replicas.rank,
+            values,
+        ),
+    )
+    manifest = {
+        "group_assignment": catalog.groups.to_list(),
+        "epoch": epoch,
+        "step": step,
+        "optimizers": catalog.optimizer_classes(),
+        "files": {
+            name: checksum
+            for of_process in replicas.gather_json(written)
+            for name, checksum in of_process.items()
+        },
+        "variables": [
+            {
+                "part": one.part,
+                "name": one.name,
+                "kind": one.kind,
+                "of_optimizer": one.of_optimizer,
+                "dtype": one.dtype,
+                "shape": one.shape,
+                "owners": row,
+            }
+            for one, row in zip(variables, owners, strict=True)
+        ],
+    }
+
+    def commit() -> None:
+        if replicas.rank == 0:
+            files.commit(directory, token, manifest, is_locked)
+
+    replicas.run_on_all_processes(what, commit)
+
+
+def _own_values(
+    replicas: replica_io.ReplicaValues,
+    variables: Sequence[inventory.StateVariable],
+    owners: Sequence[Sequence[int]],
+) -> dict[str, np.ndarray]:
+    """The values that this process saves, by name. Collective."""
+    values = {}
+    ids = replicas.local_ids
+    for index, one in enumerate(variables):
+        is_sharded = isinstance(one.variable, keras_shards.Sharded)
+        # A sharded variable is gathered, which all processes have to do.
+        if not is_sharded and not set(owners[index]) & set(ids):
+            continue
+        local = replicas.local(one.variable)
+        for r, value in zip(ids, local, strict=True):
+            if r in owners[index]:
+                values[_key(index, r)] = value
+    return values
+
+
+def _key(index: int, replica_id: int) -> str:
+    return f"{index}/replica_{replica_id}"
+
+
+def position(directory: str) -> Position:
+    """See `GroupState.position`."""
+    manifest = files.read_manifest(directory)
+    return Position(manifest["epoch"], manifest["step"])
+
+
+def saved_groups(directory: str) -> group_assignment_lib.GroupAssignment:
+    """The groups of a save."""
+    manifest = files.read_manifest(directory)
+    return group_assignment_lib.GroupAssignment(manifest["group_assignment"])
+
+
+def restore(
+    catalog: inventory.Catalog,
+    replicas: replica_io.ReplicaValues,
+    directory: str,
+    regroup: str | Mapping[int, int] | None,
+) -> Position:
+    """See `GroupState.restore`. Collective."""
+    found, assignments = replicas.run_on_all_processes(
+        f"Restoring from {directory!r}",
+        lambda: _read(catalog, replicas.local_ids, directory, regroup),
+    )
+    for variable, values in assignments:
+        replicas.assign(variable, values)
+    return found
+
+
+def _read(
+    catalog: inventory.Catalog,
+    local_ids: Sequence[int],
+    directory: str,
+    regroup: str | Mapping[int, int] | None,
+) -> tuple[Position, list]:
+    """Everything that will be assigned, after all checks."""
+    manifest = files.read_manifest(directory)
+    groups = group_assignment_lib.GroupAssignment(manifest["group_assignment"])
+    sources = _sources(catalog.groups, directory, groups, regroup)
+    own, its = catalog.optimizer_classes(), manifest["optimizers"]
+    if own != its:
+        raise ValueError(
+            f"{directory!r} was saved from other optimizers: it has {its}, but"
+            f" this model has {own} (for nested models and attributes only"
+            " those that are built). Compile it with the same optimizers,"
+            " nested in the same way."
+        )
+    pairs = matching.matched(
+        catalog.variables(), manifest["variables"], directory
+    )
+    if sources is not None:
+        pairs = [pair for pair in pairs if pair[0].kind != "metric"]
+    names = {
+        _key(index, saved["owners"][r])
+        for _, index, saved in pairs
+        for r in (local_ids if sources is None else range(groups.num_replicas))
+    }
+    values = files.read_values(directory, manifest, sorted(names))
+    assignments = []
+    for one, index, saved in pairs:
+
+        def of_replica(
+            r: int, index: int = index, saved: dict = saved
+        ) -> np.ndarray:
+            return values[_key(index, saved["owners"][r])]
+
+        if sources is None:
+            found = [of_replica(r) for r in local_ids]
+        else:
+            of_group = merge.by_group(
+                [of_replica(r) for r in range(groups.num_replicas)], groups
+            )
+            found = [
+                merge.combined(
+                    [of_group[g] for g in sources[catalog.groups.group_of(r)]]
+                )
+                for r in local_ids
+            ]
+        assignments.append((one.variable, found))
+    return Position(manifest["epoch"], manifest["step"]), assignments
+
+
+def _sources(
+    groups: group_assignment_lib.GroupAssignment,
+    directory: str,
+    saved_groups: group_assignment_lib.GroupAssignment,
+    regroup: str | Mapping[int, int] | None,
+) -> list[list[int]] | None:
+    """The saved groups that each group takes; None for the same groups."""
+    if regroup is None:
+        if group_relations.same_groups(groups, saved_groups):
+            return None
+        raise ValueError(
+            f"{directory!r} was saved with the groups"
+            f" {saved_groups.to_list()} of {saved_groups.num_replicas}"
+            f" replicas, but the groups here are {groups.to_list()} of"
+            f' {groups.num_replicas}. Pass regroup="mean", "first" or a dict'
+            " {group: saved group} to restore it to other groups."
+        )
+    every = range(saved_groups.num_groups)
+    if regroup == "mean":
+        return [list(every)] * groups.num_groups
+    if regroup == "first":
+        return [[0]] * groups.num_groups
+    if (
+        not isinstance(regroup, Mapping)
+        or set(regroup) != set(range(groups.num_groups))
+        or not set(regroup.values()) <= set(every)
+    ):
+        raise ValueError(
+            'regroup must be "mean", "first", or a dict that maps each group'
+            f" from 0 to {groups.num_groups - 1} to a saved group from 0 to"
+            f" {saved_groups.num_groups - 1}, got {regroup!r}."
+        )
+    return [[regroup[group]] for group in range(groups.num_groups)]

@@ -1,0 +1,625 @@
+"""What a model holds now: its variables, optimizers and groups.
+
+Each call of `GroupState` makes a `Catalog` by one walk over the model, since
+the model may have been compiled again in between. Making it changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
+from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import variable_role
+from tf_xshard.optimizers import stack
+from tf_xshard.private.keras import optimizer_state
+
+
+@dataclasses.dataclass(frozen=True)
+class StateVariable:
+    """One variable of the state.
+
+    Attributes:
+      part: The part that it belongs to: `"model"`, `"optimizer"`, or a name
+        that the user gave.
+      name: Its path.
+      variable: A Keras or TensorFlow variable.
+      kind: `"weight"`; `"slot"`, of an optimizer; `"center"`, of AGNOptimizer;
+        `"local"`: a replica's own (what AGN trains, open rounds of towers,
+        counters); `"statistic"`: not trained, may differ by replica in Keras;
+        `"random"`: a generator's state; `"metric"`.
+      of_optimizer: Whether it belongs to an optimizer, in which case its name
+        contains that of another variable.
+    """
+
+    part: str
+    name: str
+    variable: Any
+    kind: str
+    of_optimizer: bool = False
+
+    @property
+    def key(self) -> int:
+        """A key that is equal for two entries of one variable."""
+        return id(replica_variables.tensorflow_variable(self.variable))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(int(n) for n in self.variable.shape)
+
+    @property
+    def numpy_type(self) -> np.dtype:
+        """Its NumPy dtype."""
+        dtype = replica_variables.copies(self.variable)[0].dtype
+        return np.dtype(dtype.as_numpy_dtype)
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        return replica_variables.copies(self.variable)[0].dtype.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of the objects that a user gave.
+
+    Attributes:
+      holder: The object itself.
+      held: What it holds at any depth, with paths.
+      optimizers: The optimizers that it is or holds, without nested ones.
+    """
+
+    holder: Any
+    held: tuple[tuple[str, Any], ...]
+    optimizers: tuple[keras.optimizers.Optimizer, ...]
+
+
+def parts_of(holder: Any) -> dict[str, Part]:
+    """What a user gave, by names, each walked over once.
+
+    Args:
+      holder: A `keras.Model`, a dict from names to objects that hold variables,
+        or a list of variables.
+
+    Returns:
+      The parts. A model's optimizers are separate parts, named by attribute
+      path.
+
+    Raises:
+      TypeError: If it is none of these.
+    """
+    if isinstance(holder, keras.Model):
+        found = tuple(held(holder))
+        return {
+            "model": Part(holder, found, ()),
+            **{
+                path: Part(one, (), (one,))
+                for path, one in _optimizers_of(found).items()
+            },
+        }
+    if isinstance(holder, Mapping):
+        parts = {str(name): part for name, part in holder.items()}
+    elif isinstance(holder, (list, tuple)):
+        parts = {"variables": list(holder)}
+    else:
+        raise TypeError(
+            "GroupState needs a keras.Model, a dict of variable holders, or a"
+            f" list of variables, got {type(holder).__name__}."
+        )
+    return {name: _part(part) for name, part in parts.items()}
+
+
+def _part(holder: Any) -> Part:
+    found = tuple(held(holder))
+    # A model's optimizers would be separate parts.
+    optimizers = [
+        one
+        for one in (holder, *(one for _, one in found))
+        if isinstance(one, keras.optimizers.Optimizer)
+        and not isinstance(holder, keras.Layer)
+    ]
+    return Part(holder, found, tuple(optimizers))
+
+
+def _optimizers_of(
+    held_by_model: tuple[tuple[str, Any], ...],
+) -> dict[str, keras.optimizers.Optimizer]:
+    """A model's optimizers, by attribute path.
+
+    There may be several, in attributes, lists or nested models, as in a GAN.
+    """
+    found = {
+        path: one
+        for path, one in held_by_model
+        if isinstance(one, keras.optimizers.Optimizer)
+    }
+    # Keras creates an unused optimizer if `compile` gets none. Nested models
+    # are often compiled but trained by another optimizer.
+    of_models_inside = {path for path in found if path.endswith(".optimizer")}
+    unused = of_models_inside | (
+        {"optimizer"} if len(found) - len(of_models_inside) > 1 else set()
+    )
+    return {
+        path: one
+        for path, one in found.items()
+        if one.built or path not in unused
+    }
+
+
+def held(holder: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds in attributes, lists and dicts, at any depth.
+
+    Does not descend into optimizers, metrics, variables and random generators.
+
+    Yields:
+      Pairs of a path, such as `"critics[1].optimizer"`, and an object, once
+      for each object, with its shortest path.
+    """
+    waiting, seen = [("", holder)], set()
+    for path, one in waiting:
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if path:
+            yield path, one
+        if isinstance(one, _WHOLE):
+            continue
+        if isinstance(one, (keras.Layer, tf.Module)):
+            waiting += [
+                (f"{path}.{name}" if path else name, value)
+                for name, value in sorted(
+                    # The user's names come before Keras' own lists.
+                    vars(one).items(),
+                    key=lambda item: item[0].startswith("_"),
+                )
+            ]
+        elif isinstance(one, (list, tuple)):
+            waiting += [(f"{path}[{i}]", value) for i, value in enumerate(one)]
+        elif isinstance(one, Mapping):
+            waiting += [
+                (f"{path}[{name!r}]", value) for name, value in one.items()
+            ]
+
+
+def of_optimizer(optimizer: keras.optimizers.Optimizer) -> list:
+    """All variables of an optimizer and of nested ones, each once."""
+    # Only some optimizers list the variables of nested ones.
+    found = {
+        id(v): v
+        for one in stack.with_local_optimizers(optimizer)
+        for v in one.variables
+    }
+    return list(found.values())
+
+
+def variables_of(
+    name: str, holder: Any, found: tuple[tuple[str, Any], ...] | None = None
+) -> Iterator[StateVariable]:
+    """The variables of a part, or of an object in it.
+
+    Args:
+      name: The part's name.
+      holder: The object that holds them.
+      found: What it holds, if already known; see `Part`.
+
+    Yields:
+      A `StateVariable` for each, in a deterministic order.
+
+    Raises:
+      TypeError: If it holds no variables, or strings.
+    """
+
+    def one_of(variable: Any, kind: str) -> StateVariable:
+        if replica_variables.copies(variable)[0].dtype == tf.string:
+            raise TypeError(
+                f"GroupState: {variable.name!r} of {name!r} holds strings,"
+                " which can't be compared or saved."
+            )
+        path = getattr(variable, "path", None) or variable.name
+        return StateVariable(name, path, variable, kind)
+
+    if isinstance(holder, keras.optimizers.Optimizer):
+        centers = {
+            id(v)
+            for one in stack.with_local_optimizers(holder)
+            for v in getattr(one, "center_variables", ())
+        }
+        for variable in of_optimizer(holder):
+            is_local = variable_role.role_of(variable) is variable_role.LOCAL
+            kind = "local" if is_local else "slot"
+            entry = dataclasses.replace(
+                one_of(variable, kind), of_optimizer=True
+            )
+            # A center has the path of its weight, as optimizers expect.
+            if id(variable) in centers:
+                entry = dataclasses.replace(entry, name=f"center/{entry.name}")
+            yield entry
+    elif isinstance(holder, keras.Metric):
+        yield from (one_of(variable, "metric") for variable in holder.variables)
+    elif isinstance(holder, keras.Layer):
+        for variable in holder.weights:
+            is_weight = variable.trainable and (
+                variable_role.role_of(variable).has_loss_gradient
+            )
+            yield one_of(variable, "weight" if is_weight else "statistic")
+        weights = {id(v) for v in holder.weights}
+        for variable in holder.variables:
+            if id(variable) not in weights:
+                yield one_of(variable, "random")
+        for variable in holder.metrics_variables:
+            yield one_of(variable, "metric")
+        yield from _attributes(name, holder, found)
+    elif isinstance(holder, keras.random.SeedGenerator):
+        yield one_of(holder.state, "random")
+    elif isinstance(holder, tf.random.Generator):
+        yield one_of(holder.state, "random")
+    elif isinstance(holder, (tf.Variable, keras.Variable)):
+        yield one_of(holder, variable_role.kind_of_state(holder))
+    elif isinstance(holder, tf.Module):
+        yield from _attributes(name, holder, found)
+    elif isinstance(holder, (list, tuple)):
+        for one in holder:
+            yield from variables_of(name, one)
+    else:
+        raise TypeError(
+            f"GroupState got {holder!r} ({type(holder).__name__}) as {name!r},"
+            " which holds no variables. It takes Keras models, layers,"
+            " optimizers, metrics and variables, tf.Variable, tf.Module,"
+            " random number generators, and lists of these."
+        )
+
+
+# State that Keras does not list among a layer's variables.
+_HOLDERS = (tf.Variable, tf.random.Generator, keras.random.SeedGenerator)
+# Objects that are listed, or not, as a whole.
+_WHOLE = (
+    *_HOLDERS,
+    keras.Variable,
+    keras.optimizers.Optimizer,
+    keras.Metric,
+)
+
+
+def _attributes(
+    name: str, holder: Any, found: tuple[tuple[str, Any], ...] | None
+) -> Iterator[StateVariable]:
+    """TensorFlow's variables and generators in attributes, at any depth.
+
+    For a tf.Module everything, for Keras layers what Keras does not list.
+    """
+    wanted: tuple = _HOLDERS
+    if not isinstance(holder, keras.Layer):
+        wanted = (*_WHOLE, keras.Layer)
+    for _, one in held(holder) if found is None else found:
+        if isinstance(one, wanted):
+            yield from variables_of(name, one)
+
+
+def _joined_groups(
+    optimizers: Mapping[str, Sequence], num_replicas: int, where: str
+) -> group_assignment_lib.GroupAssignment:
+    """The groups that the nested optimizers of a model make together.
+
+    Args:
+      optimizers: For each part of the model its optimizers, including nested
+        ones.
+      num_replicas: The number of replicas.
+      where: What has that many, for errors.
+
+    Returns:
+      A `GroupAssignment`.
+
+    Raises:
+      ValueError: If two parts have different groups, or groups are for another
+        number of replicas.
+    """
+    given = _given(one for of_part in optimizers.values() for one in of_part)
+    found = {}
+    for name, of_part in optimizers.items():
+        assignments = [
+            group_relations.for_replicas(given[id(one)], num_replicas, where)
+            for one in of_part
+            if id(one) in given
+        ]
+        if assignments:
+            found[name] = group_relations.joined(assignments)
+    # A plain Keras optimizer reduces over all replicas.
+    first, *others = found.values() or [
+        group_assignment_lib.GroupAssignment.single(num_replicas)
+    ]
+    if not all(group_relations.same_groups(first, other) for other in others):
+        raise ValueError(
+            "GroupState: optimizers have different groups,"
+            f" { {n: g.to_list() for n, g in found.items()} }. Pass"
+            " group_assignment, or create one GroupState for each."
+        )
+    return first
+
+
+def _given(
+    optimizers: Iterable,
+) -> dict[int, group_assignment_lib.GroupAssignment | None]:
+    """The groups of optimizers that reduce, by the optimizers' ids."""
+    held = list(optimizers)
+    inside = {
+        id(one)
+        for optimizer in held
+        for one in stack.with_local_optimizers(optimizer)
+        if one is not optimizer
+    }
+    return {
+        id(one): groups
+        for optimizer in held
+        if id(optimizer) not in inside
+        for one, groups in stack.StackPlan(optimizer).reducing()
+    }
+
+
+# Equal on all replicas of one group, unless something is wrong.
+EQUAL_IN_A_GROUP = ("weight", "slot", "center")
+# Learned state, as opposed to state that a step only uses.
+LEARNED = (*EQUAL_IN_A_GROUP, "local", "statistic")
+
+Optimizers = tuple[keras.optimizers.Optimizer, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Catalog:
+    """What a model, or another object given by the user, holds at one moment.
+
+    Attributes:
+      holders: What the user gave, by names of parts. A model's optimizers are
+        separate parts.
+      optimizers: For each part its optimizers, including nested ones.
+      strategy: The strategy of the variables.
+      groups: Which replicas are in which group.
+      entries: Every variable of every part, in a deterministic order; a
+        variable held by two parts is listed twice.
+      centers: The variable that holds a group's value instead of a local
+        variable trained by AGNOptimizer, by the id of the latter.
+    """
+
+    holders: Mapping[str, Any]
+    optimizers: Mapping[str, Optimizers]
+    strategy: tf.distribute.Strategy
+    groups: group_assignment_lib.GroupAssignment
+    entries: tuple[StateVariable, ...]
+    centers: Mapping[int, Any]
+
+    def variables(
+        self, kinds: Collection[str] | None = None, each_once: bool = True
+    ) -> list[StateVariable]:
+        """All variables, or those of some kinds.
+
+        Args:
+          kinds: Kinds of `StateVariable`; None for all.
+          each_once: Whether to list a variable of several parts only with the
+            first.
+
+        Returns:
+          A list, in the order of `entries`.
+        """
+        seen: set[int] = set()
+        result = []
+        for one in self.entries:
+            if each_once and one.key in seen:
+                continue
+            seen.add(one.key)
+            if kinds is None or one.kind in kinds:
+                result.append(one)
+        return result
+
+    def shown(self, variables: Sequence[StateVariable]) -> list:
+        """The variables that hold a group's values: for AGN, the center."""
+        return [
+            self.centers.get(id(one.variable), one.variable)
+            for one in variables
+        ]
+
+    def checked_group(self, group: Any) -> int:
+        """Checks a group's index.
+
+        Args:
+          group: The value given.
+
+        Returns:
+          The index as an int.
+
+        Raises:
+          ValueError: If there is no such group.
+        """
+        num_groups = self.groups.num_groups
+        if (
+            isinstance(group, bool)
+            or not isinstance(group, (int, np.integer))
+            or not 0 <= group < num_groups
+        ):
+            raise ValueError(
+                f"group must be an int from 0 to {num_groups - 1}, got"
+                f" {group!r}: the groups are {self.groups.to_list()}."
+            )
+        return int(group)
+
+    def check_built(self, is_model: bool) -> None:
+        """Checks that there are variables, and that layers have theirs.
+
+        Args:
+          is_model: Whether the user gave a model, whose own optimizer can be
+            built later.
+
+        Raises:
+          ValueError: If something has not been built, or there are none.
+        """
+        for name, part in self.holders.items():
+            if getattr(part, "built", True):
+                continue
+            if isinstance(part, keras.Layer):
+                raise ValueError(
+                    f"GroupState: {name!r} has not been built, so it has no"
+                    " variables. Give it an Input, or call it on a batch"
+                    " first."
+                )
+            if isinstance(part, keras.optimizers.Optimizer) and not (
+                is_model and name == "optimizer"
+            ):
+                raise ValueError(
+                    f"GroupState: the optimizer {name!r} has not been built."
+                    " Call build(variables) on it, in the strategy's scope."
+                )
+        if not self.entries:
+            raise ValueError(
+                f"GroupState found no variables in {list(self.holders)}. Build"
+                " the model first."
+            )
+
+    def communication(self) -> communication_lib.Communication:
+        """That of the first optimizer that has one."""
+        for found in self.optimizers.values():
+            for one in found:
+                if hasattr(one, "communication"):
+                    return one.communication
+        return communication_lib.Communication()
+
+    def optimizer_classes(self) -> dict[str, list[str]]:
+        """The classes of each part's optimizers, including nested ones."""
+        return {
+            name: [type(one).__name__ for one in found]
+            for name, found in self.optimizers.items()
+            if found
+        }
+
+
+def of(
+    holder: Any,
+    groups: group_assignment_lib.GroupAssignment | None = None,
+) -> Catalog:
+    """A catalog of what a user gave, as it is now.
+
+    Args:
+      holder: A model, a dict of objects that hold variables, or a list.
+      groups: The groups; None for the combined groups of the optimizers.
+
+    Returns:
+      A `Catalog`.
+
+    Raises:
+      TypeError: If something holds no variables.
+      ValueError: If variables belong to different strategies, two optimizers
+        have different groups, or the groups do not fit the replicas.
+    """
+    parts, optimizers = _walked(holder)
+    kinds: dict[int, str] = {}
+    centers: dict[int, Any] = {}
+    for found in optimizers.values():
+        for one in found:
+            if stack.is_wrapper(one) and one.built:
+                kinds.update(one._kinds_of_state())
+                centers.update(one._centers_by_variable())
+    entries = tuple(_entries(parts, kinds))
+    strategy = _strategy(holder, entries, optimizers)
+    where = f"the strategy {type(strategy).__name__}"
+    num_replicas = strategy.num_replicas_in_sync
+    if groups is None:
+        groups = _joined_groups(optimizers, num_replicas, where)
+    return Catalog(
+        holders={name: part.holder for name, part in parts.items()},
+        optimizers=optimizers,
+        strategy=strategy,
+        groups=group_relations.for_replicas(groups, num_replicas, where),
+        entries=entries,
+        centers=centers,
+    )
+
+
+def groups_of(
+    holder: Any, strategy: tf.distribute.Strategy
+) -> group_assignment_lib.GroupAssignment:
+    """The groups that the optimizers make, without a catalog of the rest.
+
+    Args:
+      holder: A model, a dict of what holds variables, or a list.
+      strategy: The strategy of the variables.
+
+    Returns:
+      A `GroupAssignment`.
+
+    Raises:
+      ValueError: If two optimizers make different groups, or the groups are
+        for another number of replicas.
+    """
+    return _joined_groups(
+        _walked(holder)[1],
+        strategy.num_replicas_in_sync,
+        f"the strategy {type(strategy).__name__}",
+    )
+
+
+def _walked(
+    holder: Any,
+) -> tuple[dict[str, Part], dict[str, Optimizers]]:
+    """The parts, and the optimizers of each, those inside others included."""
+    parts = parts_of(holder)
+    return parts, {
+        name: tuple(
+            one
+            for optimizer in part.optimizers
+            for one in stack.with_local_optimizers(optimizer)
+        )
+        for name, part in parts.items()
+    }
+
+
+def _entries(
+    parts: Mapping[str, Part], kinds: Mapping[int, str]
+) -> Iterator[StateVariable]:
+    for name, part in parts.items():
+        seen: set[int] = set()
+        for one in variables_of(name, part.holder, part.held):
+            if one.key in seen:
+                continue
+            seen.add(one.key)
+            if one.key in kinds:
+                one = dataclasses.replace(one, kind=kinds[one.key])
+            yield one
+
+
+def _strategy(
+    holder: Any,
+    entries: Sequence[StateVariable],
+    optimizers: Mapping[str, Optimizers],
+) -> tf.distribute.Strategy:
+    """The one strategy of all that was found."""
+    found = [replica_variables.strategy_of(one.variable) for one in entries]
+    found += [
+        optimizer_state.strategy_of(one)
+        for of_part in optimizers.values()
+        for one in of_part
+    ]
+    strategies = list(
+        {
+            id(one): one
+            for one in found
+            if one is not None and not site_lib.is_default(one)
+        }.values()
+    )
+    if len(strategies) > 1:
+        raise ValueError(
+            f"GroupState got variables of {len(strategies)} strategies,"
+            f" {[type(one).__name__ for one in strategies]}. Create all of"
+            " them in the scope of one strategy."
+        )
+    if strategies:
+        return strategies[0]
+    if isinstance(holder, keras.Model):
+        return holder.distribute_strategy
+    return tf.distribute.get_strategy()

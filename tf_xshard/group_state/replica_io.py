@@ -1,0 +1,296 @@
+"""Reads and writes each replica's values, outside of `strategy.run`.
+
+TensorFlow shows replica 0's value of a distributed variable and writes a value
+to all replicas. Here each replica's own value is read and written, bit by bit;
+values of other processes are communicated by the strategy's collectives, as
+gradients are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import process_gather
+from tf_xshard.distribute import replica_variables
+from tf_xshard.group_state import merge
+from tf_xshard.optimizers.update import slots
+from tf_xshard.private.keras import shards as keras_shards
+
+# Values are communicated between processes in chunks of about this many bytes
+# (a larger variable is one chunk), to limit the memory in use.
+_CHUNK_BYTES = 32 << 20
+
+
+class ReplicaValues:
+    """Reads and writes variables of a strategy, replica by replica.
+
+    With several processes, the methods marked "Collective" must be called by
+    all of them, with the same variables.
+
+    Args:
+      strategy: A `tf.distribute.Strategy`.
+      communication: A `Communication`, whose timeout applies.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        communication: communication_lib.Communication,
+    ) -> None:
+        self.strategy = strategy
+        self.num_replicas = strategy.num_replicas_in_sync
+        self.communication = communication
+        self._processes = process_gather.ProcessGather(strategy, communication)
+        # In the order of `copies`.
+        self.local_ids = self._processes.local_ids
+        self.num_processes = self._processes.num_processes
+        self.rank = self._processes.rank
+
+    def rank_of(self, replica_id: int) -> int:
+        """The rank of the process that drives a replica."""
+        return replica_id // len(self.local_ids)
+
+    def local(self, variable: Any) -> list[np.ndarray]:
+        """This process's values, one for each of `local_ids`.
+
+        Collective for a variable of which each replica holds a shard.
+        """
+        if isinstance(variable, keras_shards.Sharded):
+            [values] = self.gather([variable], self.local_ids)
+            return values
+        return self._copies(variable)
+
+    def _copies(self, variable: Any) -> list[np.ndarray]:
+        """What each of `local_ids` holds: its value, or its shard of it."""
+        values = [
+            np.asarray(copy) for copy in replica_variables.copies(variable)
+        ]
+        return values if len(values) > 1 else values * len(self.local_ids)
+
+    def assign(self, variable: Any, values: Sequence[np.ndarray]) -> None:
+        """Writes this process's values, one for each of `local_ids`."""
+        if isinstance(variable, keras_shards.Sharded):
+            slots.assign(variable, values, self.local_ids)
+            return
+        # With one copy, all replicas share one value.
+        for copy, value in zip(
+            replica_variables.copies(variable), values, strict=False
+        ):
+            copy.assign(tf.constant(value, copy.dtype))
+
+    def assign_all(self, variable: Any, value: np.ndarray) -> None:
+        """Writes one value to this process's replicas."""
+        self.assign(variable, [value] * len(self.local_ids))
+
+    def gather_json(self, value: Any) -> list:
+        """The same for values that JSON can represent. Collective."""
+        return [
+            json.loads(payload)
+            for payload in self._processes.gather(json.dumps(value).encode())
+        ]
+
+    def run_on_all_processes(
+        self, what: str, function: Callable[[], Any]
+    ) -> Any:
+        """Calls a function; if it fails on one process, all raise. Collective.
+
+        Args:
+          what: What the function does, for the error.
+          function: Called on every process. Must not be a collective.
+
+        Returns:
+          The function's result on this process.
+
+        Raises:
+          Its own error, or RuntimeError for that of another process.
+        """
+        error = result = None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        texts = self.gather_json(error and f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RuntimeError(f"{what} failed on worker {rank}: {text}")
+        return result
+
+    def gather(
+        self, variables: Sequence, replica_ids: Sequence[int]
+    ) -> Iterator[list[np.ndarray]]:
+        """The values that some replicas hold, variable by variable. Collective.
+
+        Args:
+          variables: The variables.
+          replica_ids: Ids of replicas.
+
+        Yields:
+          For each variable a list of values, in the order of `replica_ids`.
+        """
+        # Of a sharded variable, whole values are joined from all shards.
+        every = range(self.num_replicas)
+        wanted = [
+            every if isinstance(one, keras_shards.Sharded) else replica_ids
+            for one in variables
+        ]
+        for variable, held in zip(
+            variables, self._held(variables, wanted), strict=True
+        ):
+            if isinstance(variable, keras_shards.Sharded):
+                layout = variable.layout
+                yield slots.joined(layout, replica_ids, held.__getitem__)
+            else:
+                yield held
+
+    def _held(
+        self, variables: Sequence, wanted: Sequence[Sequence[int]]
+    ) -> Iterator[list[np.ndarray]]:
+        """What replicas hold of each variable: values, or shards of them."""
+        if self.num_processes == 1:
+            for variable, replica_ids in zip(variables, wanted, strict=True):
+                local = self._copies(variable)
+                yield [local[r] for r in replica_ids]
+            return
+        begin, size = 0, 0
+        for index, variable in enumerate(variables):
+            copy = replica_variables.copies(variable)[0]
+            size += copy.dtype.size * int(np.prod(copy.shape))
+            if size >= _CHUNK_BYTES or index == len(variables) - 1:
+                chunk = slice(begin, index + 1)
+                yield from self._exchanged(variables[chunk], wanted[chunk])
+                begin, size = index + 1, 0
+
+    def _exchanged(
+        self, variables: Sequence, wanted: Sequence[Sequence[int]]
+    ) -> Iterator[list[np.ndarray]]:
+        """`_held` for a few variables, in one exchange between processes."""
+        parts = []
+        for variable, replica_ids in zip(variables, wanted, strict=True):
+            local = dict(
+                zip(self.local_ids, self._copies(variable), strict=True)
+            )
+            parts += [local[r].tobytes() for r in replica_ids if r in local]
+        payloads = self._processes.gather(b"".join(parts))
+        offsets = [0] * self.num_processes
+        for variable, replica_ids in zip(variables, wanted, strict=True):
+            copy = replica_variables.copies(variable)[0]
+            shape = tuple(copy.shape)
+            count = int(np.prod(shape))
+            found = []
+            # A process sends those of its replicas in this order.
+            for r in replica_ids:
+                rank = self.rank_of(r)
+                found.append(
+                    np.frombuffer(
+                        payloads[rank],
+                        copy.dtype.as_numpy_dtype,
+                        count,
+                        offsets[rank],
+                    ).reshape(shape)
+                )
+                offsets[rank] += found[-1].nbytes
+            yield found
+
+    def of_group(
+        self, variables: Sequence, members: Sequence[int]
+    ) -> list[np.ndarray]:
+        """One value of each variable for a group of replicas. Collective.
+
+        Args:
+          variables: The variables.
+          members: The ids of the group's replicas.
+
+        Returns:
+          The replicas' value where they are bitwise equal, else their mean, see
+          `merge.combined`.
+        """
+        return [
+            merge.combined(values) for values in self.gather(variables, members)
+        ]
+
+    def assign_groups(
+        self,
+        variable: Any,
+        groups: group_assignment_lib.GroupAssignment,
+        of_group: Mapping[int, Any],
+    ) -> None:
+        """Writes a value to all replicas of some groups.
+
+        Args:
+          variable: The variable.
+          groups: Which replica is in which group.
+          of_group: A value by group index; other groups keep theirs.
+        """
+        if isinstance(variable, keras_shards.Sharded):
+            slots.assign(
+                variable,
+                [of_group.get(groups.group_of(r)) for r in self.local_ids],
+                self.local_ids,
+            )
+            return
+        own = [groups.group_of(r) for r in self.local_ids]
+        current = self.local(variable)
+        self.assign(
+            variable,
+            [
+                of_group.get(group, value)
+                for group, value in zip(own, current, strict=True)
+            ],
+        )
+
+    def digests(self, variables: Sequence) -> list[list[str]]:
+        """A digest of the value of every variable on every replica.
+
+        Equal digests mean equal bits. Collective.
+
+        Returns:
+          For each variable a list, in the order of replica ids.
+        """
+        own = []
+        for variable in variables:
+            seen = {}
+            for one in self._copies(variable):
+                # If a variable has one copy, its values are one object.
+                if id(one) not in seen:
+                    seen[id(one)] = _digest(one)
+                own.append(seen[id(one)])
+        width = len(self.local_ids)
+        result: list[list[str]] = [[] for _ in variables]
+        for of_process in self.gather_json(own):
+            for index, row in enumerate(result):
+                row += of_process[index * width : (index + 1) * width]
+        return [
+            _of_groups(variable, row)
+            if isinstance(variable, keras_shards.Sharded)
+            else row
+            for variable, row in zip(variables, result, strict=True)
+        ]
+
+
+def _of_groups(variable: keras_shards.Sharded, shards: list[str]) -> list[str]:
+    """Digests of whole values, from those of the replicas' shards."""
+    layout = variable.layout
+    return [
+        _digest(
+            np.frombuffer(
+                "".join(shards[m] for m in layout.members_of(r)).encode(),
+                np.uint8,
+            )
+        )
+        for r in range(len(shards))
+    ]
+
+
+def _digest(value: np.ndarray) -> str:
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(data.data, digest_size=16).hexdigest()

@@ -1,0 +1,619 @@
+"""AGNOptimizer: local steps on each replica, with periodic exchanges."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import checks
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import recorder
+from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import variable_role
+from tf_xshard.optimizers import accumulator
+from tf_xshard.optimizers import arguments
+from tf_xshard.optimizers import base
+from tf_xshard.optimizers import center as center_lib
+from tf_xshard.optimizers import stack
+from tf_xshard.optimizers.update import whole
+from tf_xshard.private.keras import moving_averages
+from tf_xshard.private.keras import optimizer_state
+from tf_xshard.reduction import gradients as gradients_lib
+
+_ACCUMULATIONS = ("gradients", "updates")
+
+
+@keras.saving.register_keras_serializable("tf_xshard")
+class AGNOptimizer(base.GradientWrapper):
+    """Accumulated gradient normalization: communicate every few steps.
+
+    Each replica is a worker that trains its own copy of the variables. Every
+    `communication_period` steps its accumulation, divided by the number of
+    steps, is combined over the group, and the inner optimizer applies the
+    result to a center. All workers of the group continue from it.
+
+    ```
+    each call             local    <-  local_optimizer(gradient)
+                          sum      <-  sum + gradient
+    each communication_   center   <-  inner_optimizer(mean over the group of
+    period calls                                       sum / period)
+                          local    <-  center;   sum <- 0
+    ```
+
+    With `accumulate="updates", normalize=False` and an inner `SGD(1.0)` this is
+    local SGD (model averaging); with Nesterov momentum, DiLoCo.
+
+    Between exchanges replicas do not communicate, so their variables differ,
+    and TensorFlow shows and saves those of replica 0. At the end of `fit` the
+    center is put into the model, after an early exchange if steps are pending.
+
+    Args:
+      inner_optimizer: The `keras.optimizers.Optimizer` of the center.
+      num_worker: The number of replicas, checked if given. Default: None.
+      communication_period: Steps from one exchange to the next, at least 1.
+        Default: 10.
+      local_optimizer: The optimizer of the replicas' own variables; its slot
+        variables are never reset. Default: a copy of the inner optimizer. (A
+        legacy `.h5` file needs two optimizers with different names.)
+      accumulate: `"gradients"` (default), or `"updates"`: the change made by
+        the local steps, center - local.
+      normalize: Whether the accumulation is divided by its number of local
+        steps, as in the paper. Default: True.
+      reduction: `"mean"` (default) or `"sum"` over the replicas of a group.
+      group_assignment: See `CrossShardOptimizer`. None (default) inside another
+        wrapper takes that one's groups.
+      loss_normalization: See `CrossShardOptimizer`.
+      communication: A `Communication`. None (default) for its defaults.
+      name: The optimizer's name.
+
+    Raises:
+      TypeError: If an argument has the wrong type.
+      ValueError: If an argument is invalid, a LossScaleOptimizer or a
+        tf_xshard optimizer is inside, or the strategy is not supported.
+
+    Example:
+
+    >>> optimizer = tf_xshard.AGNOptimizer(keras.optimizers.SGD(1.0),
+    ...                                    communication_period=2)
+    >>> weight = keras.Variable(10.0)
+    >>> for gradient in (1.0, 3.0):
+    ...     optimizer.apply([tf.constant(gradient)], [weight])
+    ...     float(weight)
+    9.0
+    8.0
+
+    Source: Joeri Hermans et al., Accumulated Gradient Normalization, arXiv
+    1710.02368; `tf.contrib.opt.AGNOptimizer` (TensorFlow 1.14).
+    """
+
+    follows_groups_around = True
+    _supports_loss_scaling = False
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        num_worker: int | None = None,
+        communication_period: int = 10,
+        *,
+        local_optimizer: keras.optimizers.Optimizer | None = None,
+        accumulate: str = "gradients",
+        normalize: bool = True,
+        reduction: str = "mean",
+        group_assignment: (
+            group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
+        ) = None,
+        loss_normalization: str | None = None,
+        communication: communication_lib.Communication | None = None,
+        name: str = "AGNOptimizer",
+        **kwargs: Any,
+    ) -> None:
+        _check_arguments(
+            num_worker, communication_period, accumulate, normalize
+        )
+        _check_optimizers(inner_optimizer, local_optimizer)
+        if local_optimizer is None and isinstance(
+            inner_optimizer, keras.optimizers.Optimizer
+        ):
+            local_optimizer = _copied(inner_optimizer)
+        super().__init__(
+            inner_optimizer,
+            reduction=reduction,
+            reducer=arguments.checked_reducer(communication),
+            group_assignment=arguments.checked_groups(group_assignment),
+            loss_normalization=loss_normalization,
+            name=name,
+            **kwargs,
+        )
+        assert local_optimizer is not None
+        whole.make_local(local_optimizer)
+        self.local_optimizer = local_optimizer
+        self._period = int(communication_period)
+        self._accumulate = accumulate
+        self._normalize = normalize
+        self._set_untracked("_seen", accumulator.SeenVariables(name))
+
+    # What users read and set.
+
+    @property
+    def communication_period(self) -> int:
+        """Steps from one exchange to the next."""
+        return self._period
+
+    @property
+    def center_variables(self) -> list[keras.Variable]:
+        """The center, in the order of the trainable variables.
+
+        While the model holds the center, they hold the local variables.
+        """
+        return list(self._center) if self.built else []
+
+    @property
+    def center_is_shown(self) -> bool:
+        """Whether the model's variables currently hold the center."""
+        if not self.built:
+            return False
+        return self._center_pairs.is_shown
+
+    @property
+    def exchanges(self) -> keras.Variable | tf.Tensor:
+        """The number of exchanges so far; a variable once built."""
+        return self._exchanges if self.built else tf.constant(0, tf.int64)
+
+    @property
+    def iterations(self) -> Any:
+        """The number of local steps."""
+        return self.local_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The local optimizer's learning rate; settable.
+
+        The center's is `inner_optimizer.learning_rate`.
+        """
+        return self.local_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.local_optimizer.learning_rate = value
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """A local MultiOptimizer's optimizers; others have none."""
+        return self.local_optimizer.optimizers
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The center, the counters, and both optimizers' variables."""
+        return super().variables + self.local_optimizer.variables
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Excludes variables from both optimizers' weight decay.
+
+        Call it before the first step: functions that have been traced do not
+        notice it.
+
+        Args:
+          var_list: Variables to exclude, or None.
+          var_names: Strings; a variable whose name contains one is excluded.
+        """
+        for one in (self.inner_optimizer, self.local_optimizer):
+            one.exclude_from_weight_decay(var_list, var_names)
+        if self.built:
+            self._exclude_center()
+
+    def _exclude_center(self) -> None:
+        """Excludes the centers of the variables that the inner one excludes."""
+        center_of = {id(local): center for local, center in self._center_pairs}
+        for one in stack.descendants(self.inner_optimizer):
+            excluded = optimizer_state.excluded_from_weight_decay(
+                one, [local for local, _ in self._center_pairs]
+            )
+            if excluded:
+                one.exclude_from_weight_decay(
+                    [center_of[id(local)] for local in excluded]
+                )
+
+    def show_center(self, shown: bool) -> None:
+        """Puts the center, or the local variables, into the model.
+
+        A step restores the local variables by itself, after its gradients have
+        been computed. Call this outside of `strategy.run`. `SwapCenterWeights`
+        calls it in `fit`.
+
+        Args:
+          shown: Whether the model's variables should hold the center.
+
+        Raises:
+          RuntimeError: In replica context of a strategy.
+
+        Example:
+
+        >>> optimizer = tf_xshard.AGNOptimizer(keras.optimizers.SGD(1.0))
+        >>> weight = keras.Variable(10.0)
+        >>> optimizer.apply([tf.constant(1.0)], [weight])
+        >>> optimizer.show_center(True)
+        >>> float(weight)
+        10.0
+        >>> optimizer.show_center(False)
+        >>> float(weight)
+        9.0
+        """
+        site_lib.refuse_replica_context(f"{self.name}.show_center()")
+        if self.built:
+            self._center_pairs.show(shown)
+
+    # The training step.
+
+    def forgetting_traces(self) -> contextlib.AbstractContextManager:
+        """See the base class."""
+        return self._seen.unchanged()
+
+    def _create_state(self, variables: list) -> None:
+        for variable in variables:
+            if not variable_role.role_of(variable).has_loss_gradient:
+                raise ValueError(
+                    f"{variable.path} is overwritten by its gradient (float8"
+                    " training), which can't be accumulated. AGNOptimizer does"
+                    " not support it; use CrossShardOptimizer or another dtype"
+                    " policy."
+                )
+        # Outside of the scope with this optimizer's name, which would become
+        # part of their paths.
+        self._center = [replica_variables.copy_of(v) for v in variables]
+        with self._named():
+            sums = accumulator.GradientAccumulator(
+                variables,
+                "sum",
+                self._seen,
+                has_sums=self._accumulate == "gradients",
+            )
+            self._set_untracked("_accumulator", sums)
+            # Checkpoints store the variables under this name.
+            self._accumulators = sums.sums
+            self._pending = replica_variables.make((), "int32", "pending")
+            self._exchanges = replica_variables.make((), "int64", "exchanges")
+            # Saved because a file can be written while the center is shown.
+            self._shown = replica_variables.make((), "int32", "center_is_shown")
+            pairs = center_lib.Center(
+                variables, self._center, self._shown, self._strategy
+            )
+            self._set_untracked("_center_pairs", pairs)
+            self._exclude_center()
+            self.inner_optimizer.build(self._center)
+            with keras.name_scope("local"):
+                self.local_optimizer.build(variables)
+            self._create_residuals(variables)
+        whole.make_local(self.local_optimizer)
+        for one in stack.descendants(self.inner_optimizer):
+            moving_averages.refuse_swapped_averages(
+                one,
+                "SwapEMAWeights can't be used with AGNOptimizer: the averages"
+                " are those of the center, not of the variables in the model."
+                " Use tf_xshard.SwapCenterWeights to evaluate the center; at"
+                " the end of fit the model gets the averages.",
+            )
+
+    def _step(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        plan: stack.StackPlan,
+    ) -> None:
+        pending = replica_variables.read(self._pending)
+        self._center_pairs.hide_here()
+        replica_variables.cond(
+            tf.equal(pending, 0), self._center_pairs.start_period_here
+        )
+        batch = batch.scaled(plan.undo(self, site)).multiplied()
+        whole.apply(self.local_optimizer, batch)
+        groups = plan.groups(self, site)
+        weight = self._reduction.weight(groups.group_size)
+        indices = optimizer_state.indices_of(self, batch.variables)
+        self._accumulator.add(batch.scaled(weight).multiplied().values, indices)
+        replica_variables.assign(self._pending, pending + 1)
+
+        def exchange() -> None:
+            with recorder.labelled("exchange", every=self._period):
+                self._exchange(pending + 1, indices, site, groups)
+
+        # Greater if steps of a longer period were loaded.
+        replica_variables.cond(pending + 1 >= self._period, exchange)
+
+    def _checked_site(self) -> site_lib.Site:
+        strategy = self._strategy
+        if strategy.num_replicas_in_sync > 1 and (
+            not tf.distribute.has_strategy()
+        ):
+            raise RuntimeError(
+                f"{self.name} was created in the scope of"
+                f" {type(strategy).__name__} but is applied outside of it,"
+                " where there are no workers. Apply it in strategy.run()."
+            )
+        return super()._checked_site()
+
+    def _exchange(
+        self,
+        num_steps: int | tf.Tensor,
+        indices: Sequence[int],
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+    ) -> None:
+        """Applies what `num_steps` local steps accumulated to the center.
+
+        Skips variables that are frozen and not among the call's.
+
+        Args:
+          num_steps: The number of steps, an int or a scalar tensor.
+          indices: The indices of the call's variables.
+          site: Where the code runs.
+          groups: The groups that exchange.
+        """
+        self._seen.note_update()
+        local = optimizer_state.trainable_variables(self)
+        weight = self._reduction.weight(groups.group_size)
+        totals = [
+            self._accumulated(index, num_steps, weight)
+            if index in indices or getattr(variable, "trainable", True)
+            else None
+            for index, variable in enumerate(local)
+        ]
+        feedback = self._error_feedback
+        totals, carry = self._reducer.all_reduce(
+            gradients_lib.GradientBatch(totals, local),
+            site,
+            groups,
+            self._reduction,
+            feedback and feedback.read(1),
+        )
+        if feedback is not None:
+            feedback.keep(carry, 1, None)
+        # Without a gradient, not even weight decay applies.
+        present = [value is not None for value in totals.values]
+        if any(present):
+            of_center = gradients_lib.GradientBatch(totals.values, self._center)
+            whole.apply(self.inner_optimizer, of_center.where(present))
+        self._center_pairs.adopt_here()
+        self._accumulator.reset()
+        replica_variables.assign(self._pending, 0)
+        replica_variables.add(self._exchanges, 1)
+
+    def _accumulated(
+        self, index: int, num_steps: int | tf.Tensor, weight: int
+    ) -> Any:
+        """This replica's part of the exchange, in the variable's dtype."""
+        # After a restore nothing has been seen, but any sum may be nonzero.
+        if index not in self._seen and len(self._seen):
+            return None
+        divisor: int | tf.Tensor = 1
+        if self._accumulate == "gradients":
+            total = self._accumulator.read(index)
+            divisor = weight
+        else:
+            total = self._center_pairs.change_here(index)
+        if self._normalize:
+            divisor = divisor * num_steps
+        if tf.is_tensor(divisor) or divisor != 1:
+            total /= tf.cast(divisor, total.dtype)
+        return tf.cast(total, self._center[index].dtype)
+
+    def finalize_variable_values(self, var_list: Sequence) -> None:
+        """Does an early exchange on all replicas if steps are pending.
+
+        Afterwards the model holds the center. `fit` calls this at its end.
+
+        Args:
+          var_list: The model's trainable variables.
+        """
+        if not self.built:
+            return
+        with stack.running(self) as plan:
+            self._finalize(var_list, plan)
+
+    def _finalize(self, var_list: Sequence, plan: stack.StackPlan) -> None:
+        self.show_center(False)
+        strategy = self._strategy
+        [pending, *_] = strategy.experimental_local_results(self._pending.value)
+        pending = int(pending)
+
+        def on_replica() -> None:
+            site = site_lib.current()
+            self._exchange(
+                pending,
+                optimizer_state.indices_of(self, var_list),
+                site,
+                plan.groups(self, site),
+            )
+
+        if pending and strategy.num_replicas_in_sync == 1:
+            on_replica()
+        elif pending:
+            with strategy.scope():
+                exchange = tf.function(
+                    lambda: strategy.run(on_replica), autograph=False
+                )
+                # Not called: TensorFlow would warn of retracing in later fits.
+                exchange.get_concrete_function()()
+        self.inner_optimizer.finalize_variable_values(self._center)
+        if self.inner_optimizer.use_ema:
+            self._center_pairs.copy_into_model()
+
+    # Saving, and what GroupState asks.
+
+    def _unsaved_state(self) -> str | None:
+        if self._strategy.num_replicas_in_sync == 1:
+            return None
+        return "trains each replica's own variables and slots."
+
+    def _kinds_of_state(self) -> dict[int, str]:
+        local, center = map(list, zip(*self._center_pairs, strict=True))
+        if self.center_is_shown:
+            local, center = center, local
+        of_local_steps = [
+            variable
+            for one in stack.descendants(self.local_optimizer)
+            for variable in one.variables
+        ]
+        tensorflow_variable = replica_variables.tensorflow_variable
+        return {
+            id(tensorflow_variable(variable)): kind
+            for kind, variables in (
+                ("local", [*local, *of_local_steps]),
+                ("center", center),
+            )
+            for variable in variables
+        }
+
+    def _centers_by_variable(self) -> dict[int, Any]:
+        if self.center_is_shown:
+            return {}
+        return {id(variable): center for variable, center in self._center_pairs}
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization.
+
+        Returns:
+          A dict for `from_config`.
+
+        Example:
+
+        >>> tf_xshard.AGNOptimizer(keras.optimizers.SGD()).get_config()[
+        ...     "communication_period"]
+        10
+        """
+        return {
+            **super().get_config(),
+            **self._reducer_config(),
+            "communication_period": self._period,
+            "local_optimizer": keras.saving.serialize_keras_object(
+                self.local_optimizer
+            ),
+            "accumulate": self._accumulate,
+            "normalize": self._normalize,
+        }
+
+
+def _check_arguments(
+    num_worker: Any, communication_period: Any, accumulate: Any, normalize: Any
+) -> None:
+    """Checks AGNOptimizer's arguments of the same names.
+
+    Raises:
+      TypeError, ValueError: If an argument is invalid.
+    """
+    checks.positive_integer("communication_period", communication_period)
+    if num_worker is not None:
+        checks.positive_integer("num_worker", num_worker)
+        found = tf.distribute.get_strategy().num_replicas_in_sync
+        if num_worker != found:
+            raise ValueError(
+                f"num_worker is {num_worker}, but the strategy has {found}"
+                " replicas. Leave it out, or create the optimizer in the"
+                " scope of the strategy that trains."
+            )
+    if accumulate not in _ACCUMULATIONS:
+        raise ValueError(
+            f"accumulate must be one of {_ACCUMULATIONS}, got {accumulate!r}."
+        )
+    checks.boolean("normalize", normalize)
+
+
+def _check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
+    """Checks the two optimizers; the second may be None.
+
+    Raises:
+      TypeError: If `local_optimizer` is not a Keras optimizer, or reduces
+        gradients by itself.
+      ValueError: If either is, or wraps, an optimizer that is not allowed, or
+        has been built, or if the local one was created in another scope.
+    """
+    if not isinstance(
+        local_optimizer, (keras.optimizers.Optimizer, type(None))
+    ):
+        raise TypeError(
+            "local_optimizer must be a keras.optimizers.Optimizer, got"
+            f" {local_optimizer!r}."
+        )
+    for one in (inner_optimizer, local_optimizer):
+        _refuse_inside(one)
+    if getattr(inner_optimizer, "built", False):
+        raise ValueError(
+            f"The inner optimizer {inner_optimizer.name!r} has been built for"
+            " variables that are not the center. Pass a new one."
+        )
+    if local_optimizer is None:
+        return
+    if local_optimizer is inner_optimizer:
+        raise ValueError(
+            "local_optimizer is the inner optimizer itself. Pass another"
+            " object, or None (the default) to make a copy."
+        )
+    if local_optimizer.built:
+        raise ValueError(
+            f"The local optimizer {local_optimizer.name!r} has been built, so"
+            " its slots may be those of other variables. Pass a new one."
+        )
+    arguments.check_same_scope(
+        "AGNOptimizer",
+        tf.distribute.get_strategy(),
+        local_optimizer,
+        "local",
+    )
+    whole.refuse_own_reductions(local_optimizer)
+
+
+def _copied(
+    inner_optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """A local optimizer like the inner one.
+
+    Raises:
+      ValueError: If it can't be copied by its config.
+    """
+    try:
+        config = inner_optimizer.get_config()
+        # Legacy .h5 files key variables by path, which contains this name.
+        config["name"] = f"{inner_optimizer.name}_local"
+        result = type(inner_optimizer).from_config(config)
+        # A MultiOptimizer may have others before it is built.
+        for one, copy in zip(
+            stack.descendants(inner_optimizer),
+            stack.descendants(result),
+            strict=False,
+        ):
+            optimizer_state.copy_exclusions(one, copy)
+        return result
+    except Exception as error:
+        raise ValueError(
+            f"{type(inner_optimizer).__name__} can't be copied by its config"
+            f" ({error}). Pass a local_optimizer to AGNOptimizer."
+        ) from error
+
+
+def _refuse_inside(optimizer: Any) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return
+    for one in stack.descendants(optimizer):
+        if stack.is_wrapper(one):
+            raise ValueError(
+                f"{type(one).__name__} is inside AGNOptimizer, which reduces by"
+                " itself. Pass the optimizer that it wraps instead."
+            )
+        if isinstance(one, keras.optimizers.LossScaleOptimizer) or (
+            one.loss_scale_factor
+        ):
+            raise ValueError(
+                "AGNOptimizer does not support loss scaling: the replicas'"
+                " loss scales would diverge between exchanges. Use bfloat16"
+                " (mixed_bfloat16), which needs none."
+            )

@@ -1,0 +1,181 @@
+"""Checks of the arguments that every Keras wrapper of this package takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
+from tf_xshard import reductions
+from tf_xshard import wire_formats
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.keras import optimizer_state
+from tf_xshard.reduction import reducer
+
+LOSS_NORMALIZATIONS = ("global", "replica")
+# These act on the reduced gradient, which the inner optimizer gets.
+_ARGUMENTS_OF_THE_INNER = (
+    "learning_rate",
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
+
+def check(
+    own_name: str,
+    inner: Any,
+    reduction: Any,
+    loss_normalization: Any,
+    kwargs: Mapping[str, Any],
+) -> reductions.Reduction:
+    """Checks what every wrapper takes; changes nothing.
+
+    Args:
+      own_name: The name of the wrapper's class.
+      inner: The inner optimizer given.
+      reduction: The value given for this argument.
+      loss_normalization: The value given for this argument.
+      kwargs: The extra keyword arguments.
+
+    Returns:
+      The reduction.
+
+    Raises:
+      TypeError, ValueError: If an argument is invalid.
+    """
+    _refuse_unknown(own_name, kwargs)
+    _check_inner_optimizer(own_name, inner)
+    if loss_normalization not in (None, *LOSS_NORMALIZATIONS):
+        raise ValueError(
+            f"loss_normalization must be one of {LOSS_NORMALIZATIONS} or"
+            f" None, got {loss_normalization!r}."
+        )
+    return reductions.checked(reduction)
+
+
+def check_same_scope(
+    own_name: str,
+    own: tf.distribute.Strategy,
+    inner: keras.optimizers.Optimizer,
+    what: str = "inner",
+) -> None:
+    """Checks that an optimizer was created under the wrapper's strategy.
+
+    Args:
+      own_name: The name of the wrapper's class.
+      own: The strategy in whose scope the wrapper is created.
+      inner: The optimizer given.
+      what: What the wrapper calls it.
+
+    Raises:
+      ValueError: If it was not.
+    """
+    its = optimizer_state.strategy_of(inner)
+    if own is not its:
+        where = "outside any strategy's scope"
+        if not site_lib.is_default(own):
+            where = f"in the scope of {type(own).__name__}"
+        raise ValueError(
+            f"{own_name} was created {where}, but its {what} optimizer"
+            f" {inner.name!r} was created {site_lib.other_scope(its)}."
+            " Create both inside the same `with strategy.scope():`."
+        )
+
+
+def _refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuses unknown keywords, and those of the base class by name.
+
+    Args:
+      own_name: The name of the wrapper's class.
+      kwargs: The extra keyword arguments.
+
+    Raises:
+      ValueError: For an argument that belongs on the inner optimizer.
+      TypeError: For any other.
+    """
+    for argument in kwargs:
+        if argument in _ARGUMENTS_OF_THE_INNER:
+            raise ValueError(
+                f"{own_name} does not take {argument!r}: set it on the inner"
+                f" optimizer, {own_name}(keras.optimizers.SGD("
+                f"{argument}=...)). It acts on the reduced gradient there."
+            )
+        raise TypeError(f"{own_name} got an unknown argument {argument!r}.")
+
+
+def _check_inner_optimizer(own_name: str, inner: Any) -> None:
+    """Checks that the inner optimizer is a Keras optimizer.
+
+    Args:
+      own_name: The name of the wrapper's class.
+      inner: The value given.
+
+    Raises:
+      TypeError: If it is not.
+    """
+    if isinstance(inner, tf.compat.v1.train.Optimizer):
+        raise TypeError(
+            f"{own_name} wraps Keras optimizers, got the TF1 optimizer"
+            f" {type(inner).__name__}. Use tf_xshard.compat.v1.{own_name} for"
+            " it, or pass a Keras optimizer such as keras.optimizers.SGD(0.1)."
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"{own_name} wraps a keras.optimizers.Optimizer, got {inner!r}"
+            f" ({type(inner).__name__}). Write {own_name}("
+            "keras.optimizers.Adam(1e-3)), for example."
+        )
+
+
+def checked_groups(
+    group_assignment: Any,
+) -> group_assignment_lib.GroupAssignment | None:
+    """Converts a `group_assignment` argument.
+
+    Raises:
+      TypeError, ValueError: If it is invalid, or does not fit the strategy in
+        whose scope this is called.
+    """
+    if group_assignment is None:
+        return None
+    groups = group_assignment_lib.GroupAssignment(group_assignment)
+    if tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+        group_relations.for_replicas(
+            groups,
+            strategy.num_replicas_in_sync,
+            f"the strategy {type(strategy).__name__}",
+        )
+    return groups
+
+
+def checked_reducer(communication: Any) -> reducer.GradientReducer:
+    """The reducer of an optimizer with this `communication` argument.
+
+    Raises:
+      TypeError, ValueError: If it is invalid, or the strategy in whose scope
+        this is called does not have the collectives.
+    """
+    communication = communication_lib.checked(communication)
+    if tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+        allowed = wire_formats.TABLE[communication.dtype].strategies
+        if allowed and site_lib.kind_of(strategy) not in allowed:
+            raise ValueError(
+                f'Communication(dtype="{communication.dtype}") can\'t be used'
+                f" under {type(strategy).__name__}, whose collectives only add"
+                ' up. Use dtype="bfloat16".'
+            )
+    return reducer.GradientReducer(communication)

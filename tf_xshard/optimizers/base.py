@@ -1,0 +1,711 @@
+"""The base class of CrossShardOptimizer, TowerOptimizer and AGNOptimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import reduction_guard
+from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import variable_role
+from tf_xshard.optimizers import arguments
+from tf_xshard.optimizers import stack
+from tf_xshard.optimizers.fit import scalar_loss
+from tf_xshard.optimizers.saving import keras_file
+from tf_xshard.optimizers.saving import warning
+from tf_xshard.optimizers.update import whole
+from tf_xshard.private.keras import local_optimizers
+from tf_xshard.private.keras import optimizer_state
+from tf_xshard.private.keras import saving as keras_saving
+from tf_xshard.private.keras import shards as keras_shards
+from tf_xshard.private.keras import wrapper_internals
+from tf_xshard.private.tensorflow import autograph
+from tf_xshard.private.tensorflow import tracing
+from tf_xshard.reduction import error_feedback
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import reducer as reducer_lib
+
+
+def _forwarded(name: str) -> property:
+    """An attribute that lives on the optimizer that updates the variables."""
+
+    def get(self: Any) -> Any:
+        return getattr(self._updating_optimizer, name)
+
+    def set_(self: Any, value: Any) -> None:
+        # The base class' constructor sets its defaults before there is an inner
+        # optimizer; ignore them.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self._updating_optimizer, name, value)
+
+    return property(get, set_, doc=f"The inner optimizer's `{name}`.")
+
+
+class GradientWrapper(wrapper_internals.WrapperInternals):
+    """An optimizer that passes reduced gradients to an inner one.
+
+    Subclasses override `_create_state`, `_step` and `get_config`. Everything
+    set on the inner optimizer acts on the gradients that `_step` passes to it.
+    Every attribute that is forwarded is forwarded by name; there is no
+    `__getattr__`.
+
+    Args:
+      inner_optimizer: A Keras optimizer, created in the same strategy scope.
+      reduction: `"mean"` or `"sum"`.
+      loss_normalization: `"global"`, `"replica"` or None.
+      name: The optimizer's name.
+      reducer: Reduces gradients; this wrapper's, or that of a wrapper inside.
+      group_assignment: The groups over which it reduces, as given.
+      **kwargs: Arguments of the base class, to refuse them by name.
+
+    Raises:
+      TypeError: If `inner_optimizer` is not a Keras optimizer, or reduces by
+        itself, or a keyword is unknown.
+      ValueError: For an argument that belongs on the inner optimizer,
+        conflicting `loss_normalization` in one stack, or another strategy's
+        scope.
+    """
+
+    is_tf_xshard_wrapper = True
+    # Whether `_reducer` is this wrapper's, not one inside.
+    has_own_reducer = True
+    # Whether without groups of its own it takes those of a wrapper around it.
+    follows_groups_around = False
+    # Whether the inner optimizer is a CrossShardOptimizer that no user wrote.
+    inner_is_implicit = False
+    # Whether a LossScaleOptimizer may be inside.
+    _supports_loss_scaling = True
+    _has_checked_losses = False
+    _error_feedback: error_feedback.Residuals | None = None
+    inner_optimizer: keras.optimizers.Optimizer
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        *,
+        reduction: str,
+        loss_normalization: str | None,
+        name: str,
+        reducer: reducer_lib.GradientReducer,
+        group_assignment: group_assignment_lib.GroupAssignment | None = None,
+        **kwargs: Any,
+    ) -> None:
+        own_name = type(self).__name__
+        how = arguments.check(
+            own_name, inner_optimizer, reduction, loss_normalization, kwargs
+        )
+        site_lib.check_devices(tf.distribute.get_strategy())
+        self._set_untracked(
+            "_own_part",
+            warning.LossySaveWarning(name, self._lost_now, self._own_children),
+        )
+        # A callable avoids a learning rate variable, which would be saved but
+        # never used.
+        super().__init__(learning_rate=_no_learning_rate, name=name)
+        arguments.check_same_scope(own_name, self._strategy, inner_optimizer)
+        self.inner_optimizer = inner_optimizer
+        self._set_untracked("_reduction", how)
+        self._set_untracked("_reducer", reducer)
+        self._set_untracked("_pending_weights", None)
+        self._set_untracked("_given_group_assignment", group_assignment)
+        self._given_loss_normalization = loss_normalization
+        self._check_stack()
+        # Change the inner optimizers last, when nothing can be refused any
+        # more.
+        whole.make_local(inner_optimizer)
+
+    def _check_stack(self) -> None:
+        """Raises ValueError if the optimizers inside do not fit together."""
+        stack.StackPlan(self)
+
+    def _set_untracked(self, name: str, value: Any) -> None:
+        """Sets an attribute that Keras and TensorFlow neither wrap nor save."""
+        object.__setattr__(self, name, value)
+
+    @property
+    def _strategy(self) -> tf.distribute.Strategy:
+        """The strategy in whose scope this optimizer was made."""
+        return optimizer_state.strategy_of(self)
+
+    # What users read and set.
+
+    @property
+    def reduction(self) -> str:
+        """`"mean"` or `"sum"`."""
+        return self._reduction.name
+
+    @property
+    def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
+        """The groups, or None for one group of all replicas."""
+        return self._given_group_assignment
+
+    @property
+    def communication(self) -> communication_lib.Communication:
+        """How gradients are communicated between replicas."""
+        return self._reducer.communication
+
+    @property
+    def loss_normalization(self) -> str:
+        """What the incoming gradients were divided by.
+
+        `"global"`: by the number of replicas, as Keras and TF2 do. `"replica"`:
+        by nothing. One setting applies to a stack of wrappers.
+        """
+        return stack.StackPlan(self).loss_normalization
+
+    @property
+    def _updating_optimizer(self) -> keras.optimizers.Optimizer:
+        inner = self.inner_optimizer
+        while isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            inner = inner.inner_optimizer
+        return inner
+
+    weight_decay = _forwarded("weight_decay")
+    clipnorm = _forwarded("clipnorm")
+    global_clipnorm = _forwarded("global_clipnorm")
+    clipvalue = _forwarded("clipvalue")
+    use_ema = _forwarded("use_ema")
+    ema_momentum = _forwarded("ema_momentum")
+    ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
+    gradient_accumulation_steps = _forwarded("gradient_accumulation_steps")
+    loss_scale_factor = _forwarded("loss_scale_factor")
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """A MultiOptimizer's optimizers; other inner optimizers have none."""
+        return self._updating_optimizer.optimizers
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """This optimizer's variables, then the inner optimizer's."""
+        return self._own_variables + self.inner_optimizer.variables
+
+    @property
+    def _own_variables(self) -> list[keras.Variable]:
+        """The variables that this wrapper has created itself."""
+        return optimizer_state.own_variables(self)
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate; settable."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's number of updates."""
+        return self.inner_optimizer.iterations
+
+    def finalize_variable_values(self, var_list: Sequence) -> None:
+        """Makes the inner optimizer set final values (its moving averages).
+
+        Args:
+          var_list: The model's trainable variables.
+        """
+        with stack.running(self):
+            self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Excludes variables from the inner optimizer's weight decay.
+
+        Call it before the first step: functions that have been traced do not
+        notice it.
+
+        Args:
+          var_list: Variables to exclude, or None.
+          var_names: Strings; a variable whose name contains one is excluded.
+        """
+        self._updating_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    @autograph.entry_point
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the inner optimizer's loss scale.
+
+        Warns if `fit` calls this with a loss that Keras has not divided by the
+        number of replicas.
+
+        Args:
+          loss: A scalar tensor.
+
+        Returns:
+          A scalar tensor.
+
+        Example:
+
+        >>> inner = keras.optimizers.SGD(loss_scale_factor=8.0)
+        >>> tf_xshard.CrossShardOptimizer(inner).scale_loss(2.0)
+        16.0
+        """
+        num_replicas = self._strategy.num_replicas_in_sync
+        with stack.running(self) as plan:
+            if (
+                num_replicas > 1
+                and plan.root is self
+                and not self._has_checked_losses
+            ):
+                self._has_checked_losses = True
+                scalar_loss.warn_about_scalar_losses(num_replicas)
+            return self.inner_optimizer.scale_loss(loss)
+
+    # The training step.
+
+    @autograph.entry_point
+    def apply(
+        self, grads: Sequence, trainable_variables: Sequence | None = None
+    ) -> None:
+        """Reduces gradients as the class describes and applies them.
+
+        Call it in replica context: from `strategy.run`, or with no strategy.
+
+        Args:
+          grads: A list of gradients: tensors, `tf.IndexedSlices` or None. An
+            empty list does nothing.
+          trainable_variables: The variables they belong to, in the same order.
+            None (default) for those that the optimizer was built with.
+
+        Raises:
+          RuntimeError: In cross-replica context, or if the optimizer was
+            created in another strategy's scope.
+          ValueError: If gradients and variables do not match, no variable has
+            a gradient, or the optimizer does not fit the strategy.
+
+        Example:
+
+        >>> optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.5))
+        >>> weight = keras.Variable(1.0)
+        >>> optimizer.apply([tf.constant(1.0)], [weight])
+        >>> float(weight)
+        0.5
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        variables = self._checked_variables(grads, trainable_variables)
+        with (
+            stack.running(self) as plan,
+            reduction_guard.lifted(),
+            tf.name_scope(self.name),
+        ):
+            site = self._checked_site()
+            if any(isinstance(one, tf.IndexedSlices) for one in grads):
+                whole.note_summed_rows(self.inner_optimizer)
+            values = gradients_lib.standardized(grads, variables)
+            self._step(
+                gradients_lib.GradientBatch(values, variables), site, plan
+            )
+
+    def _step(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        plan: stack.StackPlan,
+    ) -> None:
+        """Applies this replica's gradients."""
+        raise NotImplementedError
+
+    @autograph.entry_point
+    def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> Any:
+        """`apply` for (gradient, variable) pairs.
+
+        Args:
+          grads_and_vars: An iterable of (gradient, variable) pairs.
+
+        Returns:
+          `iterations`, after the update.
+
+        Raises:
+          RuntimeError, ValueError: See `apply`.
+
+        Example:
+
+        >>> optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.5))
+        >>> weight = keras.Variable(1.0)
+        >>> int(optimizer.apply_gradients([(tf.constant(1.0), weight)]))
+        1
+        """
+        grads, variables = [], []
+        for grad, variable in grads_and_vars:
+            grads.append(grad)
+            variables.append(variable)
+        self.apply(grads, variables)
+        return self.iterations
+
+    def _checked_variables(
+        self, grads: Sequence, trainable_variables: Sequence | None
+    ) -> list:
+        """The variables of some gradients; builds the optimizer if needed."""
+        if trainable_variables is None:
+            if not self.built:
+                raise ValueError(
+                    f"{self.name} has not been built, so it does not know the"
+                    " variables of these gradients. Pass them:"
+                    " apply(grads, variables), or call build(variables) first."
+                )
+            variables = list(optimizer_state.trainable_variables(self))
+        else:
+            variables = list(trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"{self.name} got {len(grads)} gradients for"
+                f" {len(variables)} variables. Pass one for each, None where"
+                " there is no gradient."
+            )
+        if not self.built:
+            if not tf.executing_eagerly():
+                tracing.initialize_new_variables()
+            # Variables can't be created inside a tf.function that runs more
+            # than once; init_scope exits it, and the strategy's scope too.
+            with tf.init_scope():
+                self.build(variables)
+        known = {id(one) for one in optimizer_state.trainable_variables(self)}
+        for variable in variables:
+            if id(variable) not in known:
+                raise ValueError(
+                    f"Unknown variable: {getattr(variable, 'path', variable)}."
+                    f" {self.name} was built with {len(known)} others, and has"
+                    " no state for it. Make another optimizer, or build one"
+                    " with all variables: optimizer.build(variables)."
+                )
+        return variables
+
+    def _checked_site(self) -> site_lib.Site:
+        """Where a step runs: in the scope of this optimizer's strategy."""
+        site = site_lib.current()
+        self._check_strategy(site.strategy)
+        return site
+
+    def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
+        own = self._strategy
+        # Outside any scope Keras writes to all copies; that works.
+        if strategy is own or not tf.distribute.has_strategy():
+            return
+        raise RuntimeError(
+            f"{self.name} was created"
+            f" {site_lib.other_scope(own)} but is used under"
+            f" {type(strategy).__name__}. Create the model, the inner optimizer"
+            f" and {type(self).__name__} inside `with strategy.scope():` of the"
+            " strategy that trains them."
+        )
+
+    # Building.
+
+    @autograph.entry_point
+    def build(self, variables: Sequence) -> None:
+        """Creates the variables of this optimizer and of the inner one.
+
+        Args:
+          variables: The list of variables that will be trained.
+
+        Raises:
+          RuntimeError: If it was created in another strategy's scope.
+          ValueError: If a LossScaleOptimizer wraps it on several replicas, or
+            a MultiOptimizer wraps it while a LossScaleOptimizer is inside.
+
+        Example:
+
+        >>> optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.Adam())
+        >>> optimizer.build([keras.Variable(1.0)])
+        >>> optimizer.inner_optimizer.built
+        True
+        """
+        with stack.running(self) as plan:
+            self._refuse_loss_scale_optimizer_above(plan)
+            variables = list(variables)
+            # Keras' loader of legacy .h5 files builds with the model's own
+            # variables, without its layers': none. What it then sets has to
+            # wait.
+            if self.built or not variables:
+                return
+            if tf.distribute.has_strategy():
+                self._check_strategy(tf.distribute.get_strategy())
+                self._build(variables)
+            else:
+                with self._strategy.scope():
+                    self._build(variables)
+
+    def _build(self, variables: list) -> None:
+        with (
+            local_optimizers.tracked(),
+            keras_shards.building(),
+            whole.changing_when_chosen(self, whole.make_local),
+        ):
+            self._create_state(variables)
+        # A MultiOptimizer may have created optimizers.
+        whole.make_local(self.inner_optimizer)
+        self._check_stack()
+        if self._pending_weights is not None:
+            self._check_weights(self._pending_weights)
+        # Last, when nothing can be refused any more.
+        optimizer_state.set_trainable_variables(self, variables)
+        # Keras keeps a MultiOptimizer's optimizers in a list that
+        # tf.train.Checkpoint does not follow, so track them here.
+        for index, one in enumerate(_in_checkpoint_order(self)):
+            if hasattr(one, "inner_optimizer"):
+                continue
+            for position, leaf in enumerate(stack.children(one)):
+                optimizer_state.track(
+                    self, leaf, f"optimizer_{index}_{position}"
+                )
+        self._warn_of_fresh_parts()
+        if self._pending_weights is not None:
+            pending = self._pending_weights
+            self._set_untracked("_pending_weights", None)
+            self.set_weights(pending)
+
+    def _create_state(self, variables: list) -> None:
+        """Creates this optimizer's variables, and builds the inner one."""
+        with self._named():
+            if not self.inner_optimizer.built:
+                self.inner_optimizer.build(variables)
+            self._create_residuals(variables)
+
+    def _create_residuals(self, variables: list) -> None:
+        """Creates what error feedback keeps, if there is any."""
+        if self.has_own_reducer and self.communication.error_feedback:
+            residuals = error_feedback.Residuals(
+                [
+                    v
+                    for v in variables
+                    if variable_role.role_of(v).has_loss_gradient
+                ]
+            )
+            self._set_untracked("_error_feedback", residuals)
+            # Checkpoints store the variables under this name.
+            self._residuals = residuals.variables
+
+    def _named(self) -> contextlib.AbstractContextManager:
+        """A scope with this optimizer's name, for the variables inside."""
+        return keras.name_scope(self.name, caller=self)
+
+    def _refuse_loss_scale_optimizer_above(self, plan: stack.StackPlan) -> None:
+        has_caller_of = optimizer_state.has_caller_of
+        # A MultiOptimizer lists an optimizer only after it has built it, so any
+        # that is building is taken for the one around this wrapper.
+        if stack.has_loss_scale_optimizer(self) and has_caller_of(
+            keras.optimizers.Optimizer, stack.is_multi_optimizer
+        ):
+            raise ValueError(
+                f"{self.name} has a LossScaleOptimizer inside and is itself"
+                " inside a MultiOptimizer, which would not scale the loss, so"
+                " the updates would be much too small. Put the"
+                " LossScaleOptimizer around the MultiOptimizer: tf_xshard."
+                "CrossShardOptimizer(keras.optimizers.LossScaleOptimizer("
+                "keras.optimizers.MultiOptimizer(...)))."
+            )
+        # On one replica it sees all gradients; only one may scale the loss.
+        if plan.root is not self or (
+            self._strategy.num_replicas_in_sync == 1
+            and not stack.has_loss_scale_optimizer(self.inner_optimizer)
+        ):
+            return
+        if has_caller_of(
+            keras.optimizers.LossScaleOptimizer,
+            lambda one: any(inner is self for inner in stack.descendants(one)),
+        ):
+            raise ValueError(self._loss_scale_error())
+
+    def _loss_scale_error(self) -> str:
+        name = type(self).__name__
+        num_replicas = self._strategy.num_replicas_in_sync
+        why = (
+            "There is another one inside, and both scale the loss."
+            if stack.has_loss_scale_optimizer(self.inner_optimizer)
+            else (
+                f"It checks the gradients of replica 0 only, of {num_replicas},"
+                " so an overflow on another replica would reach the weights."
+            )
+        )
+        remedy = (
+            f"Instead, write {name}(keras.optimizers.LossScaleOptimizer(inner))"
+            " and"
+            if self._supports_loss_scaling
+            else (
+                f"{name} does not support loss scaling: use the dtype policy"
+                " mixed_bfloat16, which needs none, or"
+            )
+        )
+        return (
+            f"A LossScaleOptimizer wraps {name}. {why} (Under the dtype policy"
+            " mixed_float16 model.compile() adds a LossScaleOptimizer by"
+            f" itself.) {remedy} model.compile(..., auto_scale_loss=False)."
+        )
+
+    # Saving and loading.
+
+    def set_weights(self, weights: Sequence) -> None:
+        """Sets the values of `variables`, the inner optimizer's included.
+
+        If the optimizer is not built yet, they are set when it is.
+
+        Args:
+          weights: One array per variable, in the order of `variables`.
+
+        Raises:
+          ValueError: If the number of arrays or a shape differs; then nothing
+            is changed.
+        """
+        # Copies, because a loader closes its file before they are used.
+        weights = [np.array(weight) for weight in weights]
+        if not self.built:
+            self._set_untracked("_pending_weights", weights)
+            return
+        self._check_weights(weights)
+        for variable, weight in zip(self.variables, weights, strict=True):
+            variable.assign(weight)
+
+    def _check_weights(self, weights: Sequence[np.ndarray]) -> None:
+        variables = self.variables
+        if len(weights) != len(variables):
+            raise ValueError(
+                f"{self.name} has {len(variables)} variables, got"
+                f" {len(weights)} weights. Was it saved with another inner"
+                " optimizer?"
+            )
+        for variable, weight in zip(variables, weights, strict=True):
+            if tuple(variable.shape) != weight.shape:
+                raise ValueError(
+                    f"{self.name}: variable {variable.path!r} has shape"
+                    f" {tuple(variable.shape)}, got a weight of shape"
+                    f" {weight.shape}."
+                )
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves what belongs under this optimizer's path in a Keras file.
+
+        Warns once if only the values of replica 0 are saved.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        self._own_part.warn()
+        if not keras_saving.saves_something_else(self, store):
+            keras_file.save(self, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the state of this optimizer and of those inside it.
+
+        The file may have been saved with other wrappers, or by plain Keras.
+        Warns of what starts fresh, and of what has no place here.
+
+        Args:
+          store: A dict-like object, from Keras.
+        """
+        if not keras_saving.skips_this_load(self, store):
+            keras_file.load(self, store)
+
+    def _checkpointed_as(self) -> Any:
+        return keras_file.inside(self)
+
+    def _unsaved_state(self) -> str | None:
+        """Describes state that Keras and TensorFlow may not save, or None."""
+        return None
+
+    def _lost_now(self) -> str | None:
+        """The same, but only if replicas currently differ."""
+        lost = self._unsaved_state()
+        variables = [
+            *optimizer_state.trainable_variables(self),
+            *self.variables,
+        ]
+        if lost and self.built and replica_variables.may_differ(variables):
+            return lost
+        return None
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization."""
+        self._own_part.warn_in_legacy_save()
+        return {
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
+            ),
+            "loss_normalization": self._given_loss_normalization,
+            "name": self.name,
+        }
+
+    def _reducer_config(self) -> dict:
+        """The arguments of this optimizer's own reducer."""
+        groups = self._given_group_assignment
+        return {
+            "reduction": self.reduction,
+            "group_assignment": groups and groups.to_list(),
+            "communication": self.communication.get_config(),
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict, custom_objects: Mapping | None = None
+    ) -> GradientWrapper:
+        """Makes an optimizer from `get_config`'s dict, which is not changed.
+
+        Args:
+          config: A dict.
+          custom_objects: A dict from names to objects that Keras does not know.
+
+        Returns:
+          An optimizer with no state.
+        """
+        # LossScaleOptimizer.from_config pops from the dict it is given.
+        config = copy.deepcopy(config)
+        if isinstance(config.get("communication"), dict):
+            config["communication"] = communication_lib.Communication(
+                **config["communication"]
+            )
+        return cls(
+            **{
+                key: keras.saving.deserialize_keras_object(
+                    value, custom_objects=custom_objects
+                )
+                if isinstance(value, dict) and "class_name" in value
+                else value
+                for key, value in config.items()
+            }
+        )
+
+    # What other folders ask.
+
+    def forgetting_traces(self) -> contextlib.AbstractContextManager:
+        """A context in which tracing a step leaves no trace in this object."""
+        return contextlib.nullcontext()
+
+    def _kinds_of_state(self) -> dict[int, str]:
+        """The kinds of variables in `GroupState` that only this one knows.
+
+        Returns:
+          Kinds by the ids of TensorFlow's variables.
+        """
+        return {}
+
+    def _centers_by_variable(self) -> dict[int, Any]:
+        """The variables that hold a group's values instead of the model's.
+
+        Returns:
+          Variables, by the ids of the model's variables.
+        """
+        return {}
+
+
+def _in_checkpoint_order(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+    """Optimizers of a stack; AGNOptimizer's local ones come last."""
+    local = getattr(optimizer, "local_optimizer", None)
+    below = [] if local is None else list(stack.descendants(local))
+    return [*stack.descendants(optimizer), *below]
+
+
+def _no_learning_rate() -> float:
+    return 0.0

@@ -1,0 +1,270 @@
+"""CrossShardOptimizer: reduce gradients over groups of replicas, apply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf_xshard import checks
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import group_relations
+from tf_xshard import reductions
+from tf_xshard.collectives import recorder
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import variable_role
+from tf_xshard.optimizers import arguments
+from tf_xshard.optimizers import base
+from tf_xshard.optimizers import hooks
+from tf_xshard.optimizers import stack
+from tf_xshard.optimizers.update import elementwise
+from tf_xshard.optimizers.update import sharded
+from tf_xshard.optimizers.update import whole
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import loss_scaling
+
+
+@keras.saving.register_keras_serializable("tf_xshard")
+class CrossShardOptimizer(base.GradientWrapper):
+    """Reduces gradients over groups of replicas for an inner optimizer.
+
+    Use it to train several replicas exactly as one device with the global
+    batch would, or to train groups of replicas independently (ensembles,
+    populations, teams). Do not use it under ParameterServerStrategy, whose
+    workers are not synchronized.
+
+    ```
+    group_assignment=[[0, 1], [2, 3]], reduction="mean"
+
+    replica                  0             1             2             3
+    own gradient             g0            g1            g2            g3
+    pre_reduce          f(g0)         f(g1)         f(g2)         f(g3)
+    group reduction     (g0+g1)/2     (g0+g1)/2     (g2+g3)/2     (g2+g3)/2
+    post_reduce, inner  the same step on 0 and 1,   the same step on 2 and 3
+    weights                  w             w             v             v
+    ```
+
+    The gradients are reduced once. The inner optimizer's own processing
+    (clipping, weight decay, moving averages, accumulation, loss scaling) acts
+    on the reduced gradient, on each replica, without another reduction.
+
+    Args:
+      inner_optimizer: A `keras.optimizers.Optimizer` that gets the reduced
+        gradients, created in the same strategy scope. From then on it belongs
+        to the wrapper and no longer reduces by itself.
+      reduction: `"mean"` (default) or `"sum"` of the losses of a group's
+        replicas. The constants of `tf.compat.v1.losses.Reduction` are accepted.
+      group_assignment: A `GroupAssignment`, or a `[num_groups,
+        replicas_per_group]` nested list of replica ids. None (default) for one
+        group of all replicas. With several groups, variables differ between
+        groups by design, and TensorFlow shows and saves those of replica 0
+        only.
+      loss_normalization: What the differentiated loss was divided by.
+        `"global"`: by the number of replicas, as `fit`, `keras.losses` objects
+        under a strategy and `tf.nn.compute_average_loss` do. `"replica"`: by
+        nothing; each replica's loss is its own mean. None (default) is
+        `"global"`, or the setting of another wrapper in the stack.
+      pre_reduce: A callable that is called before the reduction with a list of
+        (gradient, variable) pairs, each replica's own, and returns a list of
+        pairs for the same variables. None (default) does nothing. See
+        `tf_xshard.clip_by_global_norm`. Gradients arrive unscaled (1/N undone,
+        the loss scale of an inner `LossScaleOptimizer` divided out), 16-bit
+        gradients as float32.
+      post_reduce: The same, on the reduced gradients.
+      communication: A `Communication`. None (default) for its defaults.
+      shard_update: Whether each replica of a group of g updates 1/g of the
+        variables and holds 1/g of the optimizer's slot variables, instead of
+        all replicas repeating the whole update: a reduce-scatter of the
+        gradients and an all-gather of the variables take the place of the
+        all-reduce. The numbers are the same to rounding. For inner optimizers
+        that compute element by element, see `tf_xshard.elementwise`. All
+        workers have to save together, since each holds a part. Default: False.
+      name: The optimizer's name.
+
+    Raises:
+      TypeError: If an argument has the wrong type, or `inner_optimizer` is not
+        a Keras optimizer.
+      ValueError: If an argument is invalid or belongs on the inner optimizer,
+        if `shard_update` is not possible with the inner optimizer, if
+        `group_assignment` is for a different number of replicas than the
+        strategy has, or if the strategy is not supported.
+
+    Example:
+
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Input((3,)),
+    ...                               keras.layers.Dense(1)])
+    ...     model.compile(loss="mse", optimizer=tf_xshard.CrossShardOptimizer(
+    ...         keras.optimizers.Adam(0.01)))
+    >>> history = model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
+
+    Limits: an Embedding's gradient has several values for a row that occurs
+    several times in a batch. They are summed first, which Keras' Adam and other
+    optimizers do not do: the numbers of such a model are not those of plain
+    Keras, but those of the dense gradient. `"mean"` is the mean over the global
+    batch only if the replicas' shards have equal size. As in plain Keras,
+    `keras.layers.BatchNormalization` keeps statistics of each replica's own
+    shard, and Dropout masks are the same on all replicas.
+
+    Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        reduction: str = "mean",
+        group_assignment: (
+            group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
+        ) = None,
+        *,
+        loss_normalization: str | None = None,
+        pre_reduce: hooks.GradientFunction | None = None,
+        post_reduce: hooks.GradientFunction | None = None,
+        communication: communication_lib.Communication | None = None,
+        shard_update: bool = False,
+        name: str = "CrossShardOptimizer",
+        **kwargs: Any,
+    ) -> None:
+        checks.boolean("shard_update", shard_update)
+        if shard_update and isinstance(
+            inner_optimizer, keras.optimizers.Optimizer
+        ):
+            elementwise.check(inner_optimizer)
+        pre_hook = hooks.Hook("pre_reduce", pre_reduce)
+        post_hook = hooks.Hook("post_reduce", post_reduce)
+        super().__init__(
+            inner_optimizer,
+            reduction=reduction,
+            reducer=arguments.checked_reducer(communication),
+            group_assignment=arguments.checked_groups(group_assignment),
+            loss_normalization=loss_normalization,
+            name=name,
+            **kwargs,
+        )
+        # Checkpoints follow these, should they hold variables.
+        self._pre_reduce, self._post_reduce = pre_reduce, post_reduce
+        self._set_untracked("_pre_hook", pre_hook)
+        self._set_untracked("_post_hook", post_hook)
+        self._set_untracked("_sharded", None)
+        self._shard_update = bool(shard_update)
+
+    @property
+    def shard_update(self) -> bool:
+        """Whether each replica of a group updates a part of the variables."""
+        return self._shard_update
+
+    def _create_state(self, variables: list) -> None:
+        num_replicas = self._strategy.num_replicas_in_sync
+        groups = group_relations.for_replicas(
+            self.group_assignment, num_replicas, "the strategy"
+        )
+        if not self._shard_update or groups.group_size == 1:
+            super()._create_state(variables)
+            return
+        inner = self.inner_optimizer
+        if inner.built:
+            raise ValueError(
+                f"{self.name} has shard_update=True, but its inner optimizer"
+                f" {inner.name!r} has been built with whole variables. Pass one"
+                " that has not been built; to keep the state, build this"
+                " optimizer and call set_weights, or load the file it is in."
+            )
+        with self._named():
+            update = sharded.ShardedUpdate(
+                inner, variables, self._reducer, groups, self._strategy
+            )
+            update.build()
+            self._create_residuals(variables)
+        self._set_untracked("_sharded", update)
+
+    def _step(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        plan: stack.StackPlan,
+    ) -> None:
+        inner = self.inner_optimizer
+        groups = plan.groups(self, site)
+        arrived = batch.values
+        is_trained = [
+            variable_role.role_of(v).has_loss_gradient for v in batch.variables
+        ]
+        statistics = batch.where([not one for one in is_trained])
+        batch = batch.where(is_trained).scaled(plan.undo(self, site))
+        batch = self._pre_hook(batch, inner.scale_loss)
+        unit, carry = 1, None
+        if self._error_feedback is not None:
+            # It is kept without the loss scale, which changes.
+            unit = inner.scale_loss(1.0)
+            carry = self._error_feedback.read(unit)
+        is_scattered = self._sharded and self._post_hook.function is None
+        reduce = (
+            self._reducer.reduce_scatter
+            if is_scattered
+            else self._reducer.all_reduce
+        )
+        batch, carry = reduce(batch, site, groups, self._reduction, carry)
+        batch = self._post_hook(batch, inner.scale_loss)
+        if self._sharded and not is_scattered:
+            batch = self._sharded.own_shards(batch, site)
+        with recorder.labelled("statistics"):
+            statistics, _ = self._reducer.all_reduce(
+                statistics, site, groups, reductions.MEAN, exact=True
+            )
+        batch = batch.joined(statistics)
+        finite = None
+        if stack.has_loss_scale_optimizer(inner):
+            finite = loss_scaling.all_replicas_finite(
+                [*arrived, *batch.values],
+                site,
+                self.communication,
+                self._reducer.owner,
+            )
+            batch = batch.with_values(
+                loss_scaling.nan_unless(finite, batch.values)
+            )
+        if self._error_feedback is not None:
+            self._error_feedback.keep(carry, unit, finite)
+        if self._sharded:
+            self._sharded.apply(batch, site, finite)
+        else:
+            whole.apply(inner, batch)
+
+    def _unsaved_state(self) -> str | None:
+        groups = self.group_assignment
+        if groups is None or groups.num_groups == 1:
+            return None
+        return f"trains {groups.num_groups} groups, whose variables differ."
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization.
+
+        Returns:
+          A dict for `from_config`.
+
+        Example:
+
+        >>> optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(),
+        ...                                           "sum", [[0]])
+        >>> config = optimizer.get_config()
+        >>> config["reduction"], config["group_assignment"]
+        ('sum', [[0]])
+        """
+        config = {
+            **super().get_config(),
+            **self._reducer_config(),
+            "pre_reduce": _serialized(self._pre_reduce),
+            "post_reduce": _serialized(self._post_reduce),
+        }
+        # Version 0.1.0 does not know it.
+        return {**config, "shard_update": True} if self.shard_update else config
+
+
+def _serialized(function: hooks.GradientFunction | None) -> dict | None:
+    if function is None:
+        return None
+    return keras.saving.serialize_keras_object(function)

@@ -1,0 +1,181 @@
+"""Losses that return one number, which Keras does not divide by N."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.private.keras import fit_internals
+
+
+@keras.saving.register_keras_serializable("tf_xshard")
+class ScalarLoss(keras.losses.Loss):
+    """A loss function that returns the mean over the rows it is given.
+
+    Under a strategy of N replicas, `fit` divides the losses of rows by N, but
+    not a loss that is one number already: N replicas then take steps N times
+    too large, and report N times the loss. Wrapped in this class the number is
+    divided as well, so that N replicas train as one device.
+
+    Args:
+      function: A function of (y_true, y_pred) that returns a scalar tensor.
+      name: The loss' name. Default: the function's; a lambda's is
+        "scalar_loss".
+
+    Raises:
+      TypeError: If `function` is not callable.
+      ValueError: When it is called: if it does not return a scalar, or with
+        `sample_weight` for each row under several replicas.
+
+    Example:
+
+    >>> def mean_square(y_true, y_pred):
+    ...     return keras.ops.mean(keras.ops.square(y_pred - y_true))
+    >>> loss = tf_xshard.ScalarLoss(mean_square)
+    >>> float(loss(np.zeros(4), np.full(4, 3.0)))
+    9.0
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Input((2,)),
+    ...                               keras.layers.Dense(1)])
+    ...     model.compile("sgd", loss=loss)
+
+    Source: `keras.losses.Loss`, which divides by the number of replicas after
+    the reduction over rows.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Any],
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not callable(function):
+            raise TypeError(
+                "ScalarLoss takes a function of (y_true, y_pred), got"
+                f" {function!r}."
+            )
+        own_name = getattr(function, "__name__", "")
+        # Not "<lambda>", which is no name of a scope.
+        if name is None and own_name.isidentifier():
+            name = own_name
+        super().__init__(name=name, **kwargs)
+        self._function = function
+
+    def __call__(
+        self, y_true: Any, y_pred: Any, sample_weight: Any = None
+    ) -> Any:
+        """The loss, divided by the number of replicas.
+
+        Args:
+          y_true: The labels, a tensor.
+          y_pred: The predictions, a tensor.
+          sample_weight: A number for all rows. Under several replicas, weights
+            of rows (and `class_weight`) are refused: the function's number is
+            the mean over its rows already.
+
+        Returns:
+          A scalar tensor.
+
+        Raises:
+          ValueError: For weights of rows under several replicas.
+        """
+        num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        if num_replicas > 1 and _has_rows(sample_weight):
+            raise ValueError(
+                f"ScalarLoss({self.name}) got sample_weight of shape"
+                f" {keras.ops.shape(sample_weight)} under {num_replicas}"
+                " replicas. Its function returns one number for all rows, so"
+                " weights of rows can't act as on one device. Pass a loss that"
+                " returns a value for each row to compile(), or multiply by the"
+                " weights in the function."
+            )
+        if sample_weight is not None and not _has_rows(sample_weight):
+            # For a scalar, Keras would make the row a scalar again.
+            sample_weight = keras.ops.reshape(sample_weight, (1,))
+        return super().__call__(y_true, y_pred, sample_weight)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """The function's result, as one row.
+
+        Args:
+          y_true: The labels, a tensor.
+          y_pred: The predictions, a tensor.
+
+        Returns:
+          A tensor of shape [1].
+        """
+        value = keras.ops.convert_to_tensor(self._function(y_true, y_pred))
+        if value.shape.rank not in (0, None):
+            raise ValueError(
+                f"ScalarLoss({self.name}) needs a function that returns one"
+                f" number, but it returned the shape {value.shape}. Pass such a"
+                " function to compile() itself."
+            )
+        return keras.ops.reshape(value, (1,))
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization."""
+        function = keras.saving.serialize_keras_object(self._function)
+        return {**super().get_config(), "function": function}
+
+    @classmethod
+    def from_config(cls, config: Mapping) -> ScalarLoss:
+        """The reverse of `get_config`.
+
+        Args:
+          config: What `get_config` returned.
+        """
+        function = keras.saving.deserialize_keras_object(config["function"])
+        return cls(**{**config, "function": function})
+
+
+def _has_rows(sample_weight: Any) -> bool:
+    return sample_weight is not None and keras.ops.ndim(sample_weight) > 0
+
+
+def warn_about_scalar_losses(num_replicas: int) -> None:
+    """Warns of losses that the step of `fit` being traced does not divide.
+
+    Args:
+      num_replicas: The number of replicas.
+    """
+    for loss, y_true, y_pred in fit_internals.losses_of_the_step():
+        if isinstance(loss, ScalarLoss) or not _returns_a_scalar(
+            loss, y_true, y_pred
+        ):
+            continue
+        warnings.warn(
+            f"The loss {loss.name!r} returns one number, which Keras does not"
+            f" divide by the number of replicas, as it does other losses:"
+            f" {num_replicas} replicas take steps, and report a loss,"
+            f" {num_replicas} times too large. Wrap its function in"
+            " tf_xshard.ScalarLoss, or return a loss for each row.",
+            stacklevel=2,
+        )
+
+
+def _returns_a_scalar(
+    loss: keras.losses.Loss, y_true: Any, y_pred: Any
+) -> bool:
+    """Whether a loss has no dimension left to reduce, without computing it."""
+    try:
+        shape = (
+            tf.function(loss.call)
+            .get_concrete_function(
+                *tf.nest.map_structure(_spec, (y_true, y_pred))
+            )
+            .output_shapes
+        )
+    except Exception:  # It may need what only the step itself has.
+        return False
+    return shape == tf.TensorShape([])
+
+
+def _spec(value: Any) -> tf.TensorSpec:
+    value = tf.convert_to_tensor(value)
+    return tf.TensorSpec(value.shape, value.dtype)

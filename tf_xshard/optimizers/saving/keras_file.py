@@ -1,0 +1,159 @@
+"""Where Keras' files hold the state of nested optimizers.
+
+Keras saves each optimizer under its path. The state of a wrapper comes after
+that of the optimizers that do not belong to this package, so that a file loads
+into plain Keras, and into other wrappers:
+
+path in the file                   whose state is there
+optimizer                          LossScaleOptimizer's    as plain Keras has it
+optimizer/inner_optimizer          Adam's
+.../inner_optimizer                CrossShardOptimizer's   the outermost one's
+.../inner_optimizer                TowerOptimizer's
+
+When it is loaded, each optimizer gets the state that has its variables' shapes
+and dtypes, wherever it is. So a file may have been saved with other wrappers,
+or with none.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tf_xshard.distribute import replica_variables
+from tf_xshard.optimizers import stack
+from tf_xshard.private.keras import saving as keras_saving
+
+
+def save(root: Any, store: Any) -> None:
+    """Saves an optimizer when Keras calls the outermost of a stack.
+
+    Args:
+      root: The outermost wrapper.
+      store: A dict-like object, from Keras.
+    """
+    chain = _chain(root)
+    first, *others = _in_order(chain)
+    lost = []
+    for one, saved in zip(chain[1:], others, strict=True):
+        is_written = keras_saving.save_instead(
+            one, store, functools.partial(_write, saved)
+        )
+        if not is_written and stack.is_wrapper(saved) and _variables(saved):
+            lost.append(saved.name)
+    _write(first, store)
+    if lost:
+        warnings.warn(
+            f"The state of {lost} is not saved: the model also holds an"
+            f" optimizer inside {root.name} as an attribute, and Keras saves an"
+            " object only once. Remove the attribute, or use"
+            " tf_xshard.GroupState or tf.train.Checkpoint.",
+            stacklevel=3,
+        )
+
+
+def load(root: Any, store: Any) -> None:
+    """Loads a stack when Keras calls the outermost optimizer.
+
+    Args:
+      root: The outermost wrapper.
+      store: A dict-like object, from Keras.
+    """
+    chain = _chain(root)
+    levels = [level for level in keras_saving.levels(store) if level]
+    for one in chain[1:]:
+        keras_saving.skip_load(one, store)
+    fresh = []
+    for one in _in_order(chain):
+        variables = _variables(one)
+        if not variables:
+            continue
+        level = next((x for x in levels if _fits(x, variables)), None)
+        if level is None:
+            fresh.append(one.name)
+            continue
+        levels = [x for x in levels if x is not level]
+        # A MultiOptimizer's state includes that of its optimizers.
+        for inner in () if stack.is_wrapper(one) else stack.descendants(one):
+            if inner not in chain:
+                keras_saving.skip_load(inner, store)
+        for variable, value in zip(variables, level, strict=True):
+            variable.assign(value)
+    if not keras_saving.has_local_optimizer(store):
+        # Keras would look for the center's state under a path of others.
+        for center in _center_optimizers(chain):
+            keras_saving.skip_load(center, store)
+            fresh.append(center.name)
+    if levels and not root.built:
+        warnings.warn(
+            f"{root.name} has not been built, so state in the file is not"
+            f" loaded: {sum(map(len, levels))} variables. To load it, call"
+            " optimizer.build(model.trainable_variables) first.",
+            stacklevel=3,
+        )
+    elif (fresh or levels) and root.built:
+        warnings.warn(
+            f"The file was saved with other optimizers than {root.name}."
+            + (f" {fresh} start fresh." if fresh else "")
+            + (
+                f" There is no place for {sum(map(len, levels))} variables in"
+                " the file."
+                if levels
+                else ""
+            ),
+            stacklevel=3,
+        )
+
+
+def _chain(root: Any) -> list[Any]:
+    """An optimizer and those inside it; of AGNOptimizer's, the local one."""
+    chain = [root]
+    while hasattr(chain[-1], "inner_optimizer"):
+        chain.append(inside(chain[-1]))
+    return chain
+
+
+def inside(optimizer: Any) -> Any:
+    """The optimizer inside that a file has instead: AGN's local one."""
+    return getattr(optimizer, "local_optimizer", optimizer.inner_optimizer)
+
+
+def _center_optimizers(chain: Sequence[Any]) -> list[Any]:
+    """The optimizers of the center, which are not in the chain."""
+    return [
+        inner
+        for one in chain
+        if hasattr(one, "local_optimizer")
+        for inner in stack.descendants(one.inner_optimizer)
+    ]
+
+
+def _in_order(chain: Sequence[Any]) -> list[Any]:
+    return sorted(chain, key=stack.is_wrapper)  # Stable.
+
+
+def _variables(optimizer: Any) -> list[Any]:
+    if stack.is_wrapper(optimizer):
+        return optimizer._own_variables
+    return keras_saving.saved_variables(optimizer)
+
+
+def _write(optimizer: Any, store: Any) -> None:
+    for index, variable in enumerate(_variables(optimizer)):
+        store[str(index)] = variable.numpy()
+
+
+def _fits(level: Sequence[np.ndarray], variables: Sequence[Any]) -> bool:
+    return len(level) == len(variables) and all(
+        array.shape == tuple(variable.shape)
+        and array.dtype.name == _dtype(variable)
+        for array, variable in zip(level, variables, strict=True)
+    )
+
+
+def _dtype(variable: Any) -> str:
+    return replica_variables.copies(variable)[0].dtype.name

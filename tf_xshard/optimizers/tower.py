@@ -1,0 +1,385 @@
+"""TowerOptimizer: accumulate gradients of several towers, apply them once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard import checks
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import recorder
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import reduction_guard
+from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import variable_role
+from tf_xshard.optimizers import accumulator
+from tf_xshard.optimizers import arguments
+from tf_xshard.optimizers import base
+from tf_xshard.optimizers import cross_shard
+from tf_xshard.optimizers import stack
+from tf_xshard.private.keras import optimizer_state
+from tf_xshard.private.tensorflow import autograph
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import loss_scaling
+
+
+@keras.saving.register_keras_serializable("tf_xshard")
+class TowerOptimizer(base.GradientWrapper):
+    """Accumulates the gradients of several towers; the last one applies them.
+
+    Each call of `apply` or `apply_gradients` is one tower's contribution. Every
+    `num_towers`-th call passes the mean (or sum) to the inner optimizer, which
+    updates once. In `fit` this is gradient accumulation that works in a
+    `tf.function` under every supported strategy, and communicates once per
+    `num_towers` batches.
+
+    ```
+    num_towers=3, reduction="mean"
+
+    call                 1          2          3                      4 ...
+    gradient             a          b          c
+    accumulator          a          a + b      0
+    inner optimizer                            applies (a + b + c) / 3
+    iterations           0          0          1
+    ```
+
+    Settings of the inner optimizer (clipping, moving averages, weight decay,
+    schedules, loss scaling) act on the aggregated gradient and count updates.
+    With a `LossScaleOptimizer` inside, an overflow in any tower of any replica
+    makes all replicas skip the whole round.
+
+    A round that is incomplete at the end of `fit` is kept for the next `fit`,
+    and survives saving and loading; `reset` discards it.
+
+    Args:
+      optimizer_or_optimizer_fn: A `keras.optimizers.Optimizer`, or a callable
+        without arguments that returns one and is called once. If no tf_xshard
+        optimizer is inside, it is wrapped in a `CrossShardOptimizer`.
+      num_towers: The number of calls per update, an int of at least 1.
+      reduction: `"mean"` (default) or `"sum"` of the towers' losses.
+      loss_normalization: See `CrossShardOptimizer`.
+      name: The optimizer's name.
+
+    Raises:
+      TypeError: If an argument has the wrong type.
+      ValueError: If an argument is invalid or belongs on the inner optimizer,
+        or the strategy is not supported.
+
+    Example:
+
+    >>> optimizer = tf_xshard.TowerOptimizer(keras.optimizers.SGD(1.0),
+    ...                                      num_towers=2)
+    >>> weight = keras.Variable(10.0)
+    >>> optimizer.apply([tf.constant(1.0)], [weight])
+    >>> float(weight)
+    10.0
+    >>> optimizer.apply([tf.constant(3.0)], [weight])
+    >>> float(weight), int(optimizer.iterations)
+    (8.0, 1)
+
+    Limits: a variable that had a gradient in an earlier round but has none in
+    this round counts as zero; a variable frozen in mid-round loses what the
+    round had accumulated for it. Accumulators take as much memory as the
+    trainable variables. tf.train.Checkpoint and files store the mean of the
+    replicas' accumulators, which mixes the groups of an open round.
+
+    Source: `tf.contrib.estimator.TowerOptimizer` (TensorFlow 1.14).
+    """
+
+    has_own_reducer = False
+
+    def __init__(
+        self,
+        optimizer_or_optimizer_fn: (
+            keras.optimizers.Optimizer
+            | Callable[[], keras.optimizers.Optimizer]
+        ),
+        num_towers: int,
+        reduction: str = "mean",
+        *,
+        loss_normalization: str | None = None,
+        name: str = "TowerOptimizer",
+        **kwargs: Any,
+    ) -> None:
+        # All is checked before an optimizer changes.
+        num_towers = checks.positive_integer("num_towers", num_towers)
+        inner = optimizer_or_optimizer_fn
+        if callable(inner) and not isinstance(
+            inner, (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
+        ):
+            inner = inner()
+        arguments.check(
+            type(self).__name__, inner, reduction, loss_normalization, kwargs
+        )
+        adds_reduction = not stack.wrappers(inner)
+        if adds_reduction:
+            inner = cross_shard.CrossShardOptimizer(inner)
+        # A bool: Keras saves optimizers under the first attribute that has
+        # them.
+        self._set_untracked("inner_is_implicit", adds_reduction)
+        super().__init__(
+            inner,
+            reduction=reduction,
+            # The nearest wrapper inside reduces over replicas.
+            reducer=stack.wrappers(inner)[0]._reducer,
+            loss_normalization=loss_normalization,
+            name=name,
+            **kwargs,
+        )
+        self._num_towers = num_towers
+        self._set_untracked("_seen", accumulator.SeenVariables(name))
+
+    @property
+    def num_towers(self) -> int:
+        """The number of calls per update."""
+        return self._num_towers
+
+    @property
+    def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
+        """The groups of the optimizer inside that reduces over replicas."""
+        return stack.wrappers(self.inner_optimizer)[0].group_assignment
+
+    def forgetting_traces(self) -> contextlib.AbstractContextManager:
+        """See the base class."""
+        return self._seen.unchanged()
+
+    def _create_state(self, variables: list) -> None:
+        super()._create_state(variables)
+        if self._num_towers == 1:
+            return
+        with self._named():
+            self._tower = replica_variables.make((), "int32", "tower")
+            sums = accumulator.GradientAccumulator(
+                variables, "accumulator", self._seen, counts_rows=True
+            )
+        self._set_untracked("_accumulator", sums)
+        # Checkpoints store the variables under these names.
+        self._accumulators = sums.sums
+        self._touched = sums.touched
+
+    def _step(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        plan: stack.StackPlan,
+    ) -> None:
+        undo = plan.undo(self, site)
+        if self._num_towers == 1:
+            self._apply_totals(_contribution(batch, undo), site, 1)
+            return
+        weight = plan.weight_inside(self, site)
+        indices = optimizer_state.indices_of(self, batch.variables)
+        self._accumulator.add(
+            _contribution(batch, undo * weight).values, indices
+        )
+        count = replica_variables.read(self._tower) + 1
+        # Greater if an open round of more towers was loaded.
+        is_last = count >= self._num_towers
+        replica_variables.assign(
+            self._tower, tf.where(is_last, tf.zeros_like(count), count)
+        )
+
+        def complete_round() -> None:
+            self._seen.note_update()
+            totals = gradients_lib.GradientBatch(
+                *self._accumulator.pop_all(indices)
+            )
+            with recorder.labelled(every=self._num_towers):
+                self._apply_totals(totals, site, count, weight)
+
+        replica_variables.cond(is_last, complete_round)
+
+    def _apply_totals(
+        self,
+        totals: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        num_towers: int | tf.Tensor,
+        weight: int = 1,
+    ) -> None:
+        """Passes the mean or sum of several towers to the inner optimizer.
+
+        Args:
+          totals: The sums over the towers.
+          site: Where the code runs.
+          num_towers: The number of towers, an int or a scalar tensor.
+          weight: What the sums have been multiplied by in addition.
+        """
+        values = [
+            indexed_slices.map_values(
+                functools.partial(
+                    _divided,
+                    divisor=self._reduction.of_sum(num_towers) * weight
+                    if variable_role.role_of(variable).has_loss_gradient
+                    else num_towers,
+                    dtype=variable.dtype,
+                ),
+                total,
+            )
+            for total, variable in totals.pairs()
+        ]
+        if stack.scales_loss_before_reduction(self.inner_optimizer):
+            # Else replicas would skip the reduction, which others wait in.
+            finite = loss_scaling.all_replicas_finite(
+                values, site, self.communication, self._reducer.owner
+            )
+            values = loss_scaling.nan_unless(finite, values)
+        with reduction_guard.guarded(self.inner_optimizer):
+            self.inner_optimizer.apply(values, totals.variables)
+
+    @autograph.entry_point
+    def apply_towers(
+        self,
+        towers: Sequence[Sequence],
+        trainable_variables: Sequence | None = None,
+    ) -> None:
+        """Applies a whole round at once.
+
+        For towers that are computed in one step: the same as `num_towers` calls
+        of `apply`, without accumulators.
+
+        Args:
+          towers: A list of gradients for each tower, `num_towers` of them.
+          trainable_variables: The variables they belong to. None (default) for
+            those that the optimizer was built with.
+
+        Raises:
+          ValueError: If the number of towers is wrong; see `apply` for the
+            rest.
+          tf.errors.InvalidArgumentError: If a round is open. (With XLA, which
+            has no assertions, the open round is left unchanged.)
+
+        Example:
+
+        >>> optimizer = tf_xshard.TowerOptimizer(keras.optimizers.SGD(1.0), 2)
+        >>> weight = keras.Variable(10.0)
+        >>> optimizer.apply_towers([[tf.constant(1.0)], [tf.constant(3.0)]],
+        ...                        [weight])
+        >>> float(weight)
+        8.0
+        """
+        towers = [list(gradients) for gradients in towers]
+        if len(towers) != self._num_towers:
+            raise ValueError(
+                f"{self.name} has {self._num_towers} towers, got gradients of"
+                f" {len(towers)}. Pass a list of gradients for each tower."
+            )
+        for gradients in towers:
+            variables = self._checked_variables(gradients, trainable_variables)
+        with stack.running(self) as plan, tf.name_scope(self.name):
+            site = self._checked_site()
+            undo = plan.undo(self, site)
+            contributions = [
+                _contribution(
+                    gradients_lib.GradientBatch(
+                        gradients_lib.standardized(gradients, variables),
+                        variables,
+                    ),
+                    undo,
+                ).values
+                for gradients in towers
+            ]
+            summed = gradients_lib.GradientBatch(
+                [
+                    indexed_slices.added(column, variable)
+                    for *column, variable in zip(
+                        *contributions, variables, strict=True
+                    )
+                ],
+                variables,
+            )
+            with tf.control_dependencies(self._refuse_open_round()):
+                self._apply_totals(summed, site, self._num_towers)
+
+    def _refuse_open_round(self) -> list:
+        """Assertions that must run before an update, in a graph."""
+        if self._num_towers == 1:
+            return []
+        check = tf.debugging.assert_equal(
+            replica_variables.read(self._tower),
+            0,
+            "apply_towers() is called while a round of apply() is open."
+            " Complete it, or call reset().",
+        )
+        return [] if check is None else [check]
+
+    def reset(self) -> None:
+        """Discards the open round, on all replicas.
+
+        Call it outside of `strategy.run`.
+
+        Raises:
+          RuntimeError: In replica context of a strategy.
+
+        Example:
+
+        >>> optimizer = tf_xshard.TowerOptimizer(keras.optimizers.SGD(1.0), 2)
+        >>> weight = keras.Variable(10.0)
+        >>> optimizer.apply([tf.constant(100.0)], [weight])
+        >>> optimizer.reset()
+        >>> for gradient in (1.0, 3.0):
+        ...     optimizer.apply([tf.constant(gradient)], [weight])
+        >>> float(weight)
+        8.0
+        """
+        site_lib.refuse_replica_context(f"{self.name}.reset()")
+        for variable in self._own_variables:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+    def get_config(self) -> dict:
+        """The arguments, for serialization.
+
+        Returns:
+          A dict for `from_config`.
+
+        Example:
+
+        >>> tf_xshard.TowerOptimizer(keras.optimizers.SGD(), 4).get_config()[
+        ...     "num_towers"]
+        4
+        """
+        config = super().get_config()
+        inner = config.pop("inner_optimizer")
+        if self.inner_is_implicit:
+            # Made again, it adapts to what is then around it.
+            inner = inner["config"]["inner_optimizer"]
+        return {
+            **config,
+            "optimizer_or_optimizer_fn": inner,
+            "num_towers": self._num_towers,
+            "reduction": self.reduction,
+        }
+
+
+def _contribution(
+    batch: gradients_lib.GradientBatch, factor: float
+) -> gradients_lib.GradientBatch:
+    """One tower's gradients times a factor, as they are added up.
+
+    16-bit gradients become float32, since sums would lose digits or overflow.
+    """
+    return batch.with_values(
+        gradients_lib.scaled(
+            indexed_slices.map_values(_widened, gradient),
+            factor if variable_role.role_of(variable).has_loss_gradient else 1,
+        )
+        for gradient, variable in batch.pairs()
+    )
+
+
+def _widened(values: tf.Tensor) -> tf.Tensor:
+    return tf.cast(values, tf.float32) if values.dtype.size < 4 else values
+
+
+def _divided(
+    total: tf.Tensor, *, divisor: int | tf.Tensor, dtype: str
+) -> tf.Tensor:
+    """`total / divisor` as `dtype`."""
+    if tf.is_tensor(divisor) or divisor != 1:
+        total /= gradients_lib.as_dtype(divisor, total.dtype)
+    return tf.cast(total, dtype)

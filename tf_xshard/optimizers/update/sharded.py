@@ -1,0 +1,232 @@
+"""Reduced gradients -> variables, each replica updating a part of them.
+
+replica r of a group of g:
+
+gradients of r   [g0 g1 g2 g3]
+  reduce-scatter      |         the group's mean or sum, of this shard
+shard of r           [g1]
+  inner optimizer     |         its slot variables have the shard's size
+updated shard        [w1]
+  all-gather          |
+variables        [w0 w1 w2 w3]
+
+The inner optimizer is built with variables of rank 1, the shards,
+which are filled from the weights before each update: only slot variables are
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import variable_role
+from tf_xshard.optimizers import stack
+from tf_xshard.optimizers.update import clipping
+from tf_xshard.optimizers.update import elementwise
+from tf_xshard.optimizers.update import slots
+from tf_xshard.optimizers.update import whole as whole_update
+from tf_xshard.private.keras import moving_averages
+from tf_xshard.private.keras import sharded_updates
+from tf_xshard.private.keras import shards as keras_shards
+from tf_xshard.private.tensorflow import autograph
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import reducer as reducer_lib
+
+
+class ShardedUpdate:
+    """The shards of one optimizer's variables, and their update.
+
+    Args:
+      optimizer: The inner optimizer, already made local, not built.
+      variables: The variables it is to be built with.
+      reducer: Communicates.
+      groups: The groups, of several replicas.
+      strategy: The strategy in whose scope this is called.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence,
+        reducer: reducer_lib.GradientReducer,
+        groups: group_assignment_lib.GroupAssignment,
+        strategy: tf.distribute.Strategy,
+    ) -> None:
+        self._optimizer = optimizer
+        self._reducer = reducer
+        self._groups = groups
+        self._variables = list(variables)
+        sharded_updates.NAMES.check()
+        keras_shards.NAMES.check()
+        store = slots.WholeSlots(strategy, groups, reducer.communication)
+        self._shards = {
+            _key(variable): _shards_of(variable, store)
+            for variable in variables
+            if variable_role.role_of(variable).has_loss_gradient
+        }
+
+    def build(self) -> None:
+        """Builds the inner optimizer with the shards.
+
+        Raises:
+          ValueError: If an optimizer that MultiOptimizer chooses can't update
+            shards, or a slot variable was not made from a variable.
+        """
+        with whole_update.changing_when_chosen(
+            self._optimizer, elementwise.check
+        ):
+            self._optimizer.build(
+                [self._shards.get(_key(v), v) for v in self._variables]
+            )
+        for one in stack.descendants(self._optimizer):
+            _check_slots(one)
+            moving_averages.refuse_swapped_averages(
+                one,
+                "SwapEMAWeights can't be used with shard_update=True, since"
+                " each replica holds a shard of the averages. Use"
+                " ema_overwrite_frequency, or evaluate after fit, at whose end"
+                " the model gets the averages.",
+            )
+            if not any(stack.children(one)):
+                clipping.use(one, self._reducer, self._groups)
+
+    def own_shards(
+        self, batch: gradients_lib.GradientBatch, site: site_lib.Site
+    ) -> gradients_lib.GradientBatch:
+        """This replica's shards of whole gradients."""
+        position = self._position(site)
+        return batch.with_values(
+            None if whole is None else self._own(variable, whole, position)
+            for whole, variable in batch.pairs()
+        )
+
+    def _position(self, site: site_lib.Site) -> Any:
+        return self._reducer.transport(site, self._groups).position()
+
+    def _own(self, variable: Any, whole: Any, position: Any) -> tf.Tensor:
+        layout = self._shards[_key(variable)].layout
+        if isinstance(whole, tf.IndexedSlices):
+            return layout.shard_of_rows(whole, position)
+        return layout.shard(whole, position)
+
+    def apply(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        is_applied: tf.Tensor | None,
+    ) -> None:
+        """Updates the variables.
+
+        Args:
+          batch: Shards of gradients, as from `GradientReducer.reduce_scatter`;
+            of variables that are overwritten, whole values.
+          site: Where the code runs.
+          is_applied: Whether the inner optimizer will not skip this step, a
+            scalar bool tensor; None if it never does.
+        """
+        variables = batch.variables
+        optimizers = list(stack.descendants(self._optimizer))
+        refreshed = variables
+        if any(one.use_ema for one in optimizers):
+            # Averages of all variables are updated.
+            refreshed = self._variables
+        position = self._position(site)
+        for variable in refreshed:
+            if _key(variable) in self._shards:
+                replica_variables.assign(
+                    self._shards[_key(variable)],
+                    self._own(
+                        variable, replica_variables.read(variable), position
+                    ),
+                )
+        whole_update.apply(
+            self._optimizer,
+            gradients_lib.GradientBatch(
+                batch.values, [self._shards.get(_key(v), v) for v in variables]
+            ),
+        )
+        has_gradient = {
+            _key(v) for gradient, v in batch.pairs() if gradient is not None
+        }
+        overwritten = any(one.ema_overwrite_frequency for one in optimizers)
+        self._gather(
+            refreshed if overwritten else variables,
+            has_gradient,
+            overwritten,
+            site,
+            is_applied,
+        )
+
+    def _gather(
+        self,
+        variables: Sequence,
+        has_gradient: set[int],
+        overwritten: bool,
+        site: site_lib.Site,
+        is_applied: tf.Tensor | None,
+    ) -> None:
+        """Gathers the variables that may have changed."""
+        sharded = [v for v in variables if _key(v) in self._shards]
+        shards = [self._shards[_key(v)] for v in sharded]
+        layouts = [one.layout for one in shards]
+        wholes = self._reducer.all_gather(
+            [replica_variables.read(one) for one in shards],
+            layouts,
+            site,
+            self._groups,
+            [overwritten or _key(v) in has_gradient for v in sharded],
+        )
+        for variable, whole in zip(sharded, wholes, strict=True):
+            if whole is None:
+                continue
+            constraint = getattr(variable, "constraint", None)
+            if constraint is not None and _key(variable) in has_gradient:
+                constrained = autograph.as_called_by_user(constraint)(whole)
+                whole = (
+                    constrained
+                    if is_applied is None
+                    else tf.where(is_applied, constrained, whole)
+                )
+            replica_variables.assign(variable, whole)
+
+
+def _key(variable: Any) -> int:
+    """A key of a variable: Keras' or TensorFlow's, which is inside of it."""
+    return id(replica_variables.tensorflow_variable(variable))
+
+
+def _shards_of(variable: Any, store: slots.WholeSlots) -> keras_shards.Sharded:
+    layout = store.layout(variable)
+    shards = keras_shards.shard_of(
+        keras.Variable(
+            tf.zeros([layout.size], variable.dtype),
+            dtype=variable.dtype,
+            trainable=False,
+            autocast=False,
+        ),
+        variable,
+        layout,
+        store,
+    )
+    # Some optimizers' slots start with the value of the variable.
+    slots.copy_into(variable, shards)
+    return shards
+
+
+def _check_slots(optimizer: keras.optimizers.Optimizer) -> None:
+    for slot in optimizer.variables:
+        if not isinstance(slot, keras_shards.Sharded) and len(slot.shape):
+            raise ValueError(
+                f"shard_update=True: {optimizer.name} has created"
+                f" {slot.path!r} of shape {tuple(slot.shape)} in a way that"
+                " does not show which variable it belongs to. Create slot"
+                " variables with add_variable_from_reference or"
+                " add_optimizer_variables."
+            )

@@ -1,0 +1,185 @@
+"""Slot variables of a sharded update as whole values, outside of a step.
+
+Each replica of a group holds a shard; a file, a checkpoint and `GroupState`
+hold the whole value. With one process all shards are at hand. With several,
+they are gathered, so all workers have to read (save) at the same time; each
+writes (loads) its own shards by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import process_gather
+from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import shards as shards_lib
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.keras import shards as keras_shards
+
+_WHAT = "Reading (saving) the state of an optimizer with shard_update=True"
+
+
+class WholeSlots:
+    """Reads and writes sharded variables of one optimizer.
+
+    Args:
+      strategy: The strategy of the variables.
+      groups: The groups over which they are split.
+      communication: A `Communication`, whose timeout applies.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        groups: group_assignment_lib.GroupAssignment,
+        communication: communication_lib.Communication,
+    ) -> None:
+        self._groups = groups
+        self._processes = process_gather.ProcessGather(strategy, communication)
+
+    def layout(self, variable: Any) -> shards_lib.Layout:
+        """How a variable is split."""
+        return shards_lib.Layout(
+            tuple(int(n) for n in variable.shape), self._groups
+        )
+
+    def read(self, slot: keras_shards.Sharded) -> tf.Tensor:
+        """The whole value, in the group of this process's first replica.
+
+        Args:
+          slot: A sharded variable.
+
+        Returns:
+          A tensor of its whole shape.
+
+        Raises:
+          RuntimeError: In a graph, or if another process does not read it, too,
+            within the timeout.
+        """
+        return tf.constant(self.of_local_replicas(slot)[0])
+
+    def write(self, slot: keras_shards.Sharded, value: Any) -> None:
+        """Writes a whole value to all replicas of this process.
+
+        Args:
+          slot: A sharded variable.
+          value: A tensor or array of its whole shape.
+        """
+        assign(slot, [value] * len(self._processes.local_ids), self.local_ids)
+
+    @property
+    def local_ids(self) -> tuple[int, ...]:
+        """The ids of the replicas that this process drives."""
+        return self._processes.local_ids
+
+    def write_into(self, slot: keras_shards.Sharded, variable: Any) -> None:
+        """Writes each replica's whole value to its copy of a variable.
+
+        Args:
+          slot: A sharded variable.
+          variable: A variable of its whole shape.
+        """
+        for copy, value in zip(
+            replica_variables.copies(variable),
+            self.of_local_replicas(slot),
+            strict=True,
+        ):
+            copy.assign(value)
+
+    def of_local_replicas(self, slot: keras_shards.Sharded) -> list:
+        """The whole value in the group of each of this process's replicas.
+
+        Args:
+          slot: A sharded variable.
+
+        Returns:
+          A list of arrays.
+
+        Raises:
+          RuntimeError: See `read`.
+        """
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{slot.name!r}, of an optimizer with shard_update=True, is"
+                " read in a graph but outside of strategy.run. Read it outside"
+                " of the tf.function; instead of tf.saved_model.save(model) use"
+                " model.export(), which leaves the optimizer out."
+            )
+        self._processes.rendezvous(_WHAT)
+        own = [np.asarray(copy) for copy in replica_variables.copies(slot)]
+        payloads = self._processes.gather(b"".join(x.tobytes() for x in own))
+        size, dtype = own[0].size, own[0].dtype
+        every = np.concatenate([np.frombuffer(p, dtype) for p in payloads])
+        return joined(
+            slot.layout,
+            self.local_ids,
+            lambda r: every[r * size : (r + 1) * size],
+        )
+
+
+def joined(
+    layout: shards_lib.Layout,
+    replica_ids: Sequence[int],
+    shard_of: Callable[[int], np.ndarray],
+) -> list[np.ndarray]:
+    """The whole values that the groups of some replicas hold.
+
+    Args:
+      layout: How the value is split.
+      replica_ids: Ids of replicas.
+      shard_of: A function from a replica's id to its shard.
+
+    Returns:
+      One array of the whole shape for each of them.
+    """
+    found: dict[int, np.ndarray] = {}
+    for r in replica_ids:
+        group = layout.groups.group_of(r)
+        if group not in found:
+            flat = np.concatenate([shard_of(m) for m in layout.members_of(r)])
+            found[group] = flat[: layout.num_elements].reshape(layout.shape)
+    return [found[layout.groups.group_of(r)] for r in replica_ids]
+
+
+def assign(
+    slot: keras_shards.Sharded,
+    wholes: Sequence,
+    replica_ids: Sequence[int],
+) -> None:
+    """Gives the copies on this process's replicas their shards.
+
+    Args:
+      slot: A sharded variable.
+      wholes: A whole value for each replica; None leaves its shard unchanged.
+      replica_ids: Their ids.
+    """
+    layout = slot.layout
+    for copy, whole, r in zip(
+        replica_variables.copies(slot), wholes, replica_ids, strict=True
+    ):
+        if whole is None:
+            continue
+        with tf.device("CPU"):
+            whole = tf.cast(tf.convert_to_tensor(whole), copy.dtype)
+            shard = layout.shard(whole, layout.position_of(r))
+        copy.assign(shard)
+
+
+def copy_into(variable: Any, shards: keras_shards.Sharded) -> None:
+    """Fills a weight's shards from the weight, on each local replica.
+
+    Args:
+      variable: The weight.
+      shards: Its shards.
+    """
+    strategy = replica_variables.strategy_of(shards)
+    ids = site_lib.local_replica_ids(strategy)
+    copies = replica_variables.copies(variable)
+    values = copies if len(copies) == len(ids) else copies * len(ids)
+    assign(shards, values, ids)

@@ -1,0 +1,130 @@
+"""Reduced gradients -> inner optimizer -> variables, without communication."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import reduction_guard
+from tf_xshard.optimizers import stack
+from tf_xshard.private.keras import local_optimizers
+from tf_xshard.private.keras import sharded_updates
+from tf_xshard.private.tensorflow import autograph
+from tf_xshard.reduction import gradients as gradients_lib
+
+
+def make_local(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer and all inside it update this replica only.
+
+    Idempotent; called again after `build`, where a MultiOptimizer may create
+    its optimizers.
+
+    Args:
+      optimizer: The inner optimizer.
+
+    Raises:
+      TypeError: If an optimizer reduces gradients by itself in a way that
+        can't be disabled.
+    """
+    local_optimizers.make_local(_foreign(optimizer))
+
+
+def refuse_own_reductions(optimizer: keras.optimizers.Optimizer) -> None:
+    """Checks what `make_local` checks, and changes nothing.
+
+    Args:
+      optimizer: The inner optimizer.
+
+    Raises:
+      TypeError: As `make_local`.
+    """
+    local_optimizers.refuse_own_reductions(_foreign(optimizer))
+
+
+def _foreign(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+    return [
+        one for one in stack.descendants(optimizer) if not stack.is_wrapper(one)
+    ]
+
+
+@contextlib.contextmanager
+def changing_when_chosen(
+    optimizer: keras.optimizers.Optimizer, change: Callable
+) -> Iterator[None]:
+    """A context in which an optimizer is built, and MultiOptimizers may choose.
+
+    Args:
+      optimizer: The inner optimizer.
+      change: Called with each optimizer that a MultiOptimizer inside chooses,
+        before that is built.
+
+    Yields:
+      None.
+    """
+    with contextlib.ExitStack() as contexts:
+        for one in stack.with_local_optimizers(optimizer):
+            contexts.enter_context(
+                sharded_updates.changes_when_chosen(one, change)
+            )
+        yield
+
+
+def note_summed_rows(optimizer: keras.optimizers.Optimizer) -> None:
+    """Logs once for each class what differs from plain Keras for embeddings.
+
+    Args:
+      optimizer: The inner optimizer, which gets IndexedSlices.
+    """
+    for one in stack.descendants(optimizer):
+        # SGD is linear in the gradient, so it does not matter there.
+        if not any(stack.children(one)) and not isinstance(
+            one, keras.optimizers.SGD
+        ):
+            _log_summed_rows(type(one).__name__)
+
+
+@functools.cache
+def _log_summed_rows(name: str) -> None:
+    logging.warning(
+        "tf_xshard sums the gradients of a row that occurs several times in a"
+        " batch (an Embedding) before %s uses them. Keras itself does not, so"
+        " the numbers differ from plain Keras; they equal those of the dense"
+        " gradient, tf.convert_to_tensor(gradient).",
+        name,
+    )
+
+
+def apply(
+    optimizer: keras.optimizers.Optimizer, batch: gradients_lib.GradientBatch
+) -> None:
+    """Applies reduced gradients with the inner optimizer on this replica.
+
+    Calls `apply_gradients`, as `fit` does, since a subclass may override it.
+
+    Args:
+      optimizer: The inner optimizer, already made local.
+      batch: The gradients, with nothing left to multiply.
+
+    Raises:
+      TypeError: If the optimizer reduces gradients by itself.
+    """
+    pairs = batch.pairs()
+    if any(one.loss_scale_factor for one in stack.descendants(optimizer)):
+        # Keras divides gradients by it; IndexedSlices can't be divided.
+        pairs = [
+            (indexed_slices.dense(gradient, variable), variable)
+            if isinstance(gradient, tf.IndexedSlices)
+            else (gradient, variable)
+            for gradient, variable in pairs
+        ]
+    # A subclass of the user's is converted as the user's own code is.
+    apply_gradients = autograph.as_called_by_user(optimizer.apply_gradients)
+    with reduction_guard.guarded(optimizer):
+        apply_gradients(pairs)

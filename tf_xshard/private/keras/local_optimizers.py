@@ -1,0 +1,321 @@
+"""Makes Keras optimizers local, with names that they do not export.
+
+Keras sums gradients over all replicas inside every optimizer, after clipping
+and weight decay, with no public switch to turn it off (keras#19308). Here an
+optimizer is made local: it updates each replica's own copy of the variables, in
+replica context, from the gradients that it is given. Then everything it does
+also works inside `tf.cond`, where Keras' own merge_call fails (gradient
+accumulation, EMA overwriting: keras#20582).
+
+The object's type becomes a subclass whose `__class__` returns the original
+class, which preserves configs, files and `isinstance`:
+
+    keras.optimizers.SGD                     LossScaleOptimizer
+      |                                        |
+    SGD (local)                              LossScaleOptimizer (local)
+      |-- keras.optimizers.SGD                 |-- _LocalLossScale
+      |-- _Local                               |-- LossScaleOptimizer
+      |-- keras.optimizers.Optimizer           |-- keras.optimizers.Optimizer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.private import names
+from tf_xshard.private.keras import moving_averages
+from tf_xshard.private.keras import saving as keras_saving
+from tf_xshard.private.keras import sharded_updates
+from tf_xshard.private.keras import shards as keras_shards
+from tf_xshard.private.keras import wrapper_calls
+
+_OPTIMIZER = "keras.optimizers.Optimizer."
+# What the class swap overrides and calls. Present in Keras 3.12 to 3.16. These
+# are the only names without which `import tf_xshard` fails: no optimizer works
+# without them.
+_SWAP = names.PrivateNames(
+    "A tf_xshard optimizer",
+    {
+        # The sum over all replicas, which must not happen a second time.
+        "all_reduce": _OPTIMIZER + "_all_reduce_sum_gradients",
+        # These use merge_call in TensorFlow's optimizer class; the base class'
+        # versions do the same on any variable that they are given.
+        "update_step": _OPTIMIZER + "_backend_update_step",
+        "weight_decay": _OPTIMIZER + "_apply_weight_decay",
+        "increment": _OPTIMIZER + "_backend_increment_gradient_accumulators",
+        "overwrite": (
+            _OPTIMIZER + "_overwrite_model_variables_with_average_value"
+        ),
+        # LossScaleOptimizer's update with merge_call, and without it.
+        "tf_apply": "keras.optimizers.LossScaleOptimizer._tf_apply",
+        "common_apply": "keras.optimizers.LossScaleOptimizer._common_apply",
+        # The write behind every assign of a Keras variable.
+        "direct_assign": "keras.Variable._direct_assign",
+    },
+)
+_SWAP.check()
+# TensorFlow's part of an optimizer, and the part of all backends.
+_TFOptimizer: Any = names.defining_class(
+    keras.optimizers.Optimizer, "_all_reduce_sum_gradients"
+)
+_BaseOptimizer: Any = names.defining_class(
+    keras.optimizers.Optimizer, "_update_model_variables_moving_average"
+)
+# Present in 3.12 to 3.16.
+_TRACKING = names.PrivateNames(
+    "Building a tf_xshard optimizer",
+    {
+        # Whether Keras makes variables that are assigned to an attribute of an
+        # optimizer the optimizer's own.
+        "is_enabled": "keras.src.utils.tracking.is_tracking_enabled",
+        "set_attribute": (
+            "keras.src.backend.common.global_state.set_global_attribute"
+        ),
+    },
+)
+
+
+def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
+    """Makes optimizers update this replica only. Idempotent.
+
+    Args:
+      optimizers: Keras' own or a user's, but none of this package's wrappers.
+
+    Raises:
+      TypeError: If an optimizer reduces gradients by itself in a way that
+        can't be disabled. Then none has been changed.
+    """
+    found = list(optimizers)
+    refuse_own_reductions(found)
+    for one in found:
+        if isinstance(one, keras.optimizers.LossScaleOptimizer):
+            _change_class(one, _LocalLossScale)
+            continue
+        _change_class(one, _Local)
+        if type(one._iterations) is keras.Variable:
+            one._iterations.__class__ = _ReplicaLocalVariable
+
+
+def refuse_own_reductions(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+) -> None:
+    """Checks what `make_local` checks, and changes nothing.
+
+    Args:
+      optimizers: Keras' own or a user's.
+
+    Raises:
+      TypeError: If an optimizer reduces gradients by itself in a way that
+        can't be disabled.
+    """
+    for one in optimizers:
+        _refuse_own_reduction(one)
+
+
+def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
+    own = type(optimizer)
+    if issubclass(own, _Local):
+        return
+    # A reduction elsewhere is noticed when it is called: see
+    # distribute.reduction_guard.
+    if own._all_reduce_sum_gradients is not (
+        _TFOptimizer._all_reduce_sum_gradients
+    ):
+        raise TypeError(
+            f"{own.__name__} overrides _all_reduce_sum_gradients. The gradients"
+            " of an inner optimizer are reduced across replicas already and"
+            f" would be reduced twice. Remove the method from {own.__name__}."
+        )
+
+
+@functools.cache
+def _local_class(base: Any, mixin: Any) -> type:
+    # `_Local` follows the class (see there), `_LocalLossScale` precedes it.
+    bases = (base, mixin) if mixin is _Local else (mixin, base)
+    return type(
+        base.__name__,
+        bases,
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            # Keras looks up the registered name by `obj.__class__`; files must
+            # contain the original's.
+            "__class__": property(lambda self: base),
+        },
+    )
+
+
+def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
+    own: Any = type(optimizer)
+    if not issubclass(own, mixin):
+        object.__setattr__(optimizer, "__class__", _local_class(own, mixin))
+
+
+def _refuse_call_by_others(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises if no wrapper calls a local optimizer of several replicas."""
+    num_replicas = optimizer._distribution_strategy.num_replicas_in_sync
+    if num_replicas > 1 and not wrapper_calls.is_inside():
+        name = optimizer.__class__.__name__
+        raise RuntimeError(
+            f"The {name} {optimizer.name!r} is inside a tf_xshard optimizer,"
+            f" so it no longer sums gradients over the {num_replicas} replicas;"
+            " called directly, it would train them apart. Nothing was changed."
+            f" Call the tf_xshard optimizer, or create another {name}."
+        )
+
+
+class _Local(
+    keras_saving.SavedElsewhere,
+    moving_averages.Averages,
+    sharded_updates.UpdatesShards,
+    keras.optimizers.Optimizer,
+):
+    """Comes between an optimizer's class and `keras.optimizers.Optimizer`.
+
+    As the last class before the base in the method resolution order, it
+    preserves a subclass's overrides (Nadam and Muon have some).
+    """
+
+    def apply(
+        self, grads: Sequence, trainable_variables: Sequence | None = None
+    ) -> Any:
+        """See Keras; for the wrapper that made this optimizer local."""
+        _refuse_call_by_others(self)
+        return super().apply(grads, trainable_variables)
+
+    def _all_reduce_sum_gradients(
+        self, grads_and_vars: Iterable[tuple]
+    ) -> list[tuple]:
+        return list(grads_and_vars)
+
+    def _backend_update_step(
+        self, grads: Sequence, trainable_variables: Sequence, learning_rate: Any
+    ) -> Any:
+        return _BaseOptimizer._backend_update_step(
+            self, grads, trainable_variables, learning_rate
+        )
+
+    def _apply_weight_decay(self, variables: Sequence) -> Any:
+        return _BaseOptimizer._apply_weight_decay(self, variables)
+
+    def _backend_increment_gradient_accumulators(
+        self, grads: Sequence, acc_grads: Sequence
+    ) -> Any:
+        return _BaseOptimizer._backend_increment_gradient_accumulators(
+            self, grads, acc_grads
+        )
+
+    def _backend_maybe_overwrite_model_variables(
+        self, trainable_variables: Sequence
+    ) -> Any:
+        # Keras 3.16 and newer call this; its version for TensorFlow calls the
+        # next method inside merge_call.
+        return _BaseOptimizer._backend_maybe_overwrite_model_variables(
+            self, trainable_variables
+        )
+
+    def _overwrite_model_variables_with_average_value(
+        self, trainable_variables: Sequence
+    ) -> Any:
+        strategy = self._distribution_strategy
+        if strategy.num_replicas_in_sync == 1 or (
+            tf.distribute.has_strategy()
+            and not tf.distribute.in_cross_replica_context()
+        ):
+            return _BaseOptimizer._overwrite_model_variables_with_average_value(
+                self, trainable_variables
+            )
+        # At the end of fit, each replica's average is written to its own
+        # variable. Keras' own versions write replica 0's to all.
+        with strategy.scope():
+            for variable, average in zip(
+                trainable_variables,
+                self._model_variables_moving_average,
+                strict=True,
+            ):
+                if isinstance(average, keras_shards.Sharded):
+                    average.store.write_into(average, variable)
+                elif average is not None:
+                    strategy.extended.update(
+                        getattr(variable, "value", variable),
+                        lambda copy, value: copy.assign(value),
+                        args=(average.value,),
+                    )
+
+
+class _LocalLossScale(
+    keras_saving.SavedElsewhere,
+    sharded_updates.TracksWholes,
+    keras.optimizers.LossScaleOptimizer,
+):
+    """A LossScaleOptimizer that decides on each replica separately.
+
+    Keras decides for all replicas by replica 0's gradients. The wrapper gives
+    all replicas non-finite gradients if any has them, so all decide the same.
+    """
+
+    _model_variables_moving_average = moving_averages.FORWARDED
+
+    def apply(
+        self, grads: Sequence, trainable_variables: Sequence | None = None
+    ) -> Any:
+        """See Keras; for the wrapper that made this optimizer local."""
+        _refuse_call_by_others(self)
+        return super().apply(grads, trainable_variables)
+
+    def _tf_apply(
+        self, grads: Sequence, trainable_variables: Sequence | None = None
+    ) -> Any:
+        return self._common_apply(grads, trainable_variables)
+
+    @property
+    def _updating_optimizer(self) -> keras.optimizers.Optimizer:
+        return self.inner_optimizer
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """A MultiOptimizer's optimizers; other inner optimizers have none."""
+        return self.inner_optimizer.optimizers
+
+
+class _ReplicaLocalVariable(keras.Variable):
+    """A counter that each replica increments in its own copy.
+
+    Keras' step counter is ONLY_FIRST_REPLICA: each increment reads replica 0 by
+    merge_call, which fails in `tf.cond` and is an AllToAll on a TPU. All
+    replicas count the same, so none needs to.
+    """
+
+    def _direct_assign(self, value: Any) -> Any:
+        variable = self._value
+        if (
+            not isinstance(variable, tf.distribute.DistributedValues)
+            or tf.distribute.in_cross_replica_context()
+            or not tf.distribute.has_strategy()
+        ):
+            return super()._direct_assign(value)
+        # In replica context a distributed variable's handle is this replica's.
+        tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=tf.cast(value, variable.dtype)
+        )
+
+
+@contextlib.contextmanager
+def tracked() -> Iterator[None]:
+    """A context in which an optimizer owns the variables that it is given.
+
+    LossScaleOptimizer.build disables this for all that is built inside it.
+    """
+    before = _TRACKING.is_enabled()
+    _TRACKING.set_attribute("tracking_on", True)
+    try:
+        yield
+    finally:
+        _TRACKING.set_attribute("tracking_on", before)

@@ -1,0 +1,63 @@
+"""The moving averages of weights (`use_ema`) that SwapEMAWeights looks for.
+
+It unwraps one level of nesting and reads a private attribute of the optimizer,
+`_model_variables_moving_average`. Present in Keras 3.12 to 3.16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tf_xshard.private.keras import wrapper_calls
+
+# An attribute of optimizers that have been built with `use_ema`.
+KERAS_PRIVATE_ATTRIBUTES = ("_model_variables_moving_average",)
+
+
+def _forwarded_averages(self: Any) -> list:
+    return self._updating_optimizer._model_variables_moving_average
+
+
+def _forward_averages(self: Any, value: list) -> None:
+    # The base class' constructor sets a default before there is an inner
+    # optimizer.
+    if "inner_optimizer" in self.__dict__:
+        self._updating_optimizer._model_variables_moving_average = value
+
+
+# The attribute of an optimizer around the one that has averages: SwapEMAWeights
+# unwraps one level of nesting only.
+FORWARDED = property(_forwarded_averages, _forward_averages)
+
+
+class Averages:
+    """An optimizer whose averages may not be those of the model's variables."""
+
+    @property
+    def _model_variables_moving_average(self) -> list:
+        why = self.__dict__.get("_refuses_to_swap")
+        if why and not wrapper_calls.is_inside():
+            raise ValueError(why)
+        try:
+            return self.__dict__["_model_variables_moving_average"]
+        except KeyError:
+            raise AttributeError("_model_variables_moving_average") from None
+
+    @_model_variables_moving_average.setter
+    def _model_variables_moving_average(self, value: list) -> None:
+        self.__dict__["_model_variables_moving_average"] = value
+
+
+def refuse_swapped_averages(
+    optimizer: keras.optimizers.Optimizer, why: str
+) -> None:
+    """Makes SwapEMAWeights, which reads them, fail on a local optimizer.
+
+    Args:
+      optimizer: One whose averages do not have the shapes of the model's
+        variables, or are not theirs.
+      why: The error's text.
+    """
+    object.__setattr__(optimizer, "_refuses_to_swap", why)

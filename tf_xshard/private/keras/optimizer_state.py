@@ -1,0 +1,193 @@
+"""Attributes of Keras' optimizers that a wrapper has to keep in order."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Attributes of every optimizer, used the same way.
+KERAS_PRIVATE_ATTRIBUTES = (
+    # The variable or schedule behind learning_rate.
+    "_learning_rate",
+    # The step counter, with aggregation ONLY_FIRST_REPLICA: each increment
+    # would use merge_call.
+    "_iterations",
+    # The strategy in whose scope the optimizer was created.
+    "_distribution_strategy",
+    # State that a subclass of Optimizer has to maintain.
+    "_trainable_variables",
+    "_var_key",
+    "_variables",
+    "_track_trackable",
+)
+
+# What `exclude_from_weight_decay` sets: keys of variables, and a pattern of
+# names or None. Present in Keras 3.12 to 3.16.
+_EXCLUDED = "_exclude_from_weight_decay"
+_EXCLUDED_NAMES = "_exclude_from_weight_decay_pattern"
+
+
+def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
+    """Makes `tf.train.Checkpoint` find an object under an optimizer.
+
+    Args:
+      optimizer: The optimizer.
+      child: The object to find.
+      name: Its name; a second object with that name replaces the first.
+    """
+    optimizer._track_trackable(child, name, overwrite=True)
+
+
+def strategy_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> tf.distribute.Strategy:
+    """The strategy in whose scope an optimizer was created."""
+    return optimizer._distribution_strategy
+
+
+def trainable_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+    """The variables that an optimizer was built with; none before that."""
+    return optimizer._trainable_variables or []
+
+
+def set_trainable_variables(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
+    """Does what the base class' `build` does, without creating variables.
+
+    Since `use_ema` and the like are forwarded, that would create the inner
+    optimizer's variables twice.
+
+    Args:
+      optimizer: A wrapper.
+      variables: The variables that it is built with.
+    """
+    # Keras would track them as the optimizer's own.
+    object.__setattr__(optimizer, "_trainable_variables", variables)
+    optimizer.built = True
+
+
+def indices_of(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence
+) -> list[int]:
+    """The positions of variables among those an optimizer was built with.
+
+    Args:
+      optimizer: The optimizer.
+      variables: Variables; those that it was not built with are left out.
+
+    Returns:
+      A list of ints.
+    """
+    positions = {
+        id(one): index
+        for index, one in enumerate(trainable_variables(optimizer))
+    }
+    found = [positions.get(id(one)) for one in variables]
+    return [index for index in found if index is not None]
+
+
+def own_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+    """The variables that a wrapper has created itself.
+
+    Without the base class' step counter, which stays 0, since the inner
+    optimizer counts.
+    """
+    return [v for v in optimizer._variables if v is not optimizer._iterations]
+
+
+def excluded_from_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence
+) -> list[Any]:
+    """The variables that an optimizer's weight decay leaves as they are.
+
+    Args:
+      optimizer: The optimizer.
+      variables: Variables, which need not be the optimizer's own.
+
+    Returns:
+      Those that `exclude_from_weight_decay` was called for.
+    """
+    keys = getattr(optimizer, _EXCLUDED, ())
+    pattern = getattr(optimizer, _EXCLUDED_NAMES, None)
+    return [
+        one
+        for one in variables
+        if optimizer._var_key(one) in keys
+        or (pattern is not None and pattern.search(one.name))
+    ]
+
+
+def copy_exclusions(
+    source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer
+) -> None:
+    """Excludes the same variables from weight decay, as no config says."""
+    for name in (_EXCLUDED, _EXCLUDED_NAMES):
+        if hasattr(source, name):
+            object.__setattr__(target, name, getattr(source, name))
+
+
+def set_iterations(
+    optimizer: keras.optimizers.Optimizer, iterations: int
+) -> None:
+    """Sets how many updates an optimizer has made."""
+    # With accumulation Keras counts calls, and divides on reading.
+    steps = optimizer.gradient_accumulation_steps or 1
+    optimizer._iterations.assign(iterations * steps)
+
+
+def learning_rate_at(
+    optimizer: keras.optimizers.Optimizer, iterations: int
+) -> float:
+    """The learning rate of the update after `iterations` updates."""
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        return float(rate(iterations))
+    return float(optimizer.learning_rate)
+
+
+def has_caller_of(kind: type, contains: Callable[[Any], bool]) -> bool:
+    """Whether a method of some optimizer is among the callers of this function.
+
+    An inner optimizer cannot find out what wraps it, except when `build` is
+    called: a LossScaleOptimizer's or a MultiOptimizer's calls the inner ones'.
+    A LossScaleOptimizer directly around an optimizer sets its
+    `loss_scale_factor`, which needs no such search.
+
+    Args:
+      kind: The optimizer's class.
+      contains: A function of an optimizer of that class: whether it is the one
+        that is looked for.
+
+    Returns:
+      Whether there is one.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind) and contains(caller):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_writing_legacy_file() -> bool:
+    """Whether Keras is currently writing a legacy .h5 file.
+
+    Nothing that its writer calls on an optimizer is specific to it.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "save_model_to_hdf5":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,243 @@
+"""How tf.train.Checkpoint sees an optimizer that is wrapped.
+
+A wrapper's node in a checkpoint has the children that the wrapped optimizer's
+node would have, and one more with what the wrapper has of its own. So plain
+Keras' checkpoints load into wrappers, and the other way round:
+
+plain Keras                 CrossShardOptimizer
+optimizer                   optimizer
+  _iterations                 _iterations             Adam's
+  _learning_rate              _learning_rate          Adam's
+  _variables                  _variables              Adam's
+  ...                         ...
+                              tf_xshard_CrossShardOptimizer    its own
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard import dependencies
+from tf_xshard.private import names
+from tf_xshard.private.keras import moving_averages
+
+_TRACKABLE = "tensorflow.__internal__.tracking.Trackable."
+# What tf.train.Checkpoint calls on each object. No public API lets an object
+# have the children of another one. Present in TensorFlow 2.20 to 2.22.
+_NODES = names.PrivateNames(
+    "tf.train.Checkpoint of a tf_xshard optimizer",
+    {
+        # The children by name, when a checkpoint is written and when it is
+        # read.
+        "children": _TRACKABLE + "_trackable_children",
+        # The child that a node's child is read into.
+        "lookup": _TRACKABLE + "_lookup_dependency",
+        # What was read for children that do not exist yet, and its use when
+        # they are created.
+        "deferred": _TRACKABLE + "_deferred_dependencies",
+        "handle_deferred": _TRACKABLE + "_handle_deferred_dependencies",
+        # Called first when a node is read, by a function whose argument has the
+        # node.
+        "adapter": _TRACKABLE + "_checkpoint_adapter",
+    },
+)
+# The argument of that function, in 2.20 to 2.22: the node that is read.
+_POSITION = "checkpoint_position"
+_PREFIX = "tf_xshard_"
+# Its optimizers, which a plain MultiOptimizer does not save. Each wrapper
+# around it tracks them.
+_OF_MULTI_OPTIMIZER = "optimizer_"
+# Up to version 0.1.0 a wrapper's node had the wrapper's own children, among
+# them this one.
+_FIRST_FORMAT = "notice_of_saving"
+# The base class' own, which a wrapper does not use.
+_UNUSED = (
+    "_iterations",
+    "_variables",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+)
+
+
+class OwnPart(tf.train.experimental.PythonState):
+    """What a wrapper has of its own in a checkpoint.
+
+    Args:
+      children: Returns its parts by name.
+    """
+
+    def __init__(self, children: Callable[[], dict]) -> None:
+        self._maybe_initialize_trackable()
+        self._children = children
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict:
+        return self._children()
+
+
+class WrapperInternals(keras.optimizers.Optimizer):
+    """An optimizer whose node in a checkpoint is that of an optimizer inside.
+
+    Subclasses say which with `_checkpointed_as`, and set `_own_part`.
+    """
+
+    _model_variables_moving_average = moving_averages.FORWARDED
+    _own_part: OwnPart
+    _reads_first_format = False
+    _starts_fresh: tuple[str, ...] = ()
+    # What the checkpoint has of each part, by the names of the children.
+    _saved_children: dict[str, set[str]] = {}
+
+    def _checkpointed_as(self) -> Any:
+        """The optimizer inside: a wrapper, too, or any other."""
+        raise NotImplementedError
+
+    def _own_children(self) -> dict:
+        """What the wrapper tracks, without what its node shows instead."""
+        inner = self._checkpointed_as()
+        return {
+            name: child
+            for name, child in super()._trackable_children().items()
+            if name not in _UNUSED and child is not inner
+        }
+
+    def _parts(self) -> dict[str, WrapperInternals]:
+        """The wrappers that one node stands for, by their parts' names."""
+        inner = self._checkpointed_as()
+        parts = dict(inner._parts()) if _is_wrapper(inner) else {}
+        name = _PREFIX + type(self).__name__
+        while name in parts:
+            name += "_"
+        return {**parts, name: self}
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict:
+        if save_type != "checkpoint":
+            return super()._trackable_children(save_type, **kwargs)
+        _NODES.check()
+        inner = self._checkpointed_as()
+        while _is_wrapper(inner):
+            inner = inner._checkpointed_as()
+        parts = self._parts().items()
+        return {
+            **inner._trackable_children(save_type, **kwargs),
+            **{name: wrapper._own_part for name, wrapper in parts},
+        }
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        _NODES.check()
+        position = sys._getframe(1).f_locals.get(_POSITION)
+        if position is None:
+            raise RuntimeError(
+                f"TensorFlow {tf.__version__} reads checkpoints in another way"
+                f" than tf_xshard knows, so {self.name} can't be restored from"
+                f" {path}. Tested: TensorFlow"
+                f" {dependencies.tested_range('tensorflow')}."
+            )
+        nodes = {
+            child.local_name: position.checkpoint.object_graph_proto.nodes[
+                child.node_id
+            ]
+            for child in position.object_proto.children
+        }
+        parts = self._parts()
+        is_first_format = _FIRST_FORMAT in nodes
+        self.__dict__["_reads_first_format"] = is_first_format
+        fresh = () if is_first_format else tuple(set(parts) - set(nodes))
+        self.__dict__["_starts_fresh"] = fresh
+        graph_nodes = position.checkpoint.object_graph_proto.nodes
+        self.__dict__["_saved_children"] = {
+            name: {
+                child.local_name
+                for child in nodes[name].children
+                if graph_nodes[child.node_id].children
+                or graph_nodes[child.node_id].attributes
+            }
+            for name in set(parts) & set(nodes)
+        }
+        self._warn_of_fresh_parts()
+        lost = sorted(
+            name.removeprefix(_PREFIX)
+            for name, node in nodes.items()
+            if name.startswith(_PREFIX)
+            and name not in parts
+            and not all(
+                child.local_name.startswith(_OF_MULTI_OPTIMIZER)
+                for child in node.children
+            )
+        )
+        if lost:
+            self._warn_of_other_optimizers(
+                f"There is no place for the state of {lost}."
+            )
+        return super()._checkpoint_adapter(path)
+
+    def _warn_of_fresh_parts(self) -> None:
+        """Names once the wrappers whose state was not in a checkpoint."""
+        if not self.built:
+            return  # Called again by `build`.
+        parts = self._parts()
+        # One part is enough for the optimizers of a MultiOptimizer.
+        no_part = len(self._starts_fresh) == len(parts)
+        fresh = [
+            parts[name].name
+            for name in self._starts_fresh
+            if parts[name]._own_variables
+            or (no_part and _has_multi_optimizer(parts[name]._own_children()))
+        ]
+        self.__dict__["_starts_fresh"] = ()
+        if fresh:
+            self._warn_of_other_optimizers(f"{sorted(fresh)} start fresh.")
+        lost = sorted(
+            f"{parts[name].name}.{child.strip('_')}"
+            for name, children in self._saved_children.items()
+            for child in children - set(parts[name]._own_children())
+            if not child.startswith(_OF_MULTI_OPTIMIZER)
+        )
+        self.__dict__["_saved_children"] = {}
+        if lost:
+            self._warn_of_other_optimizers(
+                f"There is no place for the state of {lost}."
+            )
+
+    def _warn_of_other_optimizers(self, what: str) -> None:
+        warnings.warn(
+            "The checkpoint was saved with other optimizers than"
+            f" {self.name}. {what}",
+            stacklevel=3,
+        )
+
+    def _lookup_dependency(
+        self, name: str, cached_dependencies: dict | None = None
+    ) -> Any:
+        if cached_dependencies and self._reads_first_format:
+            if name == _FIRST_FORMAT:
+                return self._own_part
+            return super()._trackable_children().get(name)
+        return super()._lookup_dependency(name, cached_dependencies)
+
+    @property
+    def _deferred_dependencies(self) -> dict:
+        # Children of the node that do not exist yet: whose they will be.
+        if self._reads_first_format:
+            return self._own_part._deferred_dependencies
+        return self._checkpointed_as()._deferred_dependencies
+
+    def _handle_deferred_dependencies(self, name: str, trackable: Any) -> None:
+        self._own_part._handle_deferred_dependencies(name, trackable)
+
+
+def _has_multi_optimizer(children: Iterable[str]) -> bool:
+    return any(name.startswith(_OF_MULTI_OPTIMIZER) for name in children)
+
+
+def _is_wrapper(optimizer: Any) -> bool:
+    return isinstance(optimizer, WrapperInternals)

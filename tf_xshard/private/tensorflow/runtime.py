@@ -1,0 +1,70 @@
+"""What TensorFlow's runtime executes, and ending its collectives."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tf_xshard.private import names
+
+_PYTHON = "tensorflow.python."
+_CONTEXT = _PYTHON + "eager.context.Context."
+# Present in TensorFlow 2.20 to 2.22.
+_TIMEOUT = names.PrivateNames(
+    "The timeout of collectives",
+    {
+        "context": _PYTHON + "eager.context.context",
+        # Ends collectives that wait for missing peers.
+        "abort": _CONTEXT + "abort_collective_ops",
+        # Where a thread is while TensorFlow runs a function for it:
+        # distinguishes a waiting batch from one that is traced.
+        "execute": _PYTHON + "eager.execute",
+        "quick_execute": _PYTHON + "eager.execute.quick_execute",
+    },
+)
+# The argument of `quick_execute` with a function's inputs, also captured ones.
+_INPUTS = "inputs"
+
+
+def context() -> object:
+    """TensorFlow's runtime context: another object after it has been reset."""
+    return _TIMEOUT.context()
+
+
+def abort_collectives(message: str) -> None:
+    """Makes every current and future collective of this process fail."""
+    _TIMEOUT.abort(_TIMEOUT.context(), tf.errors.DEADLINE_EXCEEDED, message)
+
+
+def _executing() -> Iterator[types.FrameType]:
+    """The frames in which other threads wait for TensorFlow to execute."""
+    for thread, frame in sys._current_frames().items():
+        if (
+            thread != threading.get_ident()
+            and frame.f_code.co_filename == _TIMEOUT.execute.__file__
+        ):
+            yield frame
+
+
+def a_function_runs() -> bool:
+    """Whether TensorFlow executes (not just traces) a function for a thread."""
+    return any(True for _ in _executing())
+
+
+def a_function_uses(handle: tf.Tensor) -> bool:
+    """Whether another thread waits for a function that captured a handle.
+
+    Args:
+      handle: An eager tensor.
+
+    Returns:
+      A bool; True if that can't be seen, as while TensorFlow is asynchronous.
+    """
+    return not tf.config.experimental.get_synchronous_execution() or any(
+        any(one is handle for one in frame.f_locals.get(_INPUTS, ()))
+        for frame in _executing()
+    )

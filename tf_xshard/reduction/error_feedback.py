@@ -1,0 +1,109 @@
+"""What communication loses of a replica's gradients, carried to its next ones.
+
+gradient + residual --> what is sent
+residual            <-- gradient + residual - what the receiver sees of it
+
+Between steps a `Residuals` keeps it; within a step it is a `Carry`, a value.
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.distribute import replica_variables
+
+# What each variable's next gradient lacks, by `key`, in the gradient's units;
+# None without error feedback.
+Carry = dict[int, tf.Tensor] | None
+
+
+def key(variable: Any) -> int:
+    """A key of a variable: Keras' or TensorFlow's, which is inside of it."""
+    return id(replica_variables.tensorflow_variable(variable))
+
+
+def added(
+    gradients: Sequence[tf.Tensor], variables: Sequence, carry: Carry
+) -> list[tf.Tensor]:
+    """Dense gradients, each with what the carry has for its variable."""
+    if carry is None:
+        return list(gradients)
+    return [
+        gradient + tf.cast(carry[key(variable)], gradient.dtype)
+        if key(variable) in carry
+        else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def left(variables: Sequence, lost: Sequence[tf.Tensor] | None) -> Carry:
+    """The carry after a reduction that lost a tensor of each variable."""
+    if lost is None:
+        return None
+    return {key(v): value for v, value in zip(variables, lost, strict=True)}
+
+
+class Residuals:
+    """One variable for each trained variable, on each replica.
+
+    Args:
+      trained: The variables whose gradients are communicated.
+    """
+
+    def __init__(self, trained: Sequence) -> None:
+        self.variables: list[keras.Variable] = [
+            replica_variables.accumulator_of(
+                v, f"{replica_variables.flat_name(v)}_residual"
+            )
+            for v in trained
+        ]
+        self._of = {
+            key(v): residual
+            for v, residual in zip(trained, self.variables, strict=True)
+        }
+
+    def read(self, unit: Any) -> Carry:
+        """This replica's carry.
+
+        Args:
+          unit: What the gradients are multiplied by, a number or a scalar
+            tensor: the loss scale, without which residuals are kept.
+        """
+        result = {}
+        for name, residual in self._of.items():
+            result[name] = replica_variables.read(residual)
+            if tf.is_tensor(unit):
+                result[name] *= tf.cast(unit, result[name].dtype)
+        return result
+
+    def keep(
+        self, carry: Carry, unit: Any, is_applied: tf.Tensor | None
+    ) -> None:
+        """Keeps a carry until the next step.
+
+        Args:
+          carry: From the reduction.
+          unit: See `read`.
+          is_applied: Whether the reduced gradients are used, a scalar bool
+            tensor; if not, the residuals stay. None if they always are.
+        """
+        found = {}
+        for name, value in (carry or {}).items():
+            if name in self._of:
+                if tf.is_tensor(unit):
+                    value /= tf.cast(unit, value.dtype)
+                found[name] = value
+
+        def assign() -> None:
+            for name, value in found.items():
+                replica_variables.assign(self._of[name], value)
+
+        if is_applied is None:
+            assign()
+        else:
+            replica_variables.cond(is_applied, assign)

@@ -1,0 +1,298 @@
+"""Agrees on which replica has a gradient for which variable.
+
+A variable may have a gradient on only some replicas of a group. The others must
+still take part in the sum, or the collective hangs. So before they reduce, the
+replicas exchange what they hold: none, a dense tensor or IndexedSlices, and its
+dtype. This is known while the step is traced, so the exchange costs nothing at
+run time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_xshard.collectives import recorder
+from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.tensorflow import cluster
+
+NONE, DENSE, SPARSE = "none", "dense", "sparse"
+
+
+class Entry(NamedTuple):
+    """What a replica has for one variable.
+
+    Attributes:
+      kind: `NONE`, `DENSE` or `SPARSE`.
+      dtype: The name of the gradient's dtype; empty for `NONE`.
+      shape: The variable's shape, as text.
+      name: The variable's path.
+    """
+
+    kind: str
+    dtype: str
+    shape: str
+    name: str
+
+
+Pattern = tuple[Entry, ...]  # one entry per variable
+# The patterns of all replicas, by variables and this process's own patterns.
+KnownPatterns = dict[tuple, tuple[Pattern, ...]]
+
+_rounds: dict[int, int] = {}
+_lock = threading.Lock()
+
+
+class _Opaque:
+    """Hides a Python value from merge_call, which maps over structures."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def own_pattern(gradients: Sequence, variables: Sequence) -> Pattern:
+    """The pattern of this replica's gradients."""
+    pattern = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        kind, dtype = NONE, ""
+        if gradient is not None:
+            is_sparse = isinstance(gradient, tf.IndexedSlices)
+            kind, dtype = SPARSE if is_sparse else DENSE, gradient.dtype.name
+        name = getattr(variable, "path", variable.name)
+        pattern.append(Entry(kind, dtype, str(tuple(variable.shape)), name))
+    return tuple(pattern)
+
+
+@dataclasses.dataclass(frozen=True)
+class Presence:
+    """What is communicated for one variable.
+
+    Attributes:
+      kind: `DENSE`, `SPARSE`, or `NONE` if no participating replica has a
+        gradient.
+      dtype: The gradient's dtype; None for `NONE`.
+      in_group: Whether a replica of this replica's own group has a gradient.
+    """
+
+    kind: str
+    dtype: str | None
+    in_group: bool
+
+
+def agreed(
+    gradients: Sequence,
+    variables: Sequence,
+    transport: transport_lib.Transport,
+    known: KnownPatterns,
+) -> list[Presence]:
+    """What all participants of a reduction communicate for each variable.
+
+    It is dense if any replica holds a dense gradient, or if the transport only
+    sums. For the arguments and errors see `agree`.
+    """
+    site, groups = transport.site, transport.groups
+    patterns = agree(
+        gradients,
+        variables,
+        site,
+        transport.communication.timeout_seconds,
+        known,
+    )
+    group = patterns
+    if site.replica_id is not None:
+        members = tuple(groups)[groups.group_of(site.replica_id)]
+        group = tuple(patterns[r] for r in members)
+    # If an operation spans all groups, all replicas must pass the same tensors,
+    # even those for which their own group has no gradient.
+    participants = patterns if transport.spans_groups else group
+    result = []
+    for index in range(len(variables)):
+        kinds = {pattern[index].kind for pattern in participants}
+        dtypes = [p[index].dtype for p in participants if p[index].dtype]
+        kind = DENSE
+        if kinds == {NONE}:
+            kind = NONE
+        elif DENSE not in kinds and transport.gathers:
+            kind = SPARSE
+        result.append(
+            Presence(
+                kind,
+                dtypes[0] if dtypes else None,
+                any(pattern[index].kind != NONE for pattern in group),
+            )
+        )
+    return result
+
+
+def agree(
+    gradients: Sequence,
+    variables: Sequence,
+    site: site_lib.Site,
+    timeout_seconds: float,
+    known: KnownPatterns,
+) -> tuple[Pattern, ...]:
+    """Every replica's pattern, in the order of replica ids.
+
+    Args:
+      gradients: This replica's gradients, one per variable.
+      variables: The variables they belong to.
+      site: Where the code runs.
+      timeout_seconds: How long to wait for other processes.
+      known: What an optimizer has negotiated while tracing. A known pattern is
+        not exchanged again: one worker may retrace a step alone (a ragged
+        batch), and the others would not answer. In eager mode every call
+        exchanges patterns.
+
+    Returns:
+      One `Pattern` per replica.
+
+    Raises:
+      RuntimeError: If another process does not answer in time.
+      ValueError: If replicas apply different numbers, dtypes or shapes of
+        gradients.
+    """
+    own = own_pattern(gradients, variables)
+    names = [entry.name for entry in own]
+    shapes = [list(v.shape) for v in variables]
+    if site.replica_id is None:
+        # One program is traced for all replicas.
+        return (own,) * site.num_replicas
+
+    def in_cross_replica_context(
+        strategy: tf.distribute.Strategy, pattern: Any
+    ) -> _Opaque:
+        local = tuple(
+            box.value for box in strategy.experimental_local_results(pattern)
+        )
+        if site.num_processes == 1 or recorder.is_recording():
+            return _Opaque(local * site.num_processes)
+        key = tuple(names), local
+        if eager or key not in known:
+            known[key] = _exchange(local, names, shapes, site, timeout_seconds)
+        return _Opaque(known[key])
+
+    eager = tf.executing_eagerly()
+    patterns = _merge_call(in_cross_replica_context, _Opaque(own), site).value
+    _check_consistent(patterns)
+    # Other processes may have named the same variables differently.
+    first = site.rank * site.num_local_replicas
+    _check_names(patterns[first : first + site.num_local_replicas])
+    return patterns
+
+
+def _merge_call(
+    fn: Callable, argument: _Opaque, site: site_lib.Site
+) -> _Opaque:
+    context = tf.distribute.get_replica_context()
+    if site.graph is None:
+        return context.merge_call(fn, args=(argument,))
+    # merge_call raises while a branch of tf.cond is traced, since its tensors
+    # belong to another graph. No tensors are passed here, so it can be called
+    # in the surrounding graph.
+    with site.graph.as_default():
+        return context.merge_call(fn, args=(argument,))
+
+
+def _check_consistent(patterns: Sequence[Pattern]) -> None:
+    first = patterns[0]
+    for replica_id, pattern in enumerate(patterns):
+        if len(pattern) != len(first):
+            raise ValueError(
+                f"Replica {replica_id} passes {len(pattern)} values but"
+                f" replica 0 passes {len(first)}. All replicas must pass the"
+                " same variables, or the same structure, in one call; for a"
+                " gradient that a replica does not have, pass None to the"
+                " optimizer."
+            )
+    for entries in zip(*patterns, strict=True):
+        dtypes = {entry.dtype for entry in entries if entry.dtype}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"Replicas pass different types {sorted(dtypes)} for"
+                f" {entries[0].name!r}. Cast them to one type."
+            )
+        shapes = list(dict.fromkeys(entry.shape for entry in entries))
+        if len(shapes) > 1:
+            raise ValueError(
+                f"Replicas pass different shapes {shapes} for"
+                f" {entries[0].name!r}; in the order of the replicas:"
+                f" {[entry.shape for entry in entries]}. Pad them to one shape,"
+                " or reduce something of one shape, such as a sum over the"
+                " rows."
+            )
+
+
+def _check_names(patterns: Sequence[Pattern]) -> None:
+    for entries in zip(*patterns, strict=True):
+        names = list(dict.fromkeys(entry.name for entry in entries))
+        if len(names) > 1:
+            raise ValueError(
+                f"Replicas pass different values together: {names}. All"
+                " replicas must pass the same variables, or the same structure,"
+                " in one call, in the same order."
+            )
+
+
+def _exchange(
+    local: tuple[Pattern, ...],
+    names: Sequence[str],
+    shapes: list,
+    site: site_lib.Site,
+    timeout_seconds: float,
+) -> tuple[Pattern, ...]:
+    """Sends this process's patterns to the others, and receives theirs.
+
+    Exchanges are paired by a counter per number of variables.
+    """
+    with _lock:
+        number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
+    prefix = f"tf_xshard/gradient_pattern/{len(names)}"
+    cluster.publish(
+        f"{prefix}/{number}/{site.rank}", json.dumps([shapes, local])
+    )
+    patterns: list[Pattern] = []
+    for rank in range(site.num_processes):
+        patterns += _receive(
+            f"{prefix}/{number}/{rank}",
+            rank,
+            names,
+            shapes,
+            timeout_seconds,
+        )
+    if number:
+        # Workers that answered in this round have read the previous one.
+        cluster.withdraw(f"{prefix}/{number - 1}/{site.rank}")
+    return tuple(patterns)
+
+
+def _receive(
+    key: str,
+    rank: int,
+    names: Sequence[str],
+    shapes: list,
+    timeout_seconds: float,
+) -> list[Pattern]:
+    try:
+        answer = cluster.lookup(key, timeout_seconds)
+    except tf.errors.OpError as error:
+        raise RuntimeError(
+            f"Worker {rank} did not say within {timeout_seconds} seconds"
+            " which of these variables it has gradients for:"
+            f" {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. It"
+            " ended, hangs, or traces a different step than this worker. See"
+            " its output; all workers must run the same steps."
+        ) from error
+    their_shapes, patterns = json.loads(answer)
+    if their_shapes != shapes:
+        raise RuntimeError(
+            f"Worker {rank} applies gradients of shapes {their_shapes}, but"
+            f" this worker applies {shapes} ({', '.join(names[:5])}). All"
+            " workers must call their optimizers in the same order."
+        )
+    return [tuple(Entry(*entry) for entry in pattern) for pattern in patterns]

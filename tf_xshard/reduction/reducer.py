@@ -1,0 +1,252 @@
+"""Each replica's gradients -> the gradients reduced over its group.
+
+gradients of replica r:   dense        IndexedSlices        None
+                            |                |                |
+  presence                  |                |      zeros, if another replica
+                            |                |      of the group has one
+  error feedback         + carry             |
+  pack, wire, collective  [flat]        gather rows
+  unpack                    |            sum of rows
+  scale                     |                |
+                          dense        IndexedSlices, each index once
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_xshard import collectives
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import reductions
+from tf_xshard.collectives import owners
+from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import shards as shards_lib
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.reduction import buckets
+from tf_xshard.reduction import error_feedback
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import presence
+from tf_xshard.reduction import sparse_rows
+
+Carry = error_feedback.Carry
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A batch, split by how its gradients are communicated.
+
+    Attributes:
+      batch: The batch.
+      presences: What is communicated for each of its variables.
+      dense: The positions of those communicated as `tensors`.
+      tensors: Tensors, with what the carry added.
+      sparse: The positions of those communicated as `slices`.
+      slices: IndexedSlices.
+    """
+
+    batch: gradients_lib.GradientBatch
+    presences: list[presence.Presence]
+    dense: list[int]
+    tensors: list[tf.Tensor]
+    sparse: list[int]
+    slices: list[tf.IndexedSlices]
+
+    def joined(
+        self, of_dense: Sequence, of_sparse: Sequence
+    ) -> gradients_lib.GradientBatch:
+        """The batch of what became of each gradient; None where none is."""
+        values: list = [None] * len(self.presences)
+        for position, value in (
+            *zip(self.dense, of_dense, strict=True),
+            *zip(self.sparse, of_sparse, strict=True),
+        ):
+            if self.presences[position].in_group:
+                values[position] = value
+        return self.batch.with_values(values)
+
+    def left(self, lost: Sequence[tf.Tensor] | None) -> Carry:
+        """The carry, if `lost` is what communication lost of `tensors`."""
+        return error_feedback.left(
+            [self.batch.variables[i] for i in self.dense], lost
+        )
+
+
+class GradientReducer:
+    """Reduces gradients as one `Communication` says.
+
+    It remembers which gradients the replicas have, as agreed while a step was
+    traced, so a retraced step need not ask again.
+
+    Args:
+      communication: A `Communication`.
+    """
+
+    def __init__(self, communication: communication_lib.Communication) -> None:
+        self.communication = communication
+        self.owner = owners.number_for(self)
+        self._known_patterns: presence.KnownPatterns = {}
+
+    def all_reduce(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+        reduction: reductions.Reduction,
+        carry: Carry = None,
+        *,
+        exact: bool = False,
+    ) -> tuple[gradients_lib.GradientBatch, Carry]:
+        """Reduces gradients over the group of this replica.
+
+        Args:
+          batch: This replica's gradients, of the same variables on all.
+          site: Where the code runs.
+          groups: The groups.
+          reduction: How a group's gradients become one.
+          carry: What error feedback adds to the gradients.
+          exact: Whether they are sent in their own dtype, without a carry.
+
+        Returns:
+          The batch of reduced gradients, bitwise equal on all replicas of a
+          group, None where none of them has one, and the new carry.
+
+        Raises:
+          RuntimeError: If another process does not answer in time.
+          ValueError: If replicas apply different numbers or dtypes of
+            gradients, or a dtype cannot be summed here.
+        """
+        batch, carry = self.sum(batch, site, groups, carry, exact=exact)
+        return batch.multiplied(reduction.of_sum(groups.group_size)), carry
+
+    def sum(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+        carry: Carry = None,
+        *,
+        exact: bool = False,
+    ) -> tuple[gradients_lib.GradientBatch, Carry]:
+        """The group's sums, still without the batch's factor: see above."""
+        if groups.group_size == 1 or not batch.variables:
+            return batch, carry
+        transport = self.transport(site, groups, exact=exact)
+        parts = self._parts(batch, transport, carry)
+        sums, lost = buckets.sum_dense(parts.tensors, transport)
+        rows = sparse_rows.summed(parts.slices, transport)
+        return parts.joined(sums, rows), parts.left(lost)
+
+    def reduce_scatter(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+        reduction: reductions.Reduction,
+        carry: Carry = None,
+    ) -> tuple[gradients_lib.GradientBatch, Carry]:
+        """This replica's shards of what `all_reduce` returns.
+
+        A shard is dense, see `distribute.shards`. For the arguments and errors
+        see `all_reduce`; groups have several replicas.
+        """
+        transport = self.transport(site, groups)
+        parts = self._parts(batch, transport, carry)
+        shards, lost = buckets.scatter_dense(parts.tensors, transport)
+        position = transport.position()
+        of_rows = [
+            shards_lib.Layout(
+                tuple(batch.variables[i].shape), groups
+            ).shard_of_rows(rows, position)
+            for i, rows in zip(
+                parts.sparse,
+                sparse_rows.summed(parts.slices, transport),
+                strict=True,
+            )
+        ]
+        reduced = parts.joined(shards, of_rows)
+        divisor = reduction.of_sum(groups.group_size)
+        return reduced.multiplied(divisor), parts.left(lost)
+
+    def all_gather(
+        self,
+        shards: Sequence[tf.Tensor],
+        layouts: Sequence[shards_lib.Layout],
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+        wanted: Sequence[bool],
+    ) -> list:
+        """Joins the shards of a group's replicas.
+
+        Args:
+          shards: This replica's shards.
+          layouts: How they are split.
+          site: Where the code runs.
+          groups: The groups.
+          wanted: Which of them this group needs.
+
+        Returns:
+          A whole tensor for each shard, bitwise equal on all replicas of the
+          group, or None where it is not wanted.
+        """
+        transport = self.transport(site, groups)
+        # Groups that share an operation may want different ones.
+        indices = [
+            i for i, want in enumerate(wanted) if want or transport.spans_groups
+        ]
+        wholes = buckets.gather_dense(
+            [shards[i] for i in indices],
+            [layouts[i] for i in indices],
+            transport,
+        )
+        result: list = [None] * len(shards)
+        for index, whole in zip(indices, wholes, strict=True):
+            result[index] = whole if wanted[index] else None
+        return result
+
+    def transport(
+        self,
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+        *,
+        exact: bool = False,
+    ) -> transport_lib.Transport:
+        """The path on which the group of this replica communicates."""
+        how = self.communication.exact() if exact else self.communication
+        return collectives.choose(site, groups, how, self.owner)
+
+    def _parts(
+        self,
+        batch: gradients_lib.GradientBatch,
+        transport: transport_lib.Transport,
+        carry: Carry,
+    ) -> _Parts:
+        """Splits a batch, with zeros where only other replicas have some."""
+        presences = presence.agreed(
+            batch.values, batch.variables, transport, self._known_patterns
+        )
+        dense, tensors, sparse, slices = [], [], [], []
+        for position, (found, (value, variable)) in enumerate(
+            zip(presences, batch.pairs(), strict=True)
+        ):
+            if found.kind == presence.DENSE:
+                dense.append(position)
+                if value is None:
+                    value = tf.zeros(variable.shape, found.dtype)
+                elif isinstance(value, tf.IndexedSlices):
+                    value = indexed_slices.dense(value, variable)
+                tensors.append(value)
+            elif found.kind == presence.SPARSE:
+                sparse.append(position)
+                if value is None:
+                    value = sparse_rows.without_rows(variable, found.dtype)
+                slices.append(value)
+        if transport.communication.error_feedback:
+            tensors = error_feedback.added(
+                tensors, [batch.variables[i] for i in dense], carry
+            )
+        return _Parts(batch, presences, dense, tensors, sparse, slices)
