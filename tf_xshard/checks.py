@@ -12,18 +12,7 @@ from typing import Any
 
 
 def integer(name: str, value: Any) -> int:
-    """Converts any integer type to int; refuses bool.
-
-    Args:
-      name: The argument's name.
-      value: The value given.
-
-    Returns:
-      An int.
-
-    Raises:
-      TypeError: If it is not an integer.
-    """
+    """Converts any integer type to int; refuses bool."""
     # operator.index accepts NumPy's and Python's bool.
     if type(value).__name__ not in ("bool", "bool_"):
         try:
@@ -34,18 +23,7 @@ def integer(name: str, value: Any) -> int:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Checks that an argument is True or False.
-
-    Args:
-      name: The argument's name, for the error.
-      value: The value given.
-
-    Returns:
-      It, as a bool.
-
-    Raises:
-      TypeError: If it is something else.
-    """
+    """Checks that an argument is True or False."""
     # NumPy's bool as well.
     if type(value).__name__ not in ("bool", "bool_"):
         raise TypeError(f"{name} must be a bool, got {value!r}.")
@@ -53,19 +31,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """Checks that a value is an int of at least 1.
-
-    Args:
-      name: The argument's name.
-      value: The value given.
-
-    Returns:
-      An int.
-
-    Raises:
-      TypeError: If it is not an integer.
-      ValueError: If it is less than 1.
-    """
+    """Checks that a value is an int of at least 1."""
     value = integer(name, value)
     if value < 1:
         raise ValueError(f"{name} must be positive, got {value}.")
@@ -73,19 +39,7 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def count(name: str, value: Any, *others: Any) -> Any:
-    """Checks that a value is a positive int, or one of a few other values.
-
-    Args:
-      name: The argument's name.
-      value: The value given.
-      *others: The other allowed values.
-
-    Returns:
-      An int, or one of `others`.
-
-    Raises:
-      ValueError: If it is neither.
-    """
+    """Checks that a value is a positive int, or one of a few other values."""
     if any(value is other or value == other for other in others):
         return value
     try:
@@ -98,37 +52,14 @@ def count(name: str, value: Any, *others: Any) -> Any:
 
 
 def number(name: str, value: Any) -> float:
-    """Converts an int or a float to float.
-
-    Args:
-      name: The argument's name.
-      value: The value given.
-
-    Returns:
-      A float.
-
-    Raises:
-      TypeError: If it is neither.
-    """
+    """Converts an int or a float to float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     return float(value)
 
 
 def positive_number(name: str, value: Any) -> float:
-    """Checks that a value is positive and finite.
-
-    Args:
-      name: The argument's name.
-      value: The value given.
-
-    Returns:
-      A float.
-
-    Raises:
-      TypeError: If it is not a number.
-      ValueError: If it is not positive and finite.
-    """
+    """Checks that a value is positive and finite."""
     if not 0 < number(name, value) < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}.")
     return float(value)

@@ -183,17 +183,7 @@ class Communication:
 
 
 def checked(communication: Any) -> Communication:
-    """Checks an argument `communication`.
-
-    Args:
-      communication: The value given.
-
-    Returns:
-      It, or the defaults for None.
-
-    Raises:
-      TypeError: If it is something else.
-    """
+    """Checks an argument `communication`."""
     if communication is None:
         return Communication()
     if not isinstance(communication, Communication):

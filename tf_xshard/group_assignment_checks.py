@@ -24,17 +24,7 @@ def _as_replica_id(value: Any) -> int | None:
 
 
 def validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
-    """The groups as tuples of ints, after all checks.
-
-    Args:
-      groups: What a user gave.
-
-    Returns:
-      One tuple of replica ids for each group.
-
-    Raises:
-      TypeError, ValueError: As `GroupAssignment` documents.
-    """
+    """The groups as tuples of ints, after all checks."""
     nested = [_sequence(row, groups) for row in _sequence(groups, groups)]
     if not any(nested):
         raise ValueError(f"group_assignment {groups!r} is empty. {_HINT}")
@@ -71,12 +61,7 @@ def validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def num_groups(num_replicas: int, group_size: int) -> int:
-    """How many groups of one size all replicas make.
-
-    Raises:
-      TypeError: If an argument is not an integer.
-      ValueError: If it is not positive, or the size does not divide.
-    """
+    """How many groups of one size all replicas make."""
     num_replicas = checks.positive_integer("num_replicas", num_replicas)
     group_size = checks.positive_integer("group_size", group_size)
     if num_replicas % group_size:

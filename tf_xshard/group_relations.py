@@ -12,19 +12,7 @@ def for_replicas(
     num_replicas: int,
     where: str = "the strategy",
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups, or one group of all replicas.
-
-    Args:
-      groups: A `GroupAssignment`, or None for one group.
-      num_replicas: The number of replicas.
-      where: What has these replicas, for the error.
-
-    Returns:
-      A `GroupAssignment` for `num_replicas` replicas.
-
-    Raises:
-      ValueError: If `groups` is for a different number of replicas.
-    """
+    """The groups, or one group of all replicas."""
     if groups is None:
         return group_assignment_lib.GroupAssignment.single(num_replicas)
     if groups.num_replicas != num_replicas:
@@ -58,15 +46,6 @@ def joined(
 
     Nested optimizers that reduce over rows and columns reduce over all replicas
     overall.
-
-    Args:
-      assignments: At least one, all for the same number of replicas.
-
-    Returns:
-      An assignment; the first, if the others do not extend it.
-
-    Raises:
-      ValueError: If the resulting groups have different sizes.
     """
     first, *others = assignments
     groups = [set(group) for group in first]

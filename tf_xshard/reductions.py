@@ -55,18 +55,7 @@ TABLE = {one.name: one for one in (MEAN, SUM)}
 
 
 def checked(value: Any, table: Mapping[str, Reduction] = TABLE) -> Reduction:
-    """Converts a `reduction` argument.
-
-    Args:
-      value: The value given.
-      table: The reductions by their names.
-
-    Returns:
-      A `Reduction` that is a multiple of the sum.
-
-    Raises:
-      ValueError: For anything else.
-    """
+    """Converts a `reduction` argument."""
     name = value if isinstance(value, str) else ""
     found = table.get(_ALIASES.get(name, name))
     if found is None or found.divisor is None:

@@ -169,15 +169,7 @@ class CommunicationLedger(keras.callbacks.Callback):
 
 
 def _timed(model: keras.Model, untimed: Callable) -> Callable:
-    """The model's train function, which counts seconds when it is traced.
-
-    Args:
-      model: The model whose `fit` has begun.
-      untimed: What takes its place after this `fit`.
-
-    Returns:
-      A function of an iterator, with `untimed` as an attribute.
-    """
+    """The model's train function, which counts seconds when it is traced."""
     made = model.train_function
     # None if the list of callbacks keeps no history.
     history = getattr(model, "history", None)

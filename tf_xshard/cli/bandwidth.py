@@ -30,11 +30,6 @@ def measure(
     MB is the size of the whole tensor, of which each replica hands in its shard
     to an all-gather. GB/s is what a replica sends by the rule of the ring,
     divided by the median time of five runs.
-
-    Args:
-      title: The strategy's name in the output.
-      strategy: A strategy with several replicas.
-      shows: Whether to print; over several processes only one does.
     """
     modes = ["tf.function", "eager"]
     if isinstance(strategy, tf.distribute.TPUStrategy):

@@ -53,12 +53,6 @@ def rotated_groups(num_replicas: int) -> list[list[list[int]]]:
     Each replica stands one place behind its number, so pairs are neither
     contiguous nor strided, and differ from those with rows and columns
     exchanged: with four replicas, [[3, 0], [1, 2]].
-
-    Args:
-      num_replicas: The number of replicas.
-
-    Returns:
-      Assignments, each a list of groups of equal size.
     """
     order = np.roll(np.arange(num_replicas), 1)
     sizes = [size for size in (2, num_replicas, 1) if num_replicas % size == 0]
@@ -71,18 +65,7 @@ def group_sums(
     graph: bool,
     shard_update: bool = False,
 ) -> tuple[str, np.ndarray]:
-    """A real update on every replica with the gradient 10^replica * [1, 2, 3].
-
-    Args:
-      strategy: The strategy to run under.
-      groups: The replica ids of each group.
-      graph: Whether to run in a `tf.function`, or eagerly.
-      shard_update: Whether by a reduce-scatter and an all-gather.
-
-    Returns:
-      The transport's name, and for every replica of this process minus its
-      weights, which are its group's sum times 1, 2, 3.
-    """
+    """A real update on every replica with the gradient 10^replica * [1, 2, 3]."""
     assignment = tf_xshard.GroupAssignment(groups)
     # TPUs can't sum float64.
     is_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
@@ -128,16 +111,7 @@ def group_sums(
 def check_strategy(
     title: str, strategy: tf.distribute.Strategy, first_replica: int = 0
 ) -> bool:
-    """Compares group sums with NumPy's and prints a line for each.
-
-    Args:
-      title: The strategy's name in the output.
-      strategy: The strategy to run under.
-      first_replica: The id of this process's first replica.
-
-    Returns:
-      Whether all are right.
-    """
+    """Compares group sums with NumPy's and prints a line for each."""
     right = True
     num_replicas = strategy.num_replicas_in_sync
     own = 10.0 ** np.arange(num_replicas)
@@ -204,15 +178,7 @@ def _check_processes(measures: bool) -> bool:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Prints one line per check.
-
-    Args:
-      options: The command's arguments.
-      parser: Unused.
-
-    Returns:
-      0 if all is right, else 1.
-    """
+    """Prints one line per check."""
     del parser
     if options.worker:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()

@@ -6,17 +6,7 @@ import tensorflow as tf
 
 
 def use_logical_cpus(count: int) -> list[str]:
-    """Splits the CPU into logical devices.
-
-    Args:
-      count: The number of devices, an int >= 1.
-
-    Returns:
-      Their names, for `tf.distribute.MirroredStrategy`.
-
-    Raises:
-      RuntimeError: If TensorFlow has already run, which fixes the devices.
-    """
+    """Splits the CPU into logical devices."""
     [cpu, *_] = tf.config.list_physical_devices("CPU")
     try:
         tf.config.set_logical_device_configuration(
@@ -31,16 +21,7 @@ def use_logical_cpus(count: int) -> list[str]:
 
 
 def best_strategy(num_replicas: int) -> tf.distribute.Strategy:
-    """The best strategy with several replicas that this machine offers.
-
-    Args:
-      num_replicas: The number of replicas wanted, an int >= 1. On a TPU there
-        is one per core, and there can be fewer GPUs.
-
-    Returns:
-      A TPUStrategy if there is a TPU, a MirroredStrategy over GPUs if there are
-      at least two, else one over logical CPUs.
-    """
+    """The best strategy with several replicas that this machine offers."""
     if tf.config.list_physical_devices("TPU"):
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
         tf.config.experimental_connect_to_cluster(resolver)

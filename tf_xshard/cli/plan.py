@@ -45,15 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Runs the script until a model is compiled, and prints its plan.
-
-    Args:
-      options: The command's arguments.
-      parser: Reports arguments that are wrong.
-
-    Returns:
-      0.
-    """
+    """Runs the script until a model is compiled, and prints its plan."""
     if not os.path.isfile(options.script):
         parser.error(f"there is no script {options.script!r}")
     model = _first_model(options.script, options.arguments)

@@ -49,20 +49,7 @@ def choose(
     communication: communication_lib.Communication,
     owner: int = 0,
 ) -> transport.Transport:
-    """The path on which a group communicates where the calling code runs.
-
-    Args:
-      site: Where the code runs, with more than one replica.
-      groups: Which replicas communicate with which.
-      communication: How they communicate.
-      owner: See `Transport`.
-
-    Returns:
-      A `Transport`, bound to this replica.
-
-    Raises:
-      ValueError: If a replica's device does not exist.
-    """
+    """The path on which a group communicates where the calling code runs."""
     site_lib.check_devices(site.strategy)
     return _path(site, groups)(site, groups, communication, owner)
 

@@ -22,14 +22,7 @@ _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.int32, tf.uint32)
 
 
 def check_dtype(dtype: tf.DType) -> None:
-    """Refuses types that a TPU cannot sum over replicas.
-
-    Args:
-      dtype: The dtype in which gradients are summed.
-
-    Raises:
-      ValueError: If `CrossReplicaSum` does not support it.
-    """
+    """Refuses types that a TPU cannot sum over replicas."""
     if dtype not in _DTYPES:
         names = ", ".join(known.name for known in _DTYPES)
         raise ValueError(

@@ -13,12 +13,6 @@ def number_for(owner: object) -> int:
     """The smallest positive number that no other living object has.
 
     Keys and counters of collectives are kept for ever, so numbers are reused.
-
-    Args:
-      owner: Keeps the number until it is garbage collected.
-
-    Returns:
-      An int of at least 1.
     """
     with _lock:
         number = next(n for n in range(1, len(_taken) + 2) if n not in _taken)

@@ -25,10 +25,6 @@ class ProcessGather:
 
     All processes must call the same methods in the same order.
 
-    Args:
-      strategy: A `tf.distribute.Strategy`.
-      communication: A `Communication`, whose timeout applies.
-
     Attributes:
       local_ids: The ids of the replicas that this process drives.
       num_processes: The number of processes.
@@ -51,12 +47,6 @@ class ProcessGather:
         """Waits until all processes do the same.
 
         Unlike a collective that waits in vain, this can be tried again.
-
-        Args:
-          what: What they do, for the error.
-
-        Raises:
-          RuntimeError: If another process does not come in time.
         """
         if self.num_processes == 1:
             return
@@ -85,14 +75,7 @@ class ProcessGather:
             cluster.withdraw(f"{prefix}/{number - 1}/{self.rank}")
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Gathers a payload from every process, by rank. Collective.
-
-        Args:
-          payload: This process's bytes.
-
-        Returns:
-          Those of every process.
-        """
+        """Gathers a payload from every process, by rank. Collective."""
         if self.num_processes == 1:
             return [payload]
         sizes = self._all_gather(np.array([len(payload)], np.int64))

@@ -55,14 +55,6 @@ def bytes_sent(operation: str, num_bytes: Any, group_size: int) -> Any:
     """What a replica sends to others by the rule of the ring.
 
     An all-reduce is a reduce-scatter and an all-gather of what it leaves.
-
-    Args:
-      operation: See `Collective`.
-      num_bytes: What the replica hands in, in bytes: a number or a tensor.
-      group_size: The number of replicas that take part.
-
-    Returns:
-      A number of bytes, or a tensor.
     """
     others = group_size - 1
     if operation == ALL_GATHER:
@@ -84,16 +76,7 @@ class Cost(NamedTuple):
 
 
 def cost(operation: str, num_bytes: Any, group_size: int) -> Cost:
-    """The `Cost` of an operation.
-
-    Args:
-      operation: See `Collective`.
-      num_bytes: An int, or a scalar int64 tensor.
-      group_size: See `bytes_sent`.
-
-    Returns:
-      A `Cost`.
-    """
+    """The `Cost` of an operation."""
     sent = bytes_sent(operation, num_bytes, group_size)
     return Cost(num_bytes, int(sent) if isinstance(sent, float) else sent)
 
@@ -129,18 +112,7 @@ def labelled(
     counts: Sequence[int] | None = None,
     dtype: str | None = None,
 ) -> Iterator[None]:
-    """Describes the collectives that are created in this context.
-
-    Args:
-      purpose: See `Collective`. None (default) for that of the context around.
-      every: See `Collective`; multiplies that of the context around.
-      counts: The number of variables in each of them, in order. None (default)
-        for those of the context around.
-      dtype: What the tensors hold, if it is not their own dtype.
-
-    Yields:
-      None.
-    """
+    """Describes the collectives that are created in this context."""
     before = vars(_labels).copy()
     _labels.purpose = purpose or _labels.purpose
     _labels.every = _labels.every * every
@@ -161,16 +133,7 @@ def note(
     tensor: tf.Tensor,
     position: int,
 ) -> None:
-    """Records a collective that is being created.
-
-    Args:
-      operation: See `Collective`.
-      path: See `Collective`.
-      groups: See `Collective`.
-      replica_id: The replica that creates it; None for all at once.
-      tensor: What the replica hands in.
-      position: Which of the collectives of this context it is.
-    """
+    """Records a collective that is being created."""
     if _recorder.found is None:
         return
     counts = _labels.counts
@@ -206,13 +169,6 @@ def recorded(found: Found | None = None) -> Iterator[Found]:
     Which gradients there are is not negotiated meanwhile: replicas of other
     processes are taken to have the same as this one's. A step that was traced
     here must not run.
-
-    Args:
-      found: What a context around this one yielded, for code that a strategy
-        may run in threads of the replicas. None (default) for a new list.
-
-    Yields:
-      A list that fills with (collective, id of the replica or None).
     """
     before = _recorder.found
     _recorder.found = found if found is not None else []

@@ -23,17 +23,7 @@ _context: Any = None
 def handle(
     device: str, name: str, dtype: tf.DType, shape: Sequence[int] = ()
 ) -> tf.Tensor:
-    """The handle of a variable, which is zero when it is created.
-
-    Args:
-      device: Where it lives.
-      name: A name, unique on its device.
-      dtype: Its dtype.
-      shape: Its shape. Default: a scalar.
-
-    Returns:
-      A resource tensor, the same for each call until the context is reset.
-    """
+    """The handle of a variable, which is zero when it is created."""
     global _context
     with _lock:
         if _context is not runtime.context():

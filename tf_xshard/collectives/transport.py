@@ -28,14 +28,6 @@ class Transport(abc.ABC):
         operation, so that all must call it with the same list of tensors.
       packs: Whether tensors should be packed into buckets.
       gathers: Whether it has `gather`; if not, IndexedSlices are made dense.
-
-    Args:
-      site: Where the code runs, with more than one replica.
-      groups: Which replicas communicate with which.
-      communication: How they communicate.
-      owner: The number, from `owners`, of the object that runs the
-        collectives: no other living one in this process has it. Default: 0, for
-        what only runs while nothing else does.
     """
 
     name: ClassVar[str]
@@ -56,15 +48,7 @@ class Transport(abc.ABC):
         self.owner = owner
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums dense tensors over this replica's group.
-
-        Args:
-          tensors: This replica's tensors, of known shapes. The other replicas
-            of the group pass tensors of the same shapes and dtypes.
-
-        Returns:
-          Their sums, in order, bitwise equal on all replicas of the group.
-        """
+        """Sums dense tensors over this replica's group."""
         for observer in tuple(_observers):
             observer(self, tensors)
         return self._sum(tensors)
@@ -120,11 +104,7 @@ class Transport(abc.ABC):
         )
 
     def position(self) -> int | tf.Tensor:
-        """This replica's position among those of its group, by replica ids.
-
-        Returns:
-          An int; a scalar tensor on TPUs.
-        """
+        """This replica's position among those of its group, by replica ids."""
         groups, replica_id = self.groups, self.site.replica_id
         positions = {
             r: position
@@ -140,26 +120,11 @@ class Transport(abc.ABC):
         )
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Concatenates tensors over this replica's group, by replica ids.
-
-        Args:
-          tensors: This replica's tensors, which may differ in their first
-            dimension from replica to replica.
-
-        Returns:
-          The concatenations, in order. For transports that have `gathers`.
-        """
+        """Concatenates tensors over this replica's group, by replica ids."""
         raise NotImplementedError(self.name)
 
     def check_dtype(self, dtype: tf.DType) -> None:  # noqa: B027
-        """Refuses a dtype that this path cannot sum.
-
-        Args:
-          dtype: The dtype in which tensors are summed.
-
-        Raises:
-          ValueError: If there is no operation for it.
-        """
+        """Refuses a dtype that this path cannot sum."""
 
     def _participants(self) -> group_assignment_lib.GroupAssignment:
         """The replicas that take part in one operation together."""
@@ -168,16 +133,7 @@ class Transport(abc.ABC):
     def _note(
         self, operation: str, tensor: tf.Tensor, position: int
     ) -> recorder.Cost:
-        """Records an operation that is being created.
-
-        Args:
-          operation: See `recorder.Collective`.
-          tensor: What this replica hands in.
-          position: Which of the operations of this call it is.
-
-        Returns:
-          What it costs.
-        """
+        """Records an operation that is being created."""
         groups = self._participants()
         recorder.note(
             operation,
@@ -215,12 +171,6 @@ def observed(
 
     It is called on each replica when a sum is traced (in eager mode, when it
     runs), in the same graph.
-
-    Args:
-      observer: A function of the transport and this replica's tensors.
-
-    Yields:
-      None. The function is called until the context exits.
     """
     _observers.append(observer)
     try:

@@ -46,11 +46,7 @@ class _Clock:
         self._last = time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Waits, and counts no more time than a process that runs would take.
-
-        Args:
-          seconds: How long to wait.
-        """
+        """Waits, and counts no more time than a process that runs would take."""
         time.sleep(seconds)
         now = time.monotonic()
         self.seconds += min(now - self._last, _MOST_PER_SLEEP * seconds)
@@ -76,11 +72,6 @@ class _Waiting:
     waits at most. Each adds 1 to the variable when it begins and when it ends.
     A step that fails may leave it odd: the function makes it even when it
     begins, and a function that does not run does not wait.
-
-    Args:
-      lane: The lane.
-      number: The number of the function.
-      graph: The function's graph; None for eager code.
     """
 
     def __init__(
@@ -112,12 +103,7 @@ class _Waiting:
         return self._graph is None or self._graph() is not None
 
     def begin(self) -> tf.Operation | None:
-        """Notes that a collective waits from now on.
-
-        Returns:
-          The operation, which the collective is to wait for; None if it has
-          run, in eager mode.
-        """
+        """Notes that a collective waits from now on."""
         return self._add(tf.constant(1, tf.int64))
 
     def end(self) -> None:
@@ -130,14 +116,7 @@ class _Waiting:
         return tf.raw_ops.AssignAddVariableOp(resource=self._count, value=value)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether a collective has waited longer than the timeout.
-
-        Args:
-          now: The time in which the process has run, in seconds.
-
-        Returns:
-          A bool.
-        """
+        """Whether a collective has waited longer than the timeout."""
         count = self._read()
         if count != self._last:
             self._last, self._since = count, now
@@ -179,15 +158,7 @@ class WatchedBatch:
         WATCHDOG.remove(self)
 
     def is_overdue(self, num_ended: int, now: float) -> bool:
-        """Whether no collective has ended for longer than the timeout.
-
-        Args:
-          num_ended: How many collectives of this process have ended.
-          now: The time, in seconds.
-
-        Returns:
-          A bool.
-        """
+        """Whether no collective has ended for longer than the timeout."""
         if self._num_ended != num_ended or (not runtime.a_function_runs()):
             self._num_ended, self._since = num_ended, now
         return now - self._since > self.timeout_seconds
@@ -208,16 +179,7 @@ class Watchdog:
     def waiting(
         self, device: str, lane: str, timeout_seconds: float
     ) -> _Waiting:
-        """Returns the state of a lane in the function that is being traced.
-
-        Args:
-          device: The device of the replica.
-          lane: Collectives of one lane run one after another.
-          timeout_seconds: Each timeout has separate lanes.
-
-        Returns:
-          A `_Waiting`.
-        """
+        """Returns the state of a lane in the function that is being traced."""
         found = self.lane(device, lane, timeout_seconds)
         graph = site_lib.function_graph()
         with self._lock:
@@ -237,16 +199,7 @@ class Watchdog:
             return self._waiting[key]
 
     def lane(self, device: str, lane: str, timeout_seconds: float) -> _Lane:
-        """The counters of one lane, created on first use.
-
-        Args:
-          device: The device of the replica.
-          lane: Collectives of one lane run one after another.
-          timeout_seconds: Each timeout has separate lanes.
-
-        Returns:
-          A `_Lane`.
-        """
+        """The counters of one lane, created on first use."""
         key = device, lane, timeout_seconds
         context = runtime.context()
         with self._lock:
@@ -377,17 +330,9 @@ def run(
 ) -> tf.Tensor:
     """Runs a collective with a timeout, eagerly or in a graph.
 
-    Args:
-      collective: Creates the operation and returns its result.
-      after: Its input. The timeout starts when this is available.
-      device: The device of the replica.
-      lane: Collectives of one lane run one after another.
-      timeout_seconds: If it takes longer than this, all collectives of this
-        process are aborted with a DeadlineExceededError.
-      cost: What it costs, which is counted.
-
-    Returns:
-      The result of `collective`.
+    The timeout starts when the input, `after`, is available. Collectives of one
+    lane run one after another. After the timeout all collectives of this
+    process fail with a DeadlineExceededError.
     """
     waiting = WATCHDOG.waiting(device, lane, timeout_seconds)
     with tf.control_dependencies([after]):

@@ -21,16 +21,7 @@ class UniqueSlices(tf.IndexedSlices):
 
 
 def converted(gradient: Any, variable: Any) -> Gradient:
-    """A gradient of any type as a tensor, or as IndexedSlices of tensors.
-
-    Args:
-      gradient: A value that converts to a tensor, or IndexedSlices whose parts
-        do (lists and NumPy arrays); the shape may be missing.
-      variable: Its variable.
-
-    Returns:
-      A tensor or IndexedSlices.
-    """
+    """A gradient of any type as a tensor, or as IndexedSlices of tensors."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.convert_to_tensor(gradient)
     values, indices = gradient.values, gradient.indices
@@ -79,15 +70,7 @@ def dense(slices: tf.IndexedSlices, variable: Any) -> tf.Tensor:
 
 
 def map_values(function: Callable, gradient: Gradient) -> Gradient:
-    """Applies a function to a gradient's values; None stays None.
-
-    Args:
-      function: Maps a tensor to a tensor of the same shape.
-      gradient: A tensor, IndexedSlices or None.
-
-    Returns:
-      A gradient of the same kind.
-    """
+    """Applies a function to a gradient's values; None stays None."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -101,16 +84,7 @@ def map_values(function: Callable, gradient: Gradient) -> Gradient:
 
 
 def added(gradients: Sequence[Gradient], variable: Any) -> Gradient:
-    """The sum of gradients of one variable; None if all are None.
-
-    Args:
-      gradients: Gradients of the variable's shape.
-      variable: The variable.
-
-    Returns:
-      A tensor of the variable's shape, or IndexedSlices with unique indices if
-      all gradients are IndexedSlices.
-    """
+    """The sum of gradients of one variable; None if all are None."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None

@@ -124,17 +124,7 @@ def _guarded_class(base: Any) -> type:
 
 @contextlib.contextmanager
 def guarded(optimizer: Any) -> Iterator[None]:
-    """A context in which a wrapper calls an optimizer, which can't reduce.
-
-    Args:
-      optimizer: An optimizer that gets reduced gradients.
-
-    Yields:
-      None.
-
-    Raises:
-      TypeError: By what the optimizer calls to reduce.
-    """
+    """A context in which a wrapper calls an optimizer, which can't reduce."""
     with wrapper_calls.inside(), _guarded(optimizer):
         yield
 

@@ -19,16 +19,7 @@ from tf_xshard.private.keras import shards as keras_shards
 
 
 def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
-    """A variable of zeros that each replica updates by itself.
-
-    Args:
-      shape: Its shape.
-      dtype: Its dtype. Integers are counters, equal on all replicas.
-      name: Its name.
-
-    Returns:
-      A Keras variable; in a strategy's scope it has a copy per replica.
-    """
+    """A variable of zeros that each replica updates by itself."""
     is_float = tf.as_dtype(dtype).is_floating
     return keras.Variable(
         tf.zeros(shape, dtype),
@@ -143,12 +134,7 @@ def swap_here(one: Any, other: Any) -> None:
 
 
 def cond(predicate: tf.Tensor, function: Callable[[], Any]) -> None:
-    """Calls a function if a tensor is true.
-
-    Args:
-      predicate: A scalar bool tensor, of this replica.
-      function: Takes nothing; its result is ignored.
-    """
+    """Calls a function if a tensor is true."""
     if tf.executing_eagerly():
         if predicate:
             function()

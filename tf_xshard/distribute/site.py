@@ -33,19 +33,7 @@ SUPPORTED = (
 
 
 def kind_of(strategy: tf.distribute.Strategy) -> str:
-    """`"single"`, `"mirrored"`, `"multi_worker"` or `"tpu"`.
-
-    Args:
-      strategy: A `tf.distribute.Strategy`, the default one included.
-
-    Returns:
-      The kind of strategy, which determines the path of a group sum.
-
-    Raises:
-      ValueError: For every other strategy. An unknown strategy might have one
-        synchronous replica and still share variables between workers, as
-        ParameterServerStrategy does, so nothing is assumed.
-    """
+    """`"single"`, `"mirrored"`, `"multi_worker"` or `"tpu"`."""
     if isinstance(strategy, _MULTI_WORKER):
         return "multi_worker"
     if isinstance(strategy, _MIRRORED):
@@ -65,12 +53,6 @@ def check_devices(strategy: tf.distribute.Strategy) -> None:
     """Refuses a MirroredStrategy on devices that do not exist.
 
     TensorFlow accepts it, and its collectives wait forever.
-
-    Args:
-      strategy: Any strategy.
-
-    Raises:
-      ValueError: If a replica's device does not exist.
     """
     if kind_of(strategy) != "mirrored":
         return
@@ -176,14 +158,7 @@ class Site:
 
 
 def refuse_replica_context(what: str) -> None:
-    """Checks that code runs outside of `strategy.run`.
-
-    Args:
-      what: The name of what is called, for the error.
-
-    Raises:
-      RuntimeError: In replica context of a strategy.
-    """
+    """Checks that code runs outside of `strategy.run`."""
     if tf.distribute.has_strategy() and not (
         tf.distribute.in_cross_replica_context()
     ):
@@ -194,11 +169,7 @@ def refuse_replica_context(what: str) -> None:
 
 
 def outermost_graph() -> tf.Graph | None:
-    """The graph of the outermost function that is being traced.
-
-    Returns:
-      A graph, or None in eager code.
-    """
+    """The graph of the outermost function that is being traced."""
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
@@ -212,9 +183,6 @@ def function_graph() -> tf.Graph | None:
     """The graph of the innermost function that is being traced.
 
     Branches and loops belong to the function around them.
-
-    Returns:
-      A graph, or None in eager code.
     """
     if tf.executing_eagerly():
         return None
@@ -225,17 +193,7 @@ def function_graph() -> tf.Graph | None:
 
 
 def current() -> Site:
-    """Where the calling code runs.
-
-    Returns:
-      A `Site`.
-
-    Raises:
-      RuntimeError: In cross-replica context, where there is no "this replica",
-        and where replicas cannot communicate: in a loop or a `tf.function`
-        inside the replica function.
-      ValueError: If the strategy is not supported.
-    """
+    """Where the calling code runs."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise RuntimeError(
@@ -284,11 +242,7 @@ def device_names(site: Site) -> tuple[str, ...]:
 
 
 def _replica_graph() -> tf.Graph | None:
-    """The graph of the replica function, None in eager mode.
-
-    Raises:
-      RuntimeError: Where replicas cannot communicate.
-    """
+    """The graph of the replica function, None in eager mode."""
     if tf.executing_eagerly():
         return None
     replica_graph = tracing.replica_graph()

@@ -50,16 +50,6 @@ def unequal(
 
     Compares only what should be equal: trainable weights, slots and AGN's
     center. If nothing differs, only checksums are communicated.
-
-    Args:
-      catalog: What the model holds.
-      replicas: Reads and writes its variables.
-      repair: Whether to assign the value that most replicas of the group hold,
-        or the first of equally frequent values.
-
-    Returns:
-      A row for each such variable and group: `variable`, `group`, `replicas`
-      (those that differ from the majority) and `largest_difference`.
     """
     variables = catalog.variables(inventory.EQUAL_IN_A_GROUP)
     digests = replicas.digests([one.variable for one in variables])

@@ -18,10 +18,6 @@ class Ensemble(keras.Model):
 
     It uses the loss and metrics of the original model, and the mean of the
     members' regularization losses.
-
-    Args:
-      model: A compiled or uncompiled `keras.Model`.
-      num_members: The number of members.
     """
 
     def __init__(self, model: keras.Model, num_members: int) -> None:
@@ -63,11 +59,7 @@ class Ensemble(keras.Model):
         )
 
     def show(self, weights: Sequence[Sequence[np.ndarray]]) -> None:
-        """Assigns every member its weights.
-
-        Args:
-          weights: For each member the values of `model.weights`.
-        """
+        """Assigns every member its weights."""
         for member, values in zip(self._members, weights, strict=True):
             of_weight = {
                 id(weight): value
@@ -93,14 +85,7 @@ class Ensemble(keras.Model):
         return mean, [_mean(*parts) for parts in zip(*losses, strict=True)]
 
     def call(self, x: Any) -> Any:
-        """The mean of the members' outputs.
-
-        Args:
-          x: The model's input.
-
-        Returns:
-          The model's outputs, averaged.
-        """
+        """The mean of the members' outputs."""
         return self._outputs_and_losses(x)[0]
 
     @property
@@ -109,14 +94,7 @@ class Ensemble(keras.Model):
         return self._of.metrics
 
     def test_step(self, data: Any) -> dict:
-        """One step of `evaluate`.
-
-        Args:
-          data: From Keras.
-
-        Returns:
-          The metrics so far.
-        """
+        """One step of `evaluate`."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         outputs, losses = self._outputs_and_losses(x)
         with fit_internals.losses_instead(self._of, losses):

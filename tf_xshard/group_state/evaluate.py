@@ -18,14 +18,7 @@ from tf_xshard.multi_worker import fit
 
 
 def refuse_generator(data: Any) -> None:
-    """Checks that data can be read several times.
-
-    Args:
-      data: The data given.
-
-    Raises:
-      TypeError: If it is a generator.
-    """
+    """Checks that data can be read several times."""
     if inspect.isgenerator(data):
         raise TypeError(
             "The data are read once for each group, but a generator can be read"
@@ -34,14 +27,7 @@ def refuse_generator(data: Any) -> None:
 
 
 class GroupEvaluation:
-    """Computes with each group's weights in turn, on all replicas.
-
-    Args:
-      model: The model, whose values are restored after each call.
-      catalog: What it holds.
-      replicas: Reads and writes its variables.
-      ensemble: The ensemble of an earlier call, or None.
-    """
+    """Computes with each group's weights in turn, on all replicas."""
 
     def __init__(
         self,

@@ -27,18 +27,7 @@ def export(
     group: int,
     path: str | os.PathLike,
 ) -> None:
-    """See `GroupState.export`.
-
-    Args:
-      model: The model.
-      catalog: What it holds.
-      replicas: Reads and writes its variables.
-      group: The group's index.
-      path: A path that ends in `.keras`.
-
-    Raises:
-      ValueError: If it does not.
-    """
+    """See `GroupState.export`."""
     path = os.fspath(path)
     if not path.endswith(".keras"):
         raise ValueError(f"export() writes .keras files, got {path!r}.")
@@ -76,15 +65,7 @@ def _save(model: keras.Model, path: str) -> None:
 def with_plain_optimizer(
     model: keras.Model, value_of: Callable[[Any], np.ndarray]
 ) -> Iterator[keras.Model]:
-    """Inside this context the model is saved without any trace of tf_xshard.
-
-    Args:
-      model: The model, compiled or not.
-      value_of: Returns the value of a variable of its optimizer.
-
-    Yields:
-      The model, compiled with a copy of the innermost optimizer.
-    """
+    """Inside this context the model is saved without any trace of tf_xshard."""
     optimizer = getattr(model, "optimizer", None)
     config = model.get_compile_config() if optimizer is not None else None
     if not config or not stack.is_wrapper(optimizer):

@@ -85,19 +85,7 @@ class Part:
 
 
 def parts_of(holder: Any) -> dict[str, Part]:
-    """What a user gave, by names, each walked over once.
-
-    Args:
-      holder: A `keras.Model`, a dict from names to objects that hold variables,
-        or a list of variables.
-
-    Returns:
-      The parts. A model's optimizers are separate parts, named by attribute
-      path.
-
-    Raises:
-      TypeError: If it is none of these.
-    """
+    """What a user gave, by names, each walked over once."""
     if isinstance(holder, keras.Model):
         found = tuple(held(holder))
         return {
@@ -160,10 +148,6 @@ def held(holder: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds in attributes, lists and dicts, at any depth.
 
     Does not descend into optimizers, metrics, variables and random generators.
-
-    Yields:
-      Pairs of a path, such as `"critics[1].optimizer"`, and an object, once
-      for each object, with its shortest path.
     """
     waiting, seen = [("", holder)], set()
     for path, one in waiting:
@@ -205,19 +189,7 @@ def of_optimizer(optimizer: keras.optimizers.Optimizer) -> list:
 def variables_of(
     name: str, holder: Any, found: tuple[tuple[str, Any], ...] | None = None
 ) -> Iterator[StateVariable]:
-    """The variables of a part, or of an object in it.
-
-    Args:
-      name: The part's name.
-      holder: The object that holds them.
-      found: What it holds, if already known; see `Part`.
-
-    Yields:
-      A `StateVariable` for each, in a deterministic order.
-
-    Raises:
-      TypeError: If it holds no variables, or strings.
-    """
+    """The variables of a part, or of an object in it."""
 
     def one_of(variable: Any, kind: str) -> StateVariable:
         if replica_variables.copies(variable)[0].dtype == tf.string:
@@ -308,21 +280,7 @@ def _attributes(
 def _joined_groups(
     optimizers: Mapping[str, Sequence], num_replicas: int, where: str
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups that the nested optimizers of a model make together.
-
-    Args:
-      optimizers: For each part of the model its optimizers, including nested
-        ones.
-      num_replicas: The number of replicas.
-      where: What has that many, for errors.
-
-    Returns:
-      A `GroupAssignment`.
-
-    Raises:
-      ValueError: If two parts have different groups, or groups are for another
-        number of replicas.
-    """
+    """The groups that the nested optimizers of a model make together."""
     given = _given(one for of_part in optimizers.values() for one in of_part)
     found = {}
     for name, of_part in optimizers.items():
@@ -503,20 +461,7 @@ def of(
     holder: Any,
     groups: group_assignment_lib.GroupAssignment | None = None,
 ) -> Catalog:
-    """A catalog of what a user gave, as it is now.
-
-    Args:
-      holder: A model, a dict of objects that hold variables, or a list.
-      groups: The groups; None for the combined groups of the optimizers.
-
-    Returns:
-      A `Catalog`.
-
-    Raises:
-      TypeError: If something holds no variables.
-      ValueError: If variables belong to different strategies, two optimizers
-        have different groups, or the groups do not fit the replicas.
-    """
+    """A catalog of what a user gave, as it is now."""
     parts, optimizers = _walked(holder)
     kinds: dict[int, str] = {}
     centers: dict[int, Any] = {}
@@ -544,19 +489,7 @@ def of(
 def groups_of(
     holder: Any, strategy: tf.distribute.Strategy
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups that the optimizers make, without a catalog of the rest.
-
-    Args:
-      holder: A model, a dict of what holds variables, or a list.
-      strategy: The strategy of the variables.
-
-    Returns:
-      A `GroupAssignment`.
-
-    Raises:
-      ValueError: If two optimizers make different groups, or the groups are
-        for another number of replicas.
-    """
+    """The groups that the optimizers make, without a catalog of the rest."""
     return _joined_groups(
         _walked(holder)[1],
         strategy.num_replicas_in_sync,

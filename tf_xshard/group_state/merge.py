@@ -15,11 +15,7 @@ def is_floating(dtype: np.dtype) -> bool:
 
 
 def as_type(value: Any, like: np.dtype, name: str) -> np.ndarray:
-    """Converts a user's value to an array of a variable's dtype.
-
-    Raises:
-      ValueError: If that would lose more than precision.
-    """
+    """Converts a user's value to an array of a variable's dtype."""
     value = np.asarray(value)
     like = np.dtype(like)
     allowed = "b" if like.kind == "b" else "biu"
@@ -43,11 +39,7 @@ def one_per_group(
     shape: tuple[int, ...],
     name: str,
 ) -> list[np.ndarray]:
-    """Converts a user's values of one variable, one for each group.
-
-    Raises:
-      ValueError: If their number, a shape or a dtype is wrong.
-    """
+    """Converts a user's values of one variable, one for each group."""
     arrays = [as_type(value, dtype, name) for value in values]
     if len(arrays) != num_groups or any(
         array.shape != shape for array in arrays
@@ -67,13 +59,6 @@ def combined(
     Bitwise equal values are returned unchanged. For values that can't be
     averaged (counters, random states) it is the value with the largest weight,
     or the first of equal weights.
-
-    Args:
-      values: Arrays of one shape and dtype.
-      weights: Numbers that sum to 1. None (default) for equal weights.
-
-    Returns:
-      An array of that shape and dtype.
     """
     if weights is not None and max(weights) == 1:
         return values[list(weights).index(1)]
@@ -103,12 +88,6 @@ def largest_difference(values: Sequence[np.ndarray]) -> float:
     """The largest absolute difference between any two of several arrays.
 
     Two nans do not differ; nan and a number differ by infinity.
-
-    Args:
-      values: Arrays of one shape and dtype.
-
-    Returns:
-      A number, 0.0 if all are equal.
     """
     first = values[0]
     others = [v for v in values[1:] if not _same_bits(first, v)]
@@ -143,19 +122,7 @@ def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 def merge_weights(
     how: Any, num_groups: int, checked_group: Callable[[Any], int]
 ) -> list[float] | None:
-    """The weights of a merge.
-
-    Args:
-      how: See `GroupState.merge`.
-      num_groups: The number of groups.
-      checked_group: Checks the index of a group.
-
-    Returns:
-      A weight for each group, which sum to 1; None for the mean.
-
-    Raises:
-      ValueError: If `how` is invalid.
-    """
+    """The weights of a merge."""
     if isinstance(how, str):
         if how != "mean":
             raise ValueError(

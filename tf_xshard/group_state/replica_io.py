@@ -34,10 +34,6 @@ class ReplicaValues:
 
     With several processes, the methods marked "Collective" must be called by
     all of them, with the same variables.
-
-    Args:
-      strategy: A `tf.distribute.Strategy`.
-      communication: A `Communication`, whose timeout applies.
     """
 
     def __init__(
@@ -100,18 +96,7 @@ class ReplicaValues:
     def run_on_all_processes(
         self, what: str, function: Callable[[], Any]
     ) -> Any:
-        """Calls a function; if it fails on one process, all raise. Collective.
-
-        Args:
-          what: What the function does, for the error.
-          function: Called on every process. Must not be a collective.
-
-        Returns:
-          The function's result on this process.
-
-        Raises:
-          Its own error, or RuntimeError for that of another process.
-        """
+        """Calls a function; if it fails on one process, all raise. Collective."""
         error = result = None
         try:
             result = function()
@@ -128,15 +113,7 @@ class ReplicaValues:
     def gather(
         self, variables: Sequence, replica_ids: Sequence[int]
     ) -> Iterator[list[np.ndarray]]:
-        """The values that some replicas hold, variable by variable. Collective.
-
-        Args:
-          variables: The variables.
-          replica_ids: Ids of replicas.
-
-        Yields:
-          For each variable a list of values, in the order of `replica_ids`.
-        """
+        """The values that some replicas hold, variable by variable. Collective."""
         # Of a sharded variable, whole values are joined from all shards.
         every = range(self.num_replicas)
         wanted = [
@@ -204,16 +181,7 @@ class ReplicaValues:
     def of_group(
         self, variables: Sequence, members: Sequence[int]
     ) -> list[np.ndarray]:
-        """One value of each variable for a group of replicas. Collective.
-
-        Args:
-          variables: The variables.
-          members: The ids of the group's replicas.
-
-        Returns:
-          The replicas' value where they are bitwise equal, else their mean, see
-          `merge.combined`.
-        """
+        """One value of each variable for a group of replicas. Collective."""
         return [
             merge.combined(values) for values in self.gather(variables, members)
         ]
@@ -224,13 +192,7 @@ class ReplicaValues:
         groups: group_assignment_lib.GroupAssignment,
         of_group: Mapping[int, Any],
     ) -> None:
-        """Writes a value to all replicas of some groups.
-
-        Args:
-          variable: The variable.
-          groups: Which replica is in which group.
-          of_group: A value by group index; other groups keep theirs.
-        """
+        """Writes a value to all replicas of some groups."""
         if isinstance(variable, keras_shards.Sharded):
             slots.assign(
                 variable,
@@ -252,9 +214,6 @@ class ReplicaValues:
         """A digest of the value of every variable on every replica.
 
         Equal digests mean equal bits. Collective.
-
-        Returns:
-          For each variable a list, in the order of replica ids.
         """
         own = []
         for variable in variables:

@@ -22,16 +22,7 @@ _CHIEF_ONLY = (
 def of_worker(
     callbacks: Sequence[keras.callbacks.Callback], rank: int
 ) -> Iterator[Sequence[keras.callbacks.Callback]]:
-    """The callbacks that a worker calls, which write no file of the chief's.
-
-    Args:
-      callbacks: The user's callbacks.
-      rank: The worker's rank. The chief's is 0.
-
-    Yields:
-      The worker's callbacks. On exit, `ModelCheckpoint`s that write to a
-      temporary directory get their own path back.
-    """
+    """The callbacks that a worker calls, which write no file of the chief's."""
     if rank == 0:
         yield callbacks
         return

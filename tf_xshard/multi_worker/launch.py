@@ -60,17 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Starts the workers and waits for them.
-
-    Args:
-      options: The command's arguments.
-      parser: Reports errors in them.
-
-    Returns:
-      0, or the exit code of the first worker that failed: 128 + the number of
-      the signal if a signal ended it. If this process got a signal that ends
-      programs, 128 + the number of the first one, however the workers ended.
-    """
+    """Starts the workers and waits for them."""
     hosts = _checked_hosts(options, parser)
     program = ["-m"] * options.module + [options.script, *options.arguments]
     if not options.module and not os.path.isfile(options.script):
@@ -168,14 +158,7 @@ def _listens(address: str) -> bool:
 
 
 class _Job:
-    """The workers that this machine starts, until they end.
-
-    Args:
-      program: What follows `python`.
-      addresses: The host:port of every worker, in the order of ranks.
-      ranks: The ranks that this machine starts.
-      restart: The number of restarts so far.
-    """
+    """The workers that this machine starts, until they end."""
 
     def __init__(
         self,
@@ -204,14 +187,7 @@ class _Job:
             raise
 
     def wait(self, received: worker_process.Signals) -> int:
-        """Waits until all have ended; ends the others when one fails.
-
-        Args:
-          received: The signals to pass on.
-
-        Returns:
-          0, or the exit code of the first worker that failed, as `run` does.
-        """
+        """Waits until all have ended; ends the others when one fails."""
         running = list(self._workers)
         failed: worker_process.Worker | None = None
         deadline: float | None = None

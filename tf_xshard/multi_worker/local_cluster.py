@@ -29,12 +29,6 @@ def settings(num_workers: int) -> dict[str, str]:
 
     Each gets its share of the cores: with a thread for every core in every
     worker, 208 MB in 8-bit integers took a fifth longer on two cores.
-
-    Args:
-      num_workers: How many workers run on this machine.
-
-    Returns:
-      Variables and their values. What the user has set should count more.
     """
     shared = {}
     if num_workers > 1:
@@ -51,14 +45,7 @@ def num_cores() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Finds ports that are free on the loopback interface.
-
-    Args:
-      count: How many.
-
-    Returns:
-      Different ports.
-    """
+    """Finds ports that are free on the loopback interface."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -67,27 +54,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def local_addresses(count: int) -> list[str]:
-    """Addresses for workers on this machine.
-
-    Args:
-      count: The number of workers.
-
-    Returns:
-      For each worker, host:port.
-    """
+    """Addresses for workers on this machine."""
     return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def tf_config(addresses: Sequence[str], rank: int) -> str:
-    """The value of TF_CONFIG for one worker of a cluster.
-
-    Args:
-      addresses: The host:port of every worker, in the order of ranks.
-      rank: The worker's rank.
-
-    Returns:
-      A JSON text.
-    """
+    """The value of TF_CONFIG for one worker of a cluster."""
     return json.dumps(
         {
             "cluster": {"worker": list(addresses)},
@@ -103,20 +75,7 @@ def start(
     defaults: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[subprocess.Popen[Any]]:
-    """Starts one Python process per worker, each with its TF_CONFIG.
-
-    Args:
-      arguments: What follows `python`.
-      outputs: For each worker, its stdout and stderr, as `Popen` takes them.
-        The length is the number of workers.
-      environment: Variables to set besides TF_CONFIG.
-      defaults: Variables that count less than what the user has set; by default
-        those of `settings`.
-      **kwargs: Further arguments of `Popen`.
-
-    Returns:
-      The processes, in the order of ranks.
-    """
+    """Starts one Python process per worker, each with its TF_CONFIG."""
     addresses = local_addresses(len(outputs))
     if defaults is None:
         defaults = settings(len(outputs))

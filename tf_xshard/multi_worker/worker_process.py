@@ -62,11 +62,6 @@ class Signals:
 class Worker:
     """One process, whose output is printed with its rank in front.
 
-    Args:
-      rank: The worker's rank.
-      program: What follows `python`.
-      environment: All of its environment variables.
-
     Attributes:
       rank: The worker's rank.
       last_lines: The last lines of its stderr.
@@ -117,11 +112,7 @@ class Worker:
                     continue
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process and its children.
-
-        Args:
-          number: The signal's number.
-        """
+        """Sends a signal to the process and its children."""
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):

@@ -27,9 +27,6 @@ class SeenVariables:
     of the accumulated gradients handles the variables seen by the time it is
     traced. A function traced later must not add variables, since that update
     would never apply their gradients.
-
-    Args:
-      optimizer_name: For errors.
     """
 
     def __init__(self, optimizer_name: str) -> None:
@@ -49,17 +46,7 @@ class SeenVariables:
         return index not in self._dense
 
     def add(self, index: int, name: str, sparse: bool = False) -> None:
-        """Records a gradient.
-
-        Args:
-          index: The variable's index.
-          name: Its name, for errors.
-          sparse: Whether the gradient is IndexedSlices.
-
-        Raises:
-          ValueError: If an update traced earlier, in another function, does
-            not handle it.
-        """
+        """Records a gradient."""
         known = index in self._seen and (sparse or index in self._dense)
         if not known and self._has_other_updates():
             # Functions that can no longer be called do not count.
@@ -103,14 +90,6 @@ class GradientAccumulator:
 
     The variables it creates belong to the optimizer, which assigns them to the
     attributes under which checkpoints store them.
-
-    Args:
-      variables: The trainable variables, in the optimizer's order.
-      suffix: The suffix of the sums' names.
-      seen: The variables with gradients, shared between traces.
-      has_sums: Whether to keep sums, or only the record of what was seen.
-      is_sparse: Whether to count touched rows, so that sums of IndexedSlices
-        can be returned as IndexedSlices.
     """
 
     def __init__(
@@ -143,15 +122,7 @@ class GradientAccumulator:
         ]
 
     def add(self, gradients: Sequence, indices: Sequence[int]) -> None:
-        """Adds the gradients of one call.
-
-        Args:
-          gradients: Tensors of the variables' shapes, IndexedSlices or None.
-          indices: The indices of their variables.
-
-        Raises:
-          ValueError: See `SeenVariables.add`.
-        """
+        """Adds the gradients of one call."""
         for gradient, index in zip(gradients, indices, strict=True):
             if gradient is None:
                 continue
@@ -172,15 +143,10 @@ class GradientAccumulator:
         return replica_variables.read(self.sums[index])
 
     def pop_all(self, indices: Sequence[int]) -> tuple[list, list]:
-        """Returns all sums and resets them to zero.
+        """Returns all sums and their variables, and resets the sums to zero.
 
-        Args:
-          indices: The indices of the last call's variables. They are returned
-            even if frozen or without a gradient (then None); others only if
-            they are neither.
-
-        Returns:
-          The sums, and their variables.
+        The variables of the last call, at `indices`, are returned even if they
+        are frozen or have no gradient (None); others only if they are neither.
         """
         totals, variables = [], []
         for index, variable in enumerate(self._trained):
@@ -197,14 +163,7 @@ class GradientAccumulator:
         return totals, variables
 
     def _pop(self, index: int) -> Any:
-        """Returns a variable's sum and resets it to zero.
-
-        Args:
-          index: The variable's index.
-
-        Returns:
-          A tensor, or IndexedSlices if all gradients were IndexedSlices.
-        """
+        """Returns a variable's sum and resets it to zero."""
         total: Any = self.read(index)
         if self.touched and self._seen.is_sparse(index):
             touched = self.touched[index]

@@ -352,12 +352,6 @@ class AGNOptimizer(base.GradientWrapper):
         """Applies what `num_steps` local steps accumulated to the center.
 
         Skips variables that are frozen and not among the call's.
-
-        Args:
-          num_steps: The number of steps, an int or a scalar tensor.
-          indices: The indices of the call's variables.
-          site: Where the code runs.
-          groups: The groups that exchange.
         """
         self._seen.note_update()
         local = optimizer_state.trainable_variables(self)
@@ -506,11 +500,7 @@ class AGNOptimizer(base.GradientWrapper):
 def _check_arguments(
     num_worker: Any, communication_period: Any, accumulate: Any, normalize: Any
 ) -> None:
-    """Checks AGNOptimizer's arguments of the same names.
-
-    Raises:
-      TypeError, ValueError: If an argument is invalid.
-    """
+    """Checks AGNOptimizer's arguments of the same names."""
     checks.positive_integer("communication_period", communication_period)
     if num_worker is not None:
         checks.positive_integer("num_worker", num_worker)
@@ -529,14 +519,7 @@ def _check_arguments(
 
 
 def _check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
-    """Checks the two optimizers; the second may be None.
-
-    Raises:
-      TypeError: If `local_optimizer` is not a Keras optimizer, or reduces
-        gradients by itself.
-      ValueError: If either is, or wraps, an optimizer that is not allowed, or
-        has been built, or if the local one was created in another scope.
-    """
+    """Checks the two optimizers; the second may be None."""
     if not isinstance(
         local_optimizer, (keras.optimizers.Optimizer, type(None))
     ):
@@ -575,11 +558,7 @@ def _check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
 def _copied(
     inner_optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:
-    """A local optimizer like the inner one.
-
-    Raises:
-      ValueError: If it can't be copied by its config.
-    """
+    """A local optimizer like the inner one."""
     try:
         config = inner_optimizer.get_config()
         # Legacy .h5 files key variables by path, which contains this name.

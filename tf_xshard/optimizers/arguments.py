@@ -40,21 +40,7 @@ def check(
     loss_normalization: Any,
     kwargs: Mapping[str, Any],
 ) -> reductions.Reduction:
-    """Checks what every wrapper takes; changes nothing.
-
-    Args:
-      own_name: The name of the wrapper's class.
-      inner: The inner optimizer given.
-      reduction: The value given for this argument.
-      loss_normalization: The value given for this argument.
-      kwargs: The extra keyword arguments.
-
-    Returns:
-      The reduction.
-
-    Raises:
-      TypeError, ValueError: If an argument is invalid.
-    """
+    """Checks what every wrapper takes; changes nothing."""
     _refuse_unknown(own_name, kwargs)
     _check_inner_optimizer(own_name, inner)
     if loss_normalization not in (None, *LOSS_NORMALIZATIONS):
@@ -71,17 +57,7 @@ def check_same_scope(
     inner: keras.optimizers.Optimizer,
     what: str = "inner",
 ) -> None:
-    """Checks that an optimizer was created under the wrapper's strategy.
-
-    Args:
-      own_name: The name of the wrapper's class.
-      own: The strategy in whose scope the wrapper is created.
-      inner: The optimizer given.
-      what: What the wrapper calls it.
-
-    Raises:
-      ValueError: If it was not.
-    """
+    """Checks that an optimizer was created under the wrapper's strategy."""
     its = optimizer_state.strategy_of(inner)
     if own is not its:
         where = "outside any strategy's scope"
@@ -95,16 +71,7 @@ def check_same_scope(
 
 
 def _refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuses unknown keywords, and those of the base class by name.
-
-    Args:
-      own_name: The name of the wrapper's class.
-      kwargs: The extra keyword arguments.
-
-    Raises:
-      ValueError: For an argument that belongs on the inner optimizer.
-      TypeError: For any other.
-    """
+    """Refuses unknown keywords, and those of the base class by name."""
     for argument in kwargs:
         if argument in _ARGUMENTS_OF_THE_INNER:
             raise ValueError(
@@ -116,15 +83,7 @@ def _refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_inner_optimizer(own_name: str, inner: Any) -> None:
-    """Checks that the inner optimizer is a Keras optimizer.
-
-    Args:
-      own_name: The name of the wrapper's class.
-      inner: The value given.
-
-    Raises:
-      TypeError: If it is not.
-    """
+    """Checks that the inner optimizer is a Keras optimizer."""
     if isinstance(inner, tf.compat.v1.train.Optimizer):
         raise TypeError(
             f"{own_name} wraps Keras optimizers, got the TF1 optimizer"
@@ -142,12 +101,7 @@ def _check_inner_optimizer(own_name: str, inner: Any) -> None:
 def checked_groups(
     group_assignment: Any,
 ) -> group_assignment_lib.GroupAssignment | None:
-    """Converts a `group_assignment` argument.
-
-    Raises:
-      TypeError, ValueError: If it is invalid, or does not fit the strategy in
-        whose scope this is called.
-    """
+    """Converts a `group_assignment` argument."""
     if group_assignment is None:
         return None
     groups = group_assignment_lib.GroupAssignment(group_assignment)
@@ -162,12 +116,7 @@ def checked_groups(
 
 
 def checked_reducer(communication: Any) -> reducer.GradientReducer:
-    """The reducer of an optimizer with this `communication` argument.
-
-    Raises:
-      TypeError, ValueError: If it is invalid, or the strategy in whose scope
-        this is called does not have the collectives.
-    """
+    """The reducer of an optimizer with this `communication` argument."""
     communication = communication_lib.checked(communication)
     if tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()

@@ -684,19 +684,11 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         return contextlib.nullcontext()
 
     def _kinds_of_state(self) -> dict[int, str]:
-        """The kinds of variables in `GroupState` that only this one knows.
-
-        Returns:
-          Kinds by the ids of TensorFlow's variables.
-        """
+        """The kinds of variables in `GroupState` that only this one knows."""
         return {}
 
     def _centers_by_variable(self) -> dict[int, Any]:
-        """The variables that hold a group's values instead of the model's.
-
-        Returns:
-          Variables, by the ids of the model's variables.
-        """
+        """The variables that hold a group's values instead of the model's."""
         return {}
 
 

@@ -16,12 +16,6 @@ class Center:
 
     The methods that end in `_here` are called in replica context and change
     this replica's values; the others outside of it, and change all.
-
-    Args:
-      local: The trainable variables of the model.
-      variables: The center, in the same order.
-      shown: A counter, 1 while the model's variables hold the center.
-      strategy: The strategy of the variables.
     """
 
     def __init__(
@@ -49,11 +43,7 @@ class Center:
         return bool(shown)
 
     def show(self, shown: bool) -> None:
-        """Swaps the center and the local variables, if that is not so yet.
-
-        Args:
-          shown: Whether the model's variables should hold the center.
-        """
+        """Swaps the center and the local variables, if that is not so yet."""
         if shown == self.is_shown:
             return
         with self._of_strategy.scope():
@@ -92,13 +82,6 @@ class Center:
             replica_variables.assign(variable, replica_variables.read(center))
 
     def change_here(self, index: int) -> tf.Tensor:
-        """What local steps have changed: center - local.
-
-        Args:
-          index: The variable's index.
-
-        Returns:
-          A tensor of the variable's shape.
-        """
+        """What local steps have changed: center - local."""
         read = replica_variables.read
         return read(self.variables[index]) - read(self._local[index])

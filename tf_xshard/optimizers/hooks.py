@@ -23,9 +23,6 @@ class Hook:
       name: The argument's name, for errors.
       function: A function of a list of (gradient, variable) pairs. None changes
         nothing.
-
-    Raises:
-      TypeError: If `function` is neither a callable nor None.
     """
 
     name: str
@@ -48,16 +45,6 @@ class Hook:
 
         It sees those that are present, times the batch's factor and divided by
         the loss scale, 16-bit ones as float32. Its result is scaled back.
-
-        Args:
-          batch: The gradients.
-          scale_loss: The optimizer's function that scales a loss.
-
-        Returns:
-          A batch with the same factor.
-
-        Raises:
-          ValueError: If the function returns pairs for other variables.
         """
         if self.function is None:
             return batch

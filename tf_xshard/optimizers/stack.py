@@ -24,14 +24,7 @@ from tf_xshard.private.keras import wrapper_calls
 
 
 def children(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
-    """The optimizers that `optimizer` passes gradients to.
-
-    Args:
-      optimizer: A Keras optimizer, including wrappers (ours or Keras').
-
-    Yields:
-      The inner optimizer, or all of a MultiOptimizer's.
-    """
+    """The optimizers that `optimizer` passes gradients to."""
     if hasattr(optimizer, "inner_optimizer"):
         yield optimizer.inner_optimizer
     elif hasattr(optimizer, "optimizers"):
@@ -116,15 +109,7 @@ class _Part:
 
 
 class StackPlan:
-    """Who does what in the stack of an outermost optimizer.
-
-    Args:
-      root: The outermost wrapper.
-
-    Raises:
-      ValueError: If wrappers were given different `loss_normalization`s, or
-        only some of a MultiOptimizer's optimizers reduce.
-    """
+    """Who does what in the stack of an outermost optimizer."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -157,15 +142,7 @@ class StackPlan:
     def groups(
         self, wrapper: Any, site: site_lib.Site
     ) -> group_assignment_lib.GroupAssignment:
-        """The groups over which a wrapper reduces.
-
-        Returns:
-          An assignment; each replica is its own group if another wrapper
-          reduces instead.
-
-        Raises:
-          ValueError: If they are for a different number of replicas.
-        """
+        """The groups over which a wrapper reduces."""
         part = self._parts[id(wrapper)]
         if not part.reduces:
             return group_assignment_lib.GroupAssignment.contiguous(
@@ -191,16 +168,7 @@ def _parts(
     around: _Part | None = None,
     is_implicit: bool = False,
 ) -> Iterator[_Part]:
-    """The parts of an optimizer's wrappers, the outermost first.
-
-    Args:
-      optimizer: An optimizer.
-      around: The part of the nearest wrapper around it that reduces.
-      is_implicit: Whether it is a CrossShardOptimizer that no user wrote.
-
-    Yields:
-      A `_Part` for each wrapper.
-    """
+    """The parts of an optimizer's wrappers, the outermost first."""
     has_implicit = getattr(optimizer, "inner_is_implicit", False)
     if is_wrapper(optimizer):
         part = _part(optimizer, around, is_implicit)
@@ -269,14 +237,7 @@ _running: contextvars.ContextVar[StackPlan | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def running(wrapper: Any) -> Iterator[StackPlan]:
-    """A context in which a wrapper runs.
-
-    Args:
-      wrapper: The wrapper; the outermost one, unless another one calls it.
-
-    Yields:
-      The plan of the stack that it is in.
-    """
+    """A context in which a wrapper runs."""
     plan = _running.get()
     if plan is not None and plan.has(wrapper):
         yield plan

@@ -202,14 +202,7 @@ class TowerOptimizer(base.GradientWrapper):
         num_towers: int | tf.Tensor,
         weight: int = 1,
     ) -> None:
-        """Passes the mean or sum of several towers to the inner optimizer.
-
-        Args:
-          totals: The sums over the towers.
-          site: Where the code runs.
-          num_towers: The number of towers, an int or a scalar tensor.
-          weight: What the sums have been multiplied by in addition.
-        """
+        """Passes the mean or sum of several towers to the inner optimizer."""
         values = [
             indexed_slices.map_values(
                 functools.partial(

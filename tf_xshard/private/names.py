@@ -18,15 +18,7 @@ DECLARED: list[PrivateNames] = []
 
 
 class PrivateNames:
-    """The private names of one feature; each is an attribute.
-
-    Args:
-      feature: What fails without them, the subject of the error's sentence.
-      names: Paths by the attributes' names, such as
-        "tensorflow.python.eager.context.Context.abort_collective_ops". A tuple
-        of paths has one for each range of versions; the first that exists is
-        used.
-    """
+    """The private names of one feature; each is an attribute."""
 
     def __init__(
         self, feature: str, names: Mapping[str, str | tuple[str, ...]]
@@ -60,11 +52,7 @@ class PrivateNames:
         return missing
 
     def check(self) -> None:
-        """Checks that all names exist.
-
-        Raises:
-          ImportError: If one is missing. Features that do not need it work.
-        """
+        """Checks that all names exist."""
         if len(self._found) == len(self.paths):
             return
         dependencies.refuse_moved(self.feature, self.missing())
@@ -85,12 +73,5 @@ def defining_class(owner: type, name: str) -> type | None:
     """The first class of an inheritance order that defines a name.
 
     Keras' classes move and are renamed more often than their methods.
-
-    Args:
-      owner: A public class, such as `keras.Model`.
-      name: A method's name.
-
-    Returns:
-      The class, or None if there is none.
     """
     return next((one for one in owner.__mro__ if name in vars(one)), None)

@@ -43,19 +43,7 @@ class Reduced(NamedTuple):
 def sum_dense(
     tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
 ) -> Reduced:
-    """The group sums of dense tensors.
-
-    Args:
-      tensors: This replica's tensors, of known shapes.
-      transport: The `Transport` to use.
-
-    Returns:
-      The sums, in the order of `tensors` and in their dtypes, and what was
-      lost.
-
-    Raises:
-      ValueError: If the transport cannot sum a dtype.
-    """
+    """The group sums of dense tensors."""
     if not tensors:
         return Reduced([], None)
     sizes = [tensor.shape.num_elements() for tensor in tensors]
@@ -92,19 +80,7 @@ def sum_dense(
 def scatter_dense(
     tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
 ) -> Reduced:
-    """This replica's shards of the group sums of dense tensors.
-
-    Args:
-      tensors: This replica's tensors, of known shapes.
-      transport: The `Transport` to use.
-
-    Returns:
-      A shard of each sum, see `distribute.shards`, in the order of `tensors`
-      and in their dtypes, and what was lost of the whole tensors.
-
-    Raises:
-      ValueError: If the transport cannot sum a dtype.
-    """
+    """This replica's shards of the group sums of dense tensors."""
     layouts = [
         shards.Layout(tuple(tensor.shape), transport.groups)
         for tensor in tensors
@@ -151,19 +127,7 @@ def gather_dense(
     layouts: Sequence[shards.Layout],
     transport: transport_lib.Transport,
 ) -> list[tf.Tensor]:
-    """Joins the shards of a group's replicas.
-
-    Args:
-      parts: This replica's shards.
-      layouts: How they are split.
-      transport: The `Transport` to use.
-
-    Returns:
-      The whole tensors, in the order of `parts` and in their dtypes.
-
-    Raises:
-      ValueError: If the transport cannot sum a dtype, and gathers by a sum.
-    """
+    """Joins the shards of a group's replicas."""
     for part in parts:
         transport.check_dtype(part.dtype)
     buckets = _buckets(
@@ -197,17 +161,7 @@ def _buckets(
     transport: transport_lib.Transport,
     bytes_not_packed: float = math.inf,
 ) -> list[list[int]]:
-    """Positions of neighbours of one dtype that fit into a bucket together.
-
-    Args:
-      tensors: The tensors, for their dtypes.
-      sizes: How many elements are communicated for each.
-      transport: Whether it packs, and what fits into a bucket.
-      bytes_not_packed: Tensors of this size get buckets of their own.
-
-    Returns:
-      Lists of positions.
-    """
+    """Positions of neighbours of one dtype that fit into a bucket together."""
     if not transport.packs:
         return [[position] for position in range(len(tensors))]
     # The backward pass computes the last layers' gradients first, so these are

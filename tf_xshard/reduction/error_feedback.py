@@ -49,11 +49,7 @@ def left(variables: Sequence, lost: Sequence[tf.Tensor] | None) -> Carry:
 
 
 class Residuals:
-    """One variable for each trained variable, on each replica.
-
-    Args:
-      trained: The variables whose gradients are communicated.
-    """
+    """One variable for each trained variable, on each replica."""
 
     def __init__(self, trained: Sequence) -> None:
         self.variables: list[keras.Variable] = [
@@ -68,12 +64,7 @@ class Residuals:
         }
 
     def read(self, unit: Any) -> Carry:
-        """This replica's carry.
-
-        Args:
-          unit: What the gradients are multiplied by, a number or a scalar
-            tensor: the loss scale, without which residuals are kept.
-        """
+        """This replica's carry."""
         result = {}
         for name, residual in self._of.items():
             result[name] = replica_variables.read(residual)
@@ -84,14 +75,7 @@ class Residuals:
     def keep(
         self, carry: Carry, unit: Any, is_applied: tf.Tensor | None
     ) -> None:
-        """Keeps a carry until the next step.
-
-        Args:
-          carry: From the reduction.
-          unit: See `read`.
-          is_applied: Whether the reduced gradients are used, a scalar bool
-            tensor; if not, the residuals stay. None if they always are.
-        """
+        """Keeps a carry until the next step."""
         found = {}
         for name, value in (carry or {}).items():
             if name in self._of:

@@ -73,20 +73,7 @@ class GradientBatch:
 
 
 def standardized(gradients: Sequence, variables: Sequence) -> list:
-    """Gradients as tensors, or as IndexedSlices with each index once.
-
-    Args:
-      gradients: What a user passes to `apply`: values that convert to tensors
-        of their variables' shapes, IndexedSlices, or None.
-      variables: The variables.
-
-    Returns:
-      A list of tensors, IndexedSlices and None.
-
-    Raises:
-      TypeError: If a gradient is not a floating point number.
-      ValueError: If a gradient does not have its variable's shape.
-    """
+    """Gradients as tensors, or as IndexedSlices with each index once."""
     result: list[indexed_slices.Gradient] = []
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is None:

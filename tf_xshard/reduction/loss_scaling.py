@@ -20,14 +20,7 @@ from tf_xshard.distribute import site as site_lib
 
 
 def all_finite(gradients: Sequence) -> tf.Tensor:
-    """Whether all values in this replica's gradients are finite.
-
-    Args:
-      gradients: Tensors, IndexedSlices or None.
-
-    Returns:
-      A scalar bool tensor.
-    """
+    """Whether all values in this replica's gradients are finite."""
     flags = [
         tf.reduce_all(
             tf.math.is_finite(
@@ -46,17 +39,7 @@ def all_replicas_finite(
     communication: communication_lib.Communication,
     owner: int = 0,
 ) -> tf.Tensor:
-    """Whether all gradients of all replicas, of all groups, are finite.
-
-    Args:
-      gradients: This replica's: tensors, IndexedSlices or None.
-      site: Where the code runs.
-      communication: For its timeout.
-      owner: See `Transport`.
-
-    Returns:
-      A scalar bool tensor, equal on all replicas.
-    """
+    """Whether all gradients of all replicas, of all groups, are finite."""
     finite = all_finite(gradients)
     if site.num_replicas == 1:
         return finite
@@ -73,15 +56,7 @@ def all_replicas_finite(
 
 
 def nan_unless(finite: tf.Tensor, gradients: Sequence) -> list:
-    """The gradients unchanged, or all nan.
-
-    Args:
-      finite: The result of a vote.
-      gradients: Tensors, IndexedSlices or None.
-
-    Returns:
-      A list like `gradients`, for a LossScaleOptimizer to check.
-    """
+    """The gradients unchanged, or all nan."""
     return [
         indexed_slices.map_values(
             lambda x: tf.where(finite, x, tf.cast(math.nan, x.dtype)), g

@@ -137,26 +137,7 @@ def agree(
     timeout_seconds: float,
     known: KnownPatterns,
 ) -> tuple[Pattern, ...]:
-    """Every replica's pattern, in the order of replica ids.
-
-    Args:
-      gradients: This replica's gradients, one per variable.
-      variables: The variables they belong to.
-      site: Where the code runs.
-      timeout_seconds: How long to wait for other processes.
-      known: What an optimizer has negotiated while tracing. A known pattern is
-        not exchanged again: one worker may retrace a step alone (a ragged
-        batch), and the others would not answer. In eager mode every call
-        exchanges patterns.
-
-    Returns:
-      One `Pattern` per replica.
-
-    Raises:
-      RuntimeError: If another process does not answer in time.
-      ValueError: If replicas apply different numbers, dtypes or shapes of
-        gradients.
-    """
+    """Every replica's pattern, in the order of replica ids."""
     own = own_pattern(gradients, variables)
     names = [entry.name for entry in own]
     shapes = [list(v.shape) for v in variables]

@@ -48,14 +48,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(num_numbers: int) -> Blocks:
-    """The blocks of a row of at least so many numbers.
-
-    Args:
-      num_numbers: An int >= 0.
-
-    Returns:
-      `Blocks`; short rows have one short block.
-    """
+    """The blocks of a row of at least so many numbers."""
     words = max(1, -(-num_numbers // _PER_WORD))
     size = min(NUMBERS_PER_BLOCK, words * _PER_WORD)
     return Blocks(size, -(-words * _PER_WORD // size))

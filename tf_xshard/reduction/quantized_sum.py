@@ -21,15 +21,7 @@ Lost = list[tf.Tensor] | None
 
 
 def padding(num_elements: int, group_size: int) -> int:
-    """How many zeros a tensor must end with to be added up by `summed`.
-
-    Args:
-      num_elements: Its number of elements.
-      group_size: The number of replicas in a group.
-
-    Returns:
-      An int.
-    """
+    """How many zeros a tensor must end with to be added up by `summed`."""
     row_size = quantization.blocks_for(-(-num_elements // group_size)).row_size
     return group_size * row_size - num_elements
 
@@ -69,20 +61,7 @@ def _whole_blocks(rows: tf.Tensor) -> tf.Tensor:
 def summed(
     buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> tuple[list[tf.Tensor], Lost]:
-    """The group sums of tensors.
-
-    Args:
-      buckets: This replica's tensors, with `padding` zeros at the end; those of
-        a bucket are sent together.
-      transport: The `Transport` to use.
-
-    Returns:
-      For each tensor, in order, one of rank 1, float32, and what was lost of
-      it; None without error feedback.
-
-    Raises:
-      ValueError: If the transport has no all-to-all.
-    """
+    """The group sums of tensors."""
     group_size = transport.groups.group_size
     sums, lost = _scattered(
         [

@@ -81,9 +81,6 @@ class GradientReducer:
 
     It remembers which gradients the replicas have, as agreed while a step was
     traced, so a retraced step need not ask again.
-
-    Args:
-      communication: A `Communication`.
     """
 
     def __init__(self, communication: communication_lib.Communication) -> None:
@@ -101,25 +98,7 @@ class GradientReducer:
         *,
         exact: bool = False,
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
-        """Reduces gradients over the group of this replica.
-
-        Args:
-          batch: This replica's gradients, of the same variables on all.
-          site: Where the code runs.
-          groups: The groups.
-          reduction: How a group's gradients become one.
-          carry: What error feedback adds to the gradients.
-          exact: Whether they are sent in their own dtype, without a carry.
-
-        Returns:
-          The batch of reduced gradients, bitwise equal on all replicas of a
-          group, None where none of them has one, and the new carry.
-
-        Raises:
-          RuntimeError: If another process does not answer in time.
-          ValueError: If replicas apply different numbers or dtypes of
-            gradients, or a dtype cannot be summed here.
-        """
+        """Reduces gradients over the group of this replica."""
         batch, carry = self.sum(batch, site, groups, carry, exact=exact)
         return batch.multiplied(reduction.of_sum(groups.group_size)), carry
 
@@ -180,19 +159,7 @@ class GradientReducer:
         groups: group_assignment_lib.GroupAssignment,
         wanted: Sequence[bool],
     ) -> list:
-        """Joins the shards of a group's replicas.
-
-        Args:
-          shards: This replica's shards.
-          layouts: How they are split.
-          site: Where the code runs.
-          groups: The groups.
-          wanted: Which of them this group needs.
-
-        Returns:
-          A whole tensor for each shard, bitwise equal on all replicas of the
-          group, or None where it is not wanted.
-        """
+        """Joins the shards of a group's replicas."""
         transport = self.transport(site, groups)
         # Groups that share an operation may want different ones.
         indices = [

@@ -26,15 +26,7 @@ class Received(NamedTuple):
 
 
 def padding(num_elements: int, transport: transport_lib.Transport) -> int:
-    """How many zeros a tensor must end with to be added up by `summed`.
-
-    Args:
-      num_elements: Its number of elements.
-      transport: The `Transport` to use.
-
-    Returns:
-      An int.
-    """
+    """How many zeros a tensor must end with to be added up by `summed`."""
     if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return 0
     return quantized_sum.padding(num_elements, transport.groups.group_size)
@@ -43,19 +35,7 @@ def padding(num_elements: int, transport: transport_lib.Transport) -> int:
 def summed(
     buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> Received:
-    """The group sums of tensors.
-
-    Args:
-      buckets: This replica's tensors, of known shapes, with `padding` zeros;
-        a bucket has one unless the format is quantized.
-      transport: The `Transport` to use.
-
-    Returns:
-      `Received`, of as many elements.
-
-    Raises:
-      ValueError: If the transport cannot sum a dtype.
-    """
+    """The group sums of tensors."""
     if wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return Received(*quantized_sum.summed(buckets, transport))
     tensors = [tensor for [tensor] in buckets]

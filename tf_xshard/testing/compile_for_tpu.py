@@ -146,16 +146,7 @@ def compile_for_tpu(
 
 
 def _step_of(model: keras.Model, batch: Any, step: str) -> Callable[[], Any]:
-    """A function that calls `strategy.run()` with a step of the model.
-
-    Args:
-      model: The model.
-      batch: A global batch, structures of arrays [batch_size, ...].
-      step: One of _STEPS.
-
-    Returns:
-      The function. It returns what the step returns.
-    """
+    """A function that calls `strategy.run()` with a step of the model."""
     if step not in _STEPS:
         raise ValueError(f"step must be one of {_STEPS}, got {step!r}.")
     strategy = model.distribute_strategy

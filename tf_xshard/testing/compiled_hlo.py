@@ -44,18 +44,7 @@ class Collective:
 
 
 def collectives(hlo_text: str) -> tuple[Collective, ...]:
-    """Finds the collectives of a module, in the order of its text.
-
-    Args:
-      hlo_text: The module's text. An asynchronous collective is counted once,
-        where it starts.
-
-    Returns:
-      The collectives.
-
-    Raises:
-      ValueError: If a collective's replica groups can't be parsed.
-    """
+    """Finds the collectives of a module, in the order of its text."""
     instructions = list(_instructions(hlo_text))
     types = {name: type_ for name, type_, _, _, _ in instructions}
     found = []

@@ -25,17 +25,7 @@ def emit(
     traced: tf.Graph,
     xla_numbering: Sequence[int],
 ) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
-    """Adds the execution of a program to the current graph.
-
-    Args:
-      extraction: The program, and its inputs in the graph that was traced.
-      traced: That graph.
-      xla_numbering: The replica that each XLA replica executes.
-
-    Returns:
-      For each replica its outputs, of the shapes of `program.output_specs`, and
-      the operations that must run before the user gets them.
-    """
+    """Adds the execution of a program to the current graph."""
     program = extraction.program
     num_replicas = program.num_replicas
     host_side = _host_side(traced)
@@ -113,15 +103,7 @@ def _bound_to_current_graph(
 def _host_side(
     traced: tf.Graph,
 ) -> Callable[[Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]:
-    """Rebuilds what surrounds the program, such as padding, in another graph.
-
-    Args:
-      traced: The graph that was traced.
-
-    Returns:
-      A function from lists of tensors of that graph to tensors of the current
-      one, of the same shapes.
-    """
+    """Rebuilds what surrounds the program, such as padding, in another graph."""
     captured = {inside.name: outside for outside, inside in traced.captures}
 
     def rebuilt(groups):
@@ -167,14 +149,7 @@ def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
 
 
 class _Runner:
-    """What `tf.numpy_function` calls: lowers, compiles, executes.
-
-    Args:
-      program: The replicas' program.
-      xla_numbering: The replica that each XLA replica executes.
-      traced: The graph in which it was traced. It owns the functions that the
-        host's operations call, so it must live as long as the runner.
-    """
+    """What `tf.numpy_function` calls: lowers, compiles, executes."""
 
     def __init__(
         self,
@@ -200,16 +175,7 @@ class _Runner:
             return self._lowered[shapes]
 
     def __call__(self, *values: np.ndarray) -> list[np.ndarray]:
-        """Executes the program.
-
-        Args:
-          *values: For each argument and then each variable, its value on each
-            replica, of one shape per argument or variable.
-
-        Returns:
-          For each output and then each written variable, its value on each
-          replica. Outputs of dynamic shape have their true shape.
-        """
+        """Executes the program."""
         program = self._program
         num_replicas = program.num_replicas
         arrays = [np.asarray(value) for value in values]

@@ -23,12 +23,7 @@ def cpu_name(index: int) -> str:
 
 
 class Topology(tf.tpu.experimental.Topology):
-    """A topology whose cores are logical CPUs, numbered across all hosts.
-
-    Args:
-      num_replicas: The number of cores.
-      num_hosts: The number of hosts, over which the cores are spread evenly.
-    """
+    """A topology whose cores are logical CPUs, numbered across all hosts."""
 
     def __init__(self, num_replicas: int, num_hosts: int) -> None:
         per_host = num_replicas // num_hosts
@@ -72,11 +67,7 @@ class Topology(tf.tpu.experimental.Topology):
 
 
 class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """What `TPUStrategy` needs of a `TPUClusterResolver`.
-
-    Args:
-      topology: The topology of the system.
-    """
+    """What `TPUStrategy` needs of a `TPUClusterResolver`."""
 
     environment = ""
     tpu_hardware_feature = None

@@ -23,30 +23,13 @@ _BOOLS = re.compile(r'dense<"0x([0-9A-F]+)"> : tensor<([0-9x]+)xi1>')
 
 
 def portable(text: str) -> str:
-    """A module of the bridge in StableHLO that every compiler accepts.
-
-    Args:
-      text: What the bridge printed.
-
-    Returns:
-      The module's text, without operations of other dialects.
-    """
+    """A module of the bridge in StableHLO that every compiler accepts."""
     with tpu_simulation.make_ir_context():
         return str(parse(text))
 
 
 def parse(text: str) -> tpu_simulation.ir.Module:
-    """Parses a module of the bridge, in the current MLIR context.
-
-    Args:
-      text: What the bridge printed.
-
-    Returns:
-      The module, without operations of other dialects.
-
-    Raises:
-      NotImplementedError: If StableHLO has no name for an operation.
-    """
+    """Parses a module of the bridge, in the current MLIR context."""
     # The bridge has no name for HLO's dynamic-reshape, and the parser rejects
     # names that it does not know.
     text = text.replace(
@@ -70,14 +53,7 @@ def _as_bytes(match: re.Match[str]) -> str:
 
 
 def constants(text: str) -> list[np.ndarray]:
-    """The constants of a module's main function.
-
-    Args:
-      text: What the bridge printed.
-
-    Returns:
-      Arrays, in the order of the text.
-    """
+    """The constants of a module's main function."""
     ir = tpu_simulation.ir
     found = []
 

@@ -31,17 +31,7 @@ _UNSUPPORTED = {
 
 
 def variable_spec(resource: tf.Tensor) -> tf.TensorSpec:
-    """Shape and dtype of the variable behind a resource.
-
-    Args:
-      resource: A scalar tensor that the program captures.
-
-    Returns:
-      The variable's `tf.TensorSpec`.
-
-    Raises:
-      NotImplementedError: If it is not a variable of the strategy.
-    """
+    """Shape and dtype of the variable behind a resource."""
     source = resource
     if resource.op.type == "TPUReplicatedInput":
         source = resource.op.inputs[0]
@@ -69,15 +59,7 @@ def variable_spec(resource: tf.Tensor) -> tf.TensorSpec:
 
 
 def check_operations(inside: Sequence[tf.Operation], graph: tf.Graph) -> None:
-    """Checks that XLA:CPU can execute the operations of a program.
-
-    Args:
-      inside: The operations of the replicas' program.
-      graph: Their graph, with the functions that they call.
-
-    Raises:
-      NotImplementedError: If it can't execute one, with the construct's name.
-    """
+    """Checks that XLA:CPU can execute the operations of a program."""
     library = graph.as_graph_def().library.function
     nodes = itertools.chain(
         (o.node_def for o in inside), *(f.node_def for f in library)

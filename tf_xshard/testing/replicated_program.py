@@ -95,18 +95,7 @@ def creates_variables(graph: tf.Graph) -> bool:
 
 
 def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
-    """Extracts the replicas' program from a traced graph.
-
-    Args:
-      graph: The graph in which `TPUStrategy.run` was traced, once.
-      num_replicas: The number of replicas.
-
-    Returns:
-      The program and its inputs.
-
-    Raises:
-      NotImplementedError: If the simulated TPU can't run an operation.
-    """
+    """Extracts the replicas' program from a traced graph."""
     operations = graph.get_operations()
     inside = [
         o for o in operations if _is_marked(o) and o.type not in _METADATA
@@ -155,14 +144,7 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
 
 
 def output_positions(graph: tf.Graph) -> dict[str, int]:
-    """The index of each TPUReplicatedOutput among the outputs.
-
-    Args:
-      graph: The graph in which `TPUStrategy.run` was traced.
-
-    Returns:
-      A dict from names to indices in `ReplicatedProgram.output_names`.
-    """
+    """The index of each TPUReplicatedOutput among the outputs."""
     outputs = filter(_is_output, graph.get_operations())
     return {operation.name: index for index, operation in enumerate(outputs)}
 
@@ -170,15 +152,7 @@ def output_positions(graph: tf.Graph) -> dict[str, int]:
 def _alive(
     inside: Sequence[tf.Operation], outputs: Sequence[tf.Tensor]
 ) -> list[tf.Operation]:
-    """Operations whose result is used or that have a side effect, as on a TPU.
-
-    Args:
-      inside: The operations of the replicas' program.
-      outputs: What the program returns, of any shape.
-
-    Returns:
-      The operations that are executed, in their order.
-    """
+    """Operations whose result is used or that have a side effect, as on a TPU."""
     candidates = set(inside)
     alive: set[tf.Operation] = set()
     pending = [o for o in inside if o.op_def.is_stateful]

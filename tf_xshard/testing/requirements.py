@@ -21,12 +21,7 @@ def _version(distribution: str) -> str | None:
 
 
 def check_jax() -> None:
-    """Checks the versions that `simulated_tpu_strategy` needs.
-
-    Raises:
-      ImportError: If jax or jaxlib is missing or outside the tested range, or
-        if tensorflow-tpu is installed in the same environment.
-    """
+    """Checks the versions that `simulated_tpu_strategy` needs."""
     if _version("tensorflow-tpu") is not None:
         raise ImportError(
             "tf_xshard.testing can't share an environment with tensorflow-tpu:"
@@ -38,11 +33,7 @@ def check_jax() -> None:
 
 
 def check_libtpu() -> None:
-    """Checks the version that `compile_for_tpu` needs.
-
-    Raises:
-      ImportError: If libtpu is missing or of another version.
-    """
+    """Checks the version that `compile_for_tpu` needs."""
     _check("libtpu")
 
 

@@ -67,19 +67,7 @@ def lower(
     program: replicated_program.ReplicatedProgram,
     shapes: tuple[tuple[int, ...], ...],
 ) -> Lowered:
-    """Lowers a program with TensorFlow's bridge to XLA.
-
-    Args:
-      program: What the replicas run.
-      shapes: The shape of each argument.
-
-    Returns:
-      The program in StableHLO.
-
-    Raises:
-      ImportError: If the bridge prints constants in a way that is not known.
-      NotImplementedError: If XLA can't compile an operation.
-    """
+    """Lowers a program with TensorFlow's bridge to XLA."""
     check_constants()
     specs = [
         tf.TensorSpec(shape, spec.dtype)
@@ -127,9 +115,6 @@ def check_constants() -> None:
 
     Long ones are printed as bytes, whose meaning TensorFlow 2.22 has changed
     for bools. A wrong attention mask would be silent.
-
-    Raises:
-      ImportError: If one does not.
     """
     # Longer than what the bridge prints as a list.
     numbers = np.arange(203) * 7 % 11
@@ -159,18 +144,7 @@ def _import(
     tensors: dict[str, tf.Tensor],
     results: list[Result],
 ) -> list[tf.Tensor]:
-    """Builds the program's graph.
-
-    Args:
-      program: What the replicas run.
-      tensors: By name, the arguments (of any shape) and the variables'
-        resources (scalars).
-      results: Filled with one `Result` for each output.
-
-    Returns:
-      For each output a tensor of its shape, or, if that is dynamic, the padded
-      tensor and a vector with the true shape.
-    """
+    """Builds the program's graph."""
     wanted = [name for name in program.output_names if name not in tensors]
     imported = tf.graph_util.import_graph_def(
         program.graph_def,

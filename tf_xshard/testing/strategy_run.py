@@ -24,14 +24,7 @@ _captures = threading.local()
 def capture(
     runner: Runner | None,
 ) -> Iterator[list[replicated_program.Extraction]]:
-    """Collects the programs traced inside, which then do not execute.
-
-    Args:
-      runner: Of which strategy, None for every simulated strategy.
-
-    Yields:
-      The list of programs, in the order in which they are traced.
-    """
+    """Collects the programs traced inside, which then do not execute."""
     programs: list[replicated_program.Extraction] = []
     before = getattr(_captures, "active", ())
     _captures.active = (*before, (runner, programs))
@@ -42,28 +35,13 @@ def capture(
 
 
 class Runner:
-    """Executes what a strategy traces, or hands it to `capture`.
-
-    Args:
-      xla_numbering: The replica that each XLA replica executes.
-    """
+    """Executes what a strategy traces, or hands it to `capture`."""
 
     def __init__(self, xla_numbering: Sequence[int]) -> None:
         self._xla_numbering = xla_numbering
 
     def __call__(self, replicate: Callable[[], Any]) -> Any:
-        """Traces a program as TPUStrategy does, and executes it.
-
-        Args:
-          replicate: Adds the replicas' program to the current graph.
-
-        Returns:
-          What `replicate` returns, with the tensors of the current graph in
-          place of those of the graph that was traced. Their shapes are equal.
-
-        Raises:
-          NotImplementedError: If the simulated TPU can't run the program.
-        """
+        """Traces a program as TPUStrategy does, and executes it."""
         if tf.__internal__.get_enclosing_xla_context() is not None:
             raise NotImplementedError(
                 "strategy.run() is called inside a"
@@ -100,15 +78,7 @@ class Runner:
     def _execute(
         self, traced: tf.Graph
     ) -> tuple[list[list[tf.Tensor]] | None, list[tf.Operation]]:
-        """Adds the execution to the current graph.
-
-        Args:
-          traced: The graph that holds the replicas' program.
-
-        Returns:
-          For each replica its outputs (None where nothing executes), and the
-          operations that must run first.
-        """
+        """Adds the execution to the current graph."""
         if replicated_program.creates_variables(traced):
             # tf.function traces again once the variables exist. It runs this
             # graph only if it could not initialize them before the step.
@@ -133,14 +103,7 @@ class Runner:
 
 
 def _without_gradient(value: tf.Tensor) -> tf.Tensor:
-    """What a replica returns: as on a TPU, it has no gradient.
-
-    Args:
-      value: A tensor of any shape.
-
-    Returns:
-      A tensor of the same shape.
-    """
+    """What a replica returns: as on a TPU, it has no gradient."""
     return tf.raw_ops.PreventGradient(
         input=value,
         message="the GradientTape is outside strategy.run(). What a TPU program"

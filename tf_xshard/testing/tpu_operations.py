@@ -21,16 +21,7 @@ def rewrite(
     renamed: dict[str, str],
     in_function: Any = None,
 ) -> None:
-    """Replaces the TPU's operations by XLA's, in place.
-
-    Args:
-      nodes: The nodes of a graph, or of a function's body.
-      renamed: New names of functions.
-      in_function: The FunctionDef whose body the nodes are, None for a graph.
-
-    Raises:
-      NotImplementedError: If a collective's groups or shape are unknown.
-    """
+    """Replaces the TPU's operations by XLA's, in place."""
     by_name = {node.name: node for node in nodes}
     replaced = set()
     for node in nodes:

@@ -28,12 +28,7 @@ def _client(num_replicas: int) -> Any:
 
 
 class Executable:
-    """A compiled program.
-
-    Args:
-      text: The program, in StableHLO.
-      num_replicas: The number of replicas.
-    """
+    """A compiled program."""
 
     def __init__(self, text: str, num_replicas: int) -> None:
         client = _client(num_replicas)
@@ -61,15 +56,7 @@ class Executable:
     def __call__(
         self, parameters: list[list[np.ndarray]]
     ) -> list[list[np.ndarray]]:
-        """Executes the program.
-
-        Args:
-          parameters: For each parameter, its value on each replica, of the
-            shape that the program gives it.
-
-        Returns:
-          For each result, its value on each replica, of the program's shape.
-        """
+        """Executes the program."""
         # Without x64 jax narrows 64-bit types to 32; the setting is per thread.
         with _lock, jax.enable_x64(True):
             arrays = [self._on_devices(values) for values in parameters]
@@ -90,13 +77,5 @@ class Executable:
 
 @functools.lru_cache(maxsize=_NUM_PROGRAMS)
 def compiled(text: str, num_replicas: int) -> Executable:
-    """Compiles a program, once.
-
-    Args:
-      text: The program, in StableHLO.
-      num_replicas: The number of replicas.
-
-    Returns:
-      The `Executable`.
-    """
+    """Compiles a program, once."""
     return Executable(text, num_replicas)

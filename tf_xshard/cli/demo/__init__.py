@@ -93,15 +93,7 @@ def _check_arguments(
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Trains, prints the table and checks the promises.
-
-    Args:
-      options: The command's arguments.
-      parser: Reports errors in them.
-
-    Returns:
-      0 if every promise holds, else 1.
-    """
+    """Trains, prints the table and checks the promises."""
     _check_arguments(options, parser)
     strategy = logical_devices.best_strategy(options.replicas)
     num_replicas = strategy.num_replicas_in_sync

@@ -19,16 +19,7 @@ def show(
     strategy: tf.distribute.Strategy,
     digits: digits_lib.Digits,
 ) -> promises_lib.Promises:
-    """Trains one device, period 1, local SGD, its reference, and AGN.
-
-    Args:
-      options: The command's arguments.
-      strategy: The strategy to train under.
-      digits: The batches.
-
-    Returns:
-      Which promises hold.
-    """
+    """Trains one device, period 1, local SGD, its reference, and AGN."""
     num_replicas, period = strategy.num_replicas_in_sync, options.period
     num_steps = options.epochs * digits.steps_per_epoch
     print(f"an exchange every {period} steps")
@@ -114,17 +105,7 @@ def _replicas_one_by_one(
     num_replicas: int,
     permuted: bool = False,
 ) -> list[np.ndarray]:
-    """Local SGD on one device: train each replica, average in NumPy, repeat.
-
-    Args:
-      digits: The batches.
-      options: The command's arguments.
-      num_replicas: The number of replicas.
-      permuted: Whether to reorder the rows of each batch.
-
-    Returns:
-      The average of each of the model's weights.
-    """
+    """Local SGD on one device: train each replica, average in NumPy, repeat."""
     print(
         "\nEach replica by itself on one device, averaged every"
         f" {options.period} steps"

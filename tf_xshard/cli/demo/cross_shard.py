@@ -21,16 +21,7 @@ def show(
     strategy: tf.distribute.Strategy,
     digits: digits_lib.Digits,
 ) -> promises_lib.Promises:
-    """Trains one device, plain Keras, all replicas, groups, and a wrong sum.
-
-    Args:
-      options: The command's arguments.
-      strategy: The strategy to train under.
-      digits: The batches.
-
-    Returns:
-      Which promises hold.
-    """
+    """Trains one device, plain Keras, all replicas, groups, and a wrong sum."""
     num_replicas = strategy.num_replicas_in_sync
     groups = tf_xshard.GroupAssignment.strided(
         num_replicas, num_replicas // options.groups

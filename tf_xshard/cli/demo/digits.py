@@ -45,15 +45,7 @@ class Digits:
     batch_size: int = BATCH_SIZE
 
     def of_shards(self, members: Sequence[int], num_replicas: int) -> Digits:
-        """The shards of each batch that some replicas get.
-
-        Args:
-          members: The ids of these replicas.
-          num_replicas: The number of all replicas.
-
-        Returns:
-          The rows of these replicas.
-        """
+        """The shards of each batch that some replicas get."""
         shard = self.batch_size // num_replicas
         by_replica = np.arange(len(self.x)).reshape(-1, num_replicas, shard)
         rows = by_replica[:, list(members)].reshape(-1)
@@ -65,14 +57,7 @@ class Digits:
         )
 
     def in_parts(self, num_parts: int) -> Digits:
-        """The same rows, with every batch split into parts.
-
-        Args:
-          num_parts: The number of parts, which divides the batch size.
-
-        Returns:
-          The same rows in smaller batches.
-        """
+        """The same rows, with every batch split into parts."""
         return dataclasses.replace(
             self,
             steps_per_epoch=self.steps_per_epoch * num_parts,
@@ -80,14 +65,7 @@ class Digits:
         )
 
     def with_permuted_batches(self, seed: int) -> Digits:
-        """The same batches, with the rows of each in another order.
-
-        Args:
-          seed: The seed of the order.
-
-        Returns:
-          The same rows, reordered.
-        """
+        """The same batches, with the rows of each in another order."""
         rng = np.random.default_rng(seed)
         batches = np.arange(len(self.x)).reshape(-1, self.batch_size)
         rows = rng.permuted(batches, axis=1).reshape(-1)
@@ -95,15 +73,7 @@ class Digits:
 
 
 def load(epochs: int, seed: int) -> Digits:
-    """1,797 real images, which are part of scikit-learn: no download.
-
-    Args:
-      epochs: The number of epochs.
-      seed: The seed of the split and of the order in each epoch.
-
-    Returns:
-      All batches.
-    """
+    """1,797 real images, which are part of scikit-learn: no download."""
     from sklearn import datasets
 
     digits = datasets.load_digits()
@@ -120,14 +90,7 @@ def load(epochs: int, seed: int) -> Digits:
 
 
 def model(seed: int) -> keras.Model:
-    """A small convolutional classifier.
-
-    Args:
-      seed: The seed of its weights.
-
-    Returns:
-      A model from images [batch_size, 8, 8, 1] to logits [batch_size, 10].
-    """
+    """A small convolutional classifier."""
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     return keras.Sequential(
@@ -144,15 +107,7 @@ def model(seed: int) -> keras.Model:
 def compiled(
     made: keras.Model, optimizer: keras.optimizers.Optimizer
 ) -> keras.Model:
-    """Compiles a model with the loss and the metric of the demo.
-
-    Args:
-      made: The model.
-      optimizer: Its optimizer.
-
-    Returns:
-      The model.
-    """
+    """Compiles a model with the loss and the metric of the demo."""
     made.compile(
         optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -170,16 +125,7 @@ def _evaluated(seed: int) -> keras.Model:
 def evaluate(
     weights: Sequence[np.ndarray], digits: Digits, seed: int
 ) -> list[float]:
-    """Validation loss and accuracy of weights, on one device.
-
-    Args:
-      weights: The value of each of the model's weights, of its shape.
-      digits: The validation data.
-      seed: The seed of the model.
-
-    Returns:
-      The loss and the accuracy.
-    """
+    """Validation loss and accuracy of weights, on one device."""
     made = _evaluated(seed)
     made.set_weights(weights)
     x = digits.x_validation

@@ -13,11 +13,7 @@ MIN_ACCURACY = 0.95
 
 
 class Promises:
-    """The rows of the table and the failures.
-
-    Args:
-      reference: The title of the column with differences.
-    """
+    """The rows of the table and the failures."""
 
     def __init__(self, reference: str) -> None:
         self._head = ("run", "accuracy", "moved", f"max |dw| from {reference}")
@@ -31,14 +27,7 @@ class Promises:
         remark: str = "",
         replica_id: int = 0,
     ) -> None:
-        """Adds a row about which nothing is promised.
-
-        Args:
-          row: The row's title.
-          trained: The run, None if there are no numbers.
-          remark: The text of the last column.
-          replica_id: The replica whose numbers are shown.
-        """
+        """Adds a row about which nothing is promised."""
         self._rows.append(
             (
                 row,
@@ -57,16 +46,7 @@ class Promises:
         members: Sequence[int] | None = None,
         right: bool = True,
     ) -> None:
-        """Promises that replicas have a reference's weights, or others.
-
-        Args:
-          row: The row's title.
-          trained: The run.
-          reference: The weights of the reference, of the model's shapes.
-          tolerance: The largest difference that counts as equal.
-          members: The ids of the replicas, None for all.
-          right: Whether the weights should be equal.
-        """
+        """Promises that replicas have a reference's weights, or others."""
         deviation = training.deviation(trained.weights, reference, members)
         holds = deviation <= tolerance
         self.show(
@@ -83,24 +63,14 @@ class Promises:
         )
 
     def check_that(self, holds: bool, otherwise: str) -> None:
-        """Promises anything else.
-
-        Args:
-          holds: Whether the promise holds.
-          otherwise: What is printed if it does not.
-        """
+        """Promises anything else."""
         if not holds:
             self._failures.append(otherwise)
 
     def check_accuracy(
         self, runs: Iterable[training.Trained], epochs: int
     ) -> None:
-        """Promises the accuracy of runs, if they are long enough.
-
-        Args:
-          runs: The runs.
-          epochs: The number of epochs in each.
-        """
+        """Promises the accuracy of runs, if they are long enough."""
         if epochs < DEFAULT_EPOCHS:
             print(f"accuracy is not checked below {DEFAULT_EPOCHS} epochs")
             return

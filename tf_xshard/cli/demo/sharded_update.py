@@ -24,17 +24,7 @@ def check(
     whole: training.Trained,
     tolerances: Sequence[float],
 ) -> None:
-    """Trains in groups with a sharded update, and compares.
-
-    Args:
-      promises: Gets the rows.
-      options: The command's arguments.
-      strategy: The strategy to train under.
-      digits: The batches.
-      groups: The groups.
-      whole: The same training without `shard_update`.
-      tolerances: For each group, the difference that counts as equal.
-    """
+    """Trains in groups with a sharded update, and compares."""
     sharded = training.Trained(
         f"CrossShardOptimizer in {groups.num_groups} groups, shard_update=True",
         digits,

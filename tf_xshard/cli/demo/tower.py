@@ -17,16 +17,7 @@ def show(
     strategy: tf.distribute.Strategy,
     digits: digits_lib.Digits,
 ) -> promises_lib.Promises:
-    """Trains one device, plain Keras' accumulation, and towers.
-
-    Args:
-      options: The command's arguments.
-      strategy: The strategy to train under.
-      digits: The batches.
-
-    Returns:
-      Which promises hold.
-    """
+    """Trains one device, plain Keras' accumulation, and towers."""
     num_towers = options.towers
     parts = digits.in_parts(num_towers)
     print(

@@ -18,17 +18,6 @@ from tf_xshard.cli.demo import digits as digits_lib
 class Trained:
     """A finished run: the weights of every replica, and their accuracy.
 
-    Args:
-      title: What is printed before it.
-      digits: The batches.
-      options: The command's arguments.
-      strategy: The strategy to train under, None for one device.
-      wrap: A function from the inner optimizer to the optimizer, None for the
-        inner one.
-      callbacks: Functions from the model and the strategy to a callback.
-      train_step: A `train_step` with the model as its first argument, None for
-        the model's own.
-
     Attributes:
       model: The model.
       start: The weights that it started from.
@@ -88,29 +77,14 @@ class Trained:
 
 
 def tolerance(of_permuted_rows: float) -> float:
-    """The largest difference that counts as equal.
-
-    Args:
-      of_permuted_rows: The difference after reordering rows on one device.
-
-    Returns:
-      Three times that, 1e-6 at least.
-    """
+    """The largest difference that counts as equal."""
     return max(1e-6, 3 * of_permuted_rows)
 
 
 def of_replicas(
     model: keras.Model, strategy: tf.distribute.Strategy | None
 ) -> list[list[np.ndarray]]:
-    """The weights of every replica.
-
-    Args:
-      model: The model.
-      strategy: Its strategy, None for one device.
-
-    Returns:
-      `weights[replica][variable]`, arrays of the model's shapes.
-    """
+    """The weights of every replica."""
     if strategy is None:
         return [model.get_weights()]
     of_variables = [
@@ -123,15 +97,7 @@ def of_replicas(
 def difference(
     some: Sequence[np.ndarray], others: Sequence[np.ndarray]
 ) -> float:
-    """The largest difference between two lists of weights.
-
-    Args:
-      some: The weights of one model.
-      others: Those of the other, of the same shapes.
-
-    Returns:
-      The largest absolute difference, nan if there is a nan.
-    """
+    """The largest difference between two lists of weights."""
     # np.max, because max can drop a nan.
     return float(
         np.max([np.abs(a - b).max() for a, b in zip(some, others, strict=True)])
@@ -143,15 +109,6 @@ def deviation(
     reference: Sequence[np.ndarray],
     members: Iterable[int] | None = None,
 ) -> float:
-    """The largest difference between replicas' weights and a reference's.
-
-    Args:
-      weights: `weights[replica][variable]`.
-      reference: The weights of the reference, of the same shapes.
-      members: The ids of the replicas, None for all.
-
-    Returns:
-      The largest absolute difference, nan if there is a nan.
-    """
+    """The largest difference between replicas' weights and a reference's."""
     members = range(len(weights)) if members is None else members
     return float(np.max([difference(weights[r], reference) for r in members]))

@@ -63,15 +63,6 @@ def locked(directory: str) -> Iterator[bool]:
 
     The operating system ends the lock with the process. A directory of an
     object store has none.
-
-    Args:
-      directory: A path, created if missing.
-
-    Yields:
-      Whether it is locked.
-
-    Raises:
-      TimeoutError: If another one holds the lock for too long.
     """
     _create(directory)
     if not _has_locks(directory):
@@ -138,17 +129,7 @@ def write_values(
     rank: int,
     values: Mapping[str, np.ndarray],
 ) -> dict[str, str]:
-    """Writes one process's values.
-
-    Args:
-      directory: A path, created if missing.
-      token: The save's name.
-      rank: The process's rank.
-      values: Arrays by name.
-
-    Returns:
-      The files' checksums by file name; empty if there are no values.
-    """
+    """Writes one process's values."""
     _create(directory)
     _refuse_foreign(directory)
     if not values:
@@ -188,17 +169,7 @@ def _refuse_foreign(directory: str) -> None:
 def commit(
     directory: str, token: str, manifest: dict[str, Any], is_locked: bool
 ) -> None:
-    """Commits a save to the directory, and removes the previous one.
-
-    Args:
-      directory: Where the values have been written.
-      token: The save's name.
-      manifest: What `read_manifest` will return, with `files`.
-      is_locked: Whether nobody else saves to the directory.
-
-    Raises:
-      ValueError: If files of other processes are not in the directory.
-    """
+    """Commits a save to the directory, and removes the previous one."""
     for name in manifest["files"]:
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
@@ -242,12 +213,7 @@ def _listed_files(directory: str) -> list[str]:
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
-    """The manifest of a directory, if it is undamaged.
-
-    Raises:
-      FileNotFoundError: If nothing has been saved there.
-      ValueError: If it is damaged, or of another kind or version.
-    """
+    """The manifest of a directory, if it is undamaged."""
     path = os.path.join(directory, MANIFEST)
     if not has_save(directory):
         raise FileNotFoundError(
@@ -283,19 +249,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
 def read_values(
     directory: str, manifest: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Checks all files of a save, then reads values from them.
-
-    Args:
-      directory: The save's directory.
-      manifest: From `read_manifest`.
-      names: The names of the values to read.
-
-    Returns:
-      Arrays by name.
-
-    Raises:
-      ValueError: If a file is missing or damaged.
-    """
+    """Checks all files of a save, then reads values from them."""
     for name, checksum in sorted(manifest["files"].items()):
         if not _VALUES.fullmatch(name):
             raise ValueError(
@@ -326,13 +280,7 @@ def read_values(
 
 
 def remove(directory: str, unless_saved: bool = False) -> None:
-    """Removes a save atomically, the manifest first.
-
-    Args:
-      directory: The save's directory.
-      unless_saved: Whether to keep a save that another job has completed in the
-        meantime.
-    """
+    """Removes a save atomically, the manifest first."""
     with locked(directory):
         if has_save(directory):
             if unless_saved:

@@ -14,11 +14,7 @@ def matched(
     saved: list[dict[str, Any]],
     directory: str,
 ) -> list[tuple[inventory.StateVariable, int, dict]]:
-    """Pairs variables with their saved entries.
-
-    Raises:
-      ValueError: If the save is not of these variables.
-    """
+    """Pairs variables with their saved entries."""
     own = [one for one in variables if one.kind != "metric"]
     its = [
         (index, one)

@@ -69,21 +69,7 @@ class ScalarLoss(keras.losses.Loss):
     def __call__(
         self, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> Any:
-        """The loss, divided by the number of replicas.
-
-        Args:
-          y_true: The labels, a tensor.
-          y_pred: The predictions, a tensor.
-          sample_weight: A number for all rows. Under several replicas, weights
-            of rows (and `class_weight`) are refused: the function's number is
-            the mean over its rows already.
-
-        Returns:
-          A scalar tensor.
-
-        Raises:
-          ValueError: For weights of rows under several replicas.
-        """
+        """The loss, divided by the number of replicas."""
         num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
         if num_replicas > 1 and _has_rows(sample_weight):
             raise ValueError(
@@ -139,11 +125,7 @@ def _has_rows(sample_weight: Any) -> bool:
 
 
 def warn_about_scalar_losses(num_replicas: int) -> None:
-    """Warns of losses that the step of `fit` being traced does not divide.
-
-    Args:
-      num_replicas: The number of replicas.
-    """
+    """Warns of losses that the step of `fit` being traced does not divide."""
     for loss, y_true, y_pred in fit_internals.losses_of_the_step():
         if isinstance(loss, ScalarLoss) or not _returns_a_scalar(
             loss, y_true, y_pred

@@ -147,14 +147,7 @@ def _check_devices(model: keras.Model, site: site_lib.Site) -> None:
 
 
 def _compute(model: keras.Model, data: Any, share: Any) -> tuple:
-    """The gradients and predictions of one tower; its loss is recorded.
-
-    Args:
-      model: The model.
-      data: This tower's rows of what `fit` passes to `train_step`.
-      share: Its rows relative to the mean tower's, a number or a scalar
-        tensor; None if towers have equal weight.
-    """
+    """The gradients and predictions of one tower; its loss is recorded."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True)

@@ -30,12 +30,7 @@ from tf_xshard.private.keras import saving as keras_saving
 
 
 def save(root: Any, store: Any) -> None:
-    """Saves an optimizer when Keras calls the outermost of a stack.
-
-    Args:
-      root: The outermost wrapper.
-      store: A dict-like object, from Keras.
-    """
+    """Saves an optimizer when Keras calls the outermost of a stack."""
     chain = _chain(root)
     first, *others = _in_order(chain)
     lost = []
@@ -57,12 +52,7 @@ def save(root: Any, store: Any) -> None:
 
 
 def load(root: Any, store: Any) -> None:
-    """Loads a stack when Keras calls the outermost optimizer.
-
-    Args:
-      root: The outermost wrapper.
-      store: A dict-like object, from Keras.
-    """
+    """Loads a stack when Keras calls the outermost optimizer."""
     chain = _chain(root)
     levels = [level for level in keras_saving.levels(store) if level]
     for one in chain[1:]:

@@ -11,13 +11,7 @@ from tf_xshard.private.keras import wrapper_internals
 
 
 class LossySaveWarning(wrapper_internals.OwnPart):
-    """A part of an optimizer's checkpoint that is called when it is written.
-
-    Args:
-      name: The optimizer's name.
-      unsaved_state: Returns what a save would lose now, or None.
-      children: Returns what the optimizer has of its own, by name.
-    """
+    """A part of an optimizer's checkpoint that is called when it is written."""
 
     def __init__(
         self,

@@ -26,13 +26,7 @@ def use(
     reducer: reducer_lib.GradientReducer,
     groups: group_assignment_lib.GroupAssignment,
 ) -> None:
-    """Makes an optimizer clip by the norms of whole gradients.
-
-    Args:
-      optimizer: One that is made local and is built with shards.
-      reducer: Sums over the groups.
-      groups: The groups that share a gradient.
-    """
+    """Makes an optimizer clip by the norms of whole gradients."""
     num_variables = len(optimizer_state.trainable_variables(optimizer))
 
     sharded_updates.clip_with(

@@ -91,14 +91,7 @@ def elementwise(optimizer_class: _Class) -> _Class:
 
 
 def check(optimizer: keras.optimizers.Optimizer) -> None:
-    """Checks that an optimizer can update shards.
-
-    Args:
-      optimizer: The inner optimizer; those inside it are checked as well.
-
-    Raises:
-      ValueError: If it, or one inside it, can't.
-    """
+    """Checks that an optimizer can update shards."""
     for one in stack.descendants(optimizer):
         # A local optimizer's type is a subclass, its `__class__` is not.
         of: type = one.__class__

@@ -41,15 +41,7 @@ from tf_xshard.reduction import reducer as reducer_lib
 
 
 class ShardedUpdate:
-    """The shards of one optimizer's variables, and their update.
-
-    Args:
-      optimizer: The inner optimizer, already made local, not built.
-      variables: The variables it is to be built with.
-      reducer: Communicates.
-      groups: The groups, of several replicas.
-      strategy: The strategy in whose scope this is called.
-    """
+    """The shards of one optimizer's variables, and their update."""
 
     def __init__(
         self,
@@ -73,12 +65,7 @@ class ShardedUpdate:
         }
 
     def build(self) -> None:
-        """Builds the inner optimizer with the shards.
-
-        Raises:
-          ValueError: If an optimizer that MultiOptimizer chooses can't update
-            shards, or a slot variable was not made from a variable.
-        """
+        """Builds the inner optimizer with the shards."""
         with whole_update.changing_when_chosen(
             self._optimizer, elementwise.check
         ):
@@ -122,15 +109,7 @@ class ShardedUpdate:
         site: site_lib.Site,
         is_applied: tf.Tensor | None,
     ) -> None:
-        """Updates the variables.
-
-        Args:
-          batch: Shards of gradients, as from `GradientReducer.reduce_scatter`;
-            of variables that are overwritten, whole values.
-          site: Where the code runs.
-          is_applied: Whether the inner optimizer will not skip this step, a
-            scalar bool tensor; None if it never does.
-        """
+        """Updates the variables."""
         variables = batch.variables
         optimizers = list(stack.descendants(self._optimizer))
         refreshed = variables

@@ -26,13 +26,7 @@ _WHAT = "Reading (saving) the state of an optimizer with shard_update=True"
 
 
 class WholeSlots:
-    """Reads and writes sharded variables of one optimizer.
-
-    Args:
-      strategy: The strategy of the variables.
-      groups: The groups over which they are split.
-      communication: A `Communication`, whose timeout applies.
-    """
+    """Reads and writes sharded variables of one optimizer."""
 
     def __init__(
         self,
@@ -50,27 +44,11 @@ class WholeSlots:
         )
 
     def read(self, slot: keras_shards.Sharded) -> tf.Tensor:
-        """The whole value, in the group of this process's first replica.
-
-        Args:
-          slot: A sharded variable.
-
-        Returns:
-          A tensor of its whole shape.
-
-        Raises:
-          RuntimeError: In a graph, or if another process does not read it, too,
-            within the timeout.
-        """
+        """The whole value, in the group of this process's first replica."""
         return tf.constant(self.of_local_replicas(slot)[0])
 
     def write(self, slot: keras_shards.Sharded, value: Any) -> None:
-        """Writes a whole value to all replicas of this process.
-
-        Args:
-          slot: A sharded variable.
-          value: A tensor or array of its whole shape.
-        """
+        """Writes a whole value to all replicas of this process."""
         assign(slot, [value] * len(self._processes.local_ids), self.local_ids)
 
     @property
@@ -79,12 +57,7 @@ class WholeSlots:
         return self._processes.local_ids
 
     def write_into(self, slot: keras_shards.Sharded, variable: Any) -> None:
-        """Writes each replica's whole value to its copy of a variable.
-
-        Args:
-          slot: A sharded variable.
-          variable: A variable of its whole shape.
-        """
+        """Writes each replica's whole value to its copy of a variable."""
         for copy, value in zip(
             replica_variables.copies(variable),
             self.of_local_replicas(slot),
@@ -93,17 +66,7 @@ class WholeSlots:
             copy.assign(value)
 
     def of_local_replicas(self, slot: keras_shards.Sharded) -> list:
-        """The whole value in the group of each of this process's replicas.
-
-        Args:
-          slot: A sharded variable.
-
-        Returns:
-          A list of arrays.
-
-        Raises:
-          RuntimeError: See `read`.
-        """
+        """The whole value in the group of each of this process's replicas."""
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{slot.name!r}, of an optimizer with shard_update=True, is"
@@ -128,16 +91,7 @@ def joined(
     replica_ids: Sequence[int],
     shard_of: Callable[[int], np.ndarray],
 ) -> list[np.ndarray]:
-    """The whole values that the groups of some replicas hold.
-
-    Args:
-      layout: How the value is split.
-      replica_ids: Ids of replicas.
-      shard_of: A function from a replica's id to its shard.
-
-    Returns:
-      One array of the whole shape for each of them.
-    """
+    """The whole values that the groups of some replicas hold."""
     found: dict[int, np.ndarray] = {}
     for r in replica_ids:
         group = layout.groups.group_of(r)
@@ -152,13 +106,7 @@ def assign(
     wholes: Sequence,
     replica_ids: Sequence[int],
 ) -> None:
-    """Gives the copies on this process's replicas their shards.
-
-    Args:
-      slot: A sharded variable.
-      wholes: A whole value for each replica; None leaves its shard unchanged.
-      replica_ids: Their ids.
-    """
+    """Gives the copies on this process's replicas their shards."""
     layout = slot.layout
     for copy, whole, r in zip(
         replica_variables.copies(slot), wholes, replica_ids, strict=True
@@ -172,12 +120,7 @@ def assign(
 
 
 def copy_into(variable: Any, shards: keras_shards.Sharded) -> None:
-    """Fills a weight's shards from the weight, on each local replica.
-
-    Args:
-      variable: The weight.
-      shards: Its shards.
-    """
+    """Fills a weight's shards from the weight, on each local replica."""
     strategy = replica_variables.strategy_of(shards)
     ids = site_lib.local_replica_ids(strategy)
     copies = replica_variables.copies(variable)

@@ -25,26 +25,12 @@ def make_local(optimizer: keras.optimizers.Optimizer) -> None:
 
     Idempotent; called again after `build`, where a MultiOptimizer may create
     its optimizers.
-
-    Args:
-      optimizer: The inner optimizer.
-
-    Raises:
-      TypeError: If an optimizer reduces gradients by itself in a way that
-        can't be disabled.
     """
     local_optimizers.make_local(_foreign(optimizer))
 
 
 def refuse_own_reductions(optimizer: keras.optimizers.Optimizer) -> None:
-    """Checks what `make_local` checks, and changes nothing.
-
-    Args:
-      optimizer: The inner optimizer.
-
-    Raises:
-      TypeError: As `make_local`.
-    """
+    """Checks what `make_local` checks, and changes nothing."""
     local_optimizers.refuse_own_reductions(_foreign(optimizer))
 
 
@@ -58,16 +44,7 @@ def _foreign(optimizer: Any) -> list[keras.optimizers.Optimizer]:
 def changing_when_chosen(
     optimizer: keras.optimizers.Optimizer, change: Callable
 ) -> Iterator[None]:
-    """A context in which an optimizer is built, and MultiOptimizers may choose.
-
-    Args:
-      optimizer: The inner optimizer.
-      change: Called with each optimizer that a MultiOptimizer inside chooses,
-        before that is built.
-
-    Yields:
-      None.
-    """
+    """A context in which an optimizer is built, and MultiOptimizers may choose."""
     with contextlib.ExitStack() as contexts:
         for one in stack.with_local_optimizers(optimizer):
             contexts.enter_context(
@@ -77,11 +54,7 @@ def changing_when_chosen(
 
 
 def note_summed_rows(optimizer: keras.optimizers.Optimizer) -> None:
-    """Logs once for each class what differs from plain Keras for embeddings.
-
-    Args:
-      optimizer: The inner optimizer, which gets IndexedSlices.
-    """
+    """Logs once for each class what differs from plain Keras for embeddings."""
     for one in stack.descendants(optimizer):
         # SGD is linear in the gradient, so it does not matter there.
         if not any(stack.children(one)) and not isinstance(
@@ -107,13 +80,6 @@ def apply(
     """Applies reduced gradients with the inner optimizer on this replica.
 
     Calls `apply_gradients`, as `fit` does, since a subclass may override it.
-
-    Args:
-      optimizer: The inner optimizer, already made local.
-      batch: The gradients, with nothing left to multiply.
-
-    Raises:
-      TypeError: If the optimizer reduces gradients by itself.
     """
     pairs = batch.pairs()
     if any(one.loss_scale_factor for one in stack.descendants(optimizer)):

@@ -146,19 +146,7 @@ _Extended: Any = _TENSORFLOW.Extended
 
 
 class SimulatedTPUExtended(_Extended):
-    """TPUStrategy's own implementation, except for what executes a program.
-
-    Args:
-      strategy: The strategy that it implements.
-      resolver: The cluster resolver that has the TPU system's metadata.
-      device_assignment: A `tf.tpu.experimental.DeviceAssignment`, or None.
-      devices: Without a device assignment, the device of each replica.
-      host_of: A function from the name of a replica's device to its host's.
-      execute: A function that `strategy.run()` calls while a graph is traced.
-        It gets a function without arguments that replicates, in the current
-        graph, what `run()` was given, and returns its results. What it returns
-        itself, `run()` returns.
-    """
+    """TPUStrategy's own implementation, except for what executes a program."""
 
     def __init__(
         self,
@@ -235,12 +223,7 @@ def is_initialized() -> bool:
 
 
 def register_functions(owner: object, definitions: Iterable[Any]) -> None:
-    """Makes functions callable for as long as their owner lives.
-
-    Args:
-      owner: What calls them.
-      definitions: Their FunctionDefs.
-    """
+    """Makes functions callable for as long as their owner lives."""
     context = _TENSORFLOW.context()
     for definition in definitions:
         _TENSORFLOW.add_function(context, definition)
@@ -253,14 +236,7 @@ def register_functions(owner: object, definitions: Iterable[Any]) -> None:
 
 
 def variable_spec(handle: tf.Tensor) -> tf.TensorSpec | None:
-    """Shape and dtype of the variable behind a resource.
-
-    Args:
-      handle: A scalar tensor of dtype resource.
-
-    Returns:
-      The variable's `tf.TensorSpec`, None if the resource is not a variable.
-    """
+    """Shape and dtype of the variable behind a resource."""
     data = _TENSORFLOW.handle_data(handle)
     if not data.is_set or len(data.shape_and_type) != 1:
         return None
@@ -275,13 +251,7 @@ def written_resources(operation: tf.Operation) -> list[tf.Tensor]:
 
 
 def build_keras_model(model: keras.Model, batch: tuple) -> None:
-    """Creates the variables of a model, its optimizer and its metrics.
-
-    Args:
-      model: A compiled model.
-      batch: A batch, as `train_on_batch` takes it: structures of arrays
-        [batch_size, ...].
-    """
+    """Creates the variables of a model, its optimizer and its metrics."""
     model._symbolic_build(data_batch=batch)
 
 
@@ -290,16 +260,7 @@ def jax_array(
     buffers: Sequence[jax.Array],
     sharding: jax.sharding.Sharding,
 ) -> jax.Array:
-    """A jax array whose buffers may differ, which jax does not look at.
-
-    Args:
-      values: For each device, an array of one shape and dtype.
-      buffers: The same arrays, on their devices.
-      sharding: A replicated sharding over the devices.
-
-    Returns:
-      The array, of the shape of one value.
-    """
+    """A jax array whose buffers may differ, which jax does not look at."""
     return _JAX.ArrayImpl(
         _JAX.ShapedArray(values[0].shape, values[0].dtype),
         sharding,

@@ -21,23 +21,13 @@ _TRAIN_STEP = keras.Model.train_step
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Makes the running `fit` start at an epoch; None for its own.
-
-    Args:
-      model: The model being trained, before its first epoch.
-      epoch: Index of the epoch.
-    """
+    """Makes the running `fit` start at an epoch; None for its own."""
     # As keras.callbacks.BackupAndRestore does; `fit` has no public API for it.
     model._initial_epoch = epoch
 
 
 def skip_steps(model: keras.Model, num_steps: int) -> None:
-    """Makes the running `fit` read batches without training on them.
-
-    Args:
-      model: The model being trained, at the beginning of an epoch.
-      num_steps: How many batches, a multiple of `steps_per_execution`.
-    """
+    """Makes the running `fit` read batches without training on them."""
     train_function = model.train_function
     # None if the list of callbacks keeps no history.
     history = getattr(model, "history", None)
@@ -74,12 +64,7 @@ def is_for_the_chief_only(callback: Any) -> bool:
 
 
 def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
-    """The losses of the `train_step` that calls this, with their arguments.
-
-    Returns:
-      (loss, y_true, y_pred) for each output of a model whose `train_step` is
-      Keras' own; nothing outside of one, or if the outputs are nested.
-    """
+    """The losses of the `train_step` that calls this, with their arguments."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _TRAIN_STEP.__code__:
         frame = frame.f_back
@@ -108,12 +93,6 @@ def update_loss_metric(
 
     Keras does this in `train_step` and `test_step`, which a step of our own
     replaces.
-
-    Args:
-      model: The model, whose metrics have a mean of that name.
-      loss: From `compute_loss`, a scalar tensor, which Keras has divided by
-        the number of replicas.
-      num_rows: The rows of the batch, an int or a scalar tensor.
     """
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     for metric in model.metrics:

@@ -82,15 +82,7 @@ _TRACKING = names.PrivateNames(
 
 
 def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
-    """Makes optimizers update this replica only. Idempotent.
-
-    Args:
-      optimizers: Keras' own or a user's, but none of this package's wrappers.
-
-    Raises:
-      TypeError: If an optimizer reduces gradients by itself in a way that
-        can't be disabled. Then none has been changed.
-    """
+    """Makes optimizers update this replica only. Idempotent."""
     found = list(optimizers)
     refuse_own_reductions(found)
     for one in found:
@@ -105,15 +97,7 @@ def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
 def refuse_own_reductions(
     optimizers: Iterable[keras.optimizers.Optimizer],
 ) -> None:
-    """Checks what `make_local` checks, and changes nothing.
-
-    Args:
-      optimizers: Keras' own or a user's.
-
-    Raises:
-      TypeError: If an optimizer reduces gradients by itself in a way that
-        can't be disabled.
-    """
+    """Checks what `make_local` checks, and changes nothing."""
     for one in optimizers:
         _refuse_own_reduction(one)
 

@@ -53,11 +53,5 @@ class Averages:
 def refuse_swapped_averages(
     optimizer: keras.optimizers.Optimizer, why: str
 ) -> None:
-    """Makes SwapEMAWeights, which reads them, fail on a local optimizer.
-
-    Args:
-      optimizer: One whose averages do not have the shapes of the model's
-        variables, or are not theirs.
-      why: The error's text.
-    """
+    """Makes SwapEMAWeights, which reads them, fail on a local optimizer."""
     object.__setattr__(optimizer, "_refuses_to_swap", why)

@@ -62,21 +62,7 @@ def replace(
     mean_of_replicas: Callable[[Any, tf.distribute.Strategy], Any],
     spans_processes: Callable[[tf.distribute.Strategy], bool],
 ) -> Callable[[], None]:
-    """Replaces what is wrong if replicas are in several processes.
-
-    Args:
-      loop_of_worker: Maps `fit`, `evaluate` or `predict` to its replacement.
-      mean_of_replicas: The mean over all replicas of what each returned from a
-        step, a structure of tensors.
-      spans_processes: Whether replicas of a strategy are in several processes.
-        Other strategies are not affected.
-
-    Returns:
-      A function without arguments that restores Keras.
-
-    Raises:
-      RuntimeError: If this Keras is unknown.
-    """
+    """Replaces what is wrong if replicas are in several processes."""
     NAMES.check()
     trainer: Any = names.defining_class(keras.Model, "fit")
     places = {

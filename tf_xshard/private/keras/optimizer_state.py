@@ -33,13 +33,7 @@ _EXCLUDED_NAMES = "_exclude_from_weight_decay_pattern"
 
 
 def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
-    """Makes `tf.train.Checkpoint` find an object under an optimizer.
-
-    Args:
-      optimizer: The optimizer.
-      child: The object to find.
-      name: Its name; a second object with that name replaces the first.
-    """
+    """Makes `tf.train.Checkpoint` find an object under an optimizer."""
     optimizer._track_trackable(child, name, overwrite=True)
 
 
@@ -64,10 +58,6 @@ def set_trainable_variables(
 
     Since `use_ema` and the like are forwarded, that would create the inner
     optimizer's variables twice.
-
-    Args:
-      optimizer: A wrapper.
-      variables: The variables that it is built with.
     """
     # Keras would track them as the optimizer's own.
     object.__setattr__(optimizer, "_trainable_variables", variables)
@@ -77,15 +67,7 @@ def set_trainable_variables(
 def indices_of(
     optimizer: keras.optimizers.Optimizer, variables: Sequence
 ) -> list[int]:
-    """The positions of variables among those an optimizer was built with.
-
-    Args:
-      optimizer: The optimizer.
-      variables: Variables; those that it was not built with are left out.
-
-    Returns:
-      A list of ints.
-    """
+    """The positions of variables among those an optimizer was built with."""
     positions = {
         id(one): index
         for index, one in enumerate(trainable_variables(optimizer))
@@ -108,15 +90,7 @@ def own_variables(
 def excluded_from_weight_decay(
     optimizer: keras.optimizers.Optimizer, variables: Sequence
 ) -> list[Any]:
-    """The variables that an optimizer's weight decay leaves as they are.
-
-    Args:
-      optimizer: The optimizer.
-      variables: Variables, which need not be the optimizer's own.
-
-    Returns:
-      Those that `exclude_from_weight_decay` was called for.
-    """
+    """The variables that an optimizer's weight decay leaves as they are."""
     keys = getattr(optimizer, _EXCLUDED, ())
     pattern = getattr(optimizer, _EXCLUDED_NAMES, None)
     return [
@@ -162,14 +136,6 @@ def has_caller_of(kind: type, contains: Callable[[Any], bool]) -> bool:
     called: a LossScaleOptimizer's or a MultiOptimizer's calls the inner ones'.
     A LossScaleOptimizer directly around an optimizer sets its
     `loss_scale_factor`, which needs no such search.
-
-    Args:
-      kind: The optimizer's class.
-      contains: A function of an optimizer of that class: whether it is the one
-        that is looked for.
-
-    Returns:
-      Whether there is one.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -21,14 +21,7 @@ _CHILDREN = ("local_optimizer", "inner_optimizer")
 
 
 def levels(store: Any) -> list[list[np.ndarray]]:
-    """The variables at a store's path, and at each optimizer's inside it.
-
-    Args:
-      store: What Keras passes to `load_own_variables`. It is left as it was.
-
-    Returns:
-      One list of arrays for each optimizer, the outermost first.
-    """
+    """The variables at a store's path, and at each optimizer's inside it."""
     found = [_arrays(store)]
     path = getattr(store, _PATH, None)
     for inner in _inner_paths(store):
@@ -91,17 +84,7 @@ def _session(store: Any) -> _Session:
 def save_instead(
     optimizer: Any, store: Any, write: Callable[[Any], None]
 ) -> bool:
-    """Makes Keras save something else under an optimizer's path of a file.
-
-    Args:
-      optimizer: One that is made local, or a wrapper.
-      store: What Keras passed to `save_own_variables` of an outer one.
-      write: A function of the store.
-
-    Returns:
-      Whether it will be written: Keras saves an object once, and may have saved
-      this one under another path of the file.
-    """
+    """Makes Keras save something else under an optimizer's path of a file."""
     session = _session(store)
     session.write_instead[id(optimizer)] = write
     return id(optimizer) not in session.saved
@@ -145,19 +128,11 @@ class SavedElsewhere:
     """An optimizer whose state an outer wrapper may save and load for it."""
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves the optimizer's variables, or what a wrapper wants here.
-
-        Args:
-          store: A dict-like object, from Keras.
-        """
+        """Saves the optimizer's variables, or what a wrapper wants here."""
         if not saves_something_else(self, store):
             super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads the optimizer's variables, unless a wrapper has done so.
-
-        Args:
-          store: A dict-like object, from Keras.
-        """
+        """Loads the optimizer's variables, unless a wrapper has done so."""
         if not skips_this_load(self, store):
             super().load_own_variables(store)  # type: ignore[misc]

@@ -64,16 +64,7 @@ class UpdatesShards(TracksWholes):
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        """Creates a slot variable: see Keras.
-
-        Args:
-          reference_variable: A variable, or the shards of one.
-          name: The slot's name.
-          initializer: Its initializer.
-
-        Returns:
-          A variable; sharded if the reference is.
-        """
+        """Creates a slot variable: see Keras."""
         add = super().add_variable_from_reference
         if not isinstance(reference_variable, keras_shards.Sharded):
             return add(reference_variable, name=name, initializer=initializer)
@@ -99,12 +90,7 @@ class UpdatesShards(TracksWholes):
         super()._track_variable(variable)
 
     def assign(self, variable: Any, value: Any) -> None:
-        """Assigns a value: while it is built, on all replicas.
-
-        Args:
-          variable: A variable.
-          value: A value of its shape.
-        """
+        """Assigns a value: while it is built, on all replicas."""
         copies = getattr(getattr(variable, "value", None), "values", None)
         if (
             isinstance(variable, keras_shards.Sharded)
@@ -142,12 +128,7 @@ def _of_wholes(variables: Sequence) -> Sequence:
 
 
 def clip_with(optimizer: keras.optimizers.Optimizer, clip: Callable) -> None:
-    """Replaces how an optimizer clips the gradients of shards.
-
-    Args:
-      optimizer: One that is made local.
-      clip: A function of the optimizer and a list of tensors.
-    """
+    """Replaces how an optimizer clips the gradients of shards."""
     optimizer.__dict__["_clip_shards"] = clip
 
 
@@ -158,13 +139,6 @@ def changes_when_chosen(
     """A context in which an optimizer is built, and MultiOptimizer may choose.
 
     Its function is called with weights, not with their shards.
-
-    Args:
-      optimizer: A MultiOptimizer; nothing happens for others.
-      change: Called with each optimizer that it chooses, before it is built.
-
-    Yields:
-      None.
     """
     chosen = getattr(optimizer, "_optimizer_map", None)
     if chosen is None:

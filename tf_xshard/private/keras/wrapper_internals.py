@@ -66,11 +66,7 @@ _UNUSED = (
 
 
 class OwnPart(tf.train.experimental.PythonState):
-    """What a wrapper has of its own in a checkpoint.
-
-    Args:
-      children: Returns its parts by name.
-    """
+    """What a wrapper has of its own in a checkpoint."""
 
     def __init__(self, children: Callable[[], dict]) -> None:
         self._maybe_initialize_trackable()

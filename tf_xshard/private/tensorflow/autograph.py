@@ -38,12 +38,6 @@ def entry_point(function: Callable) -> Callable:
     Otherwise AutoGraph would convert all code of this package that a step
     calls, which adds seconds to the first trace and changes nothing. Functions
     passed in by the user are converted separately: see `as_called_by_user`.
-
-    Args:
-      function: A function or method of this package.
-
-    Returns:
-      A function with the same signature.
     """
     unconverted = tf.autograph.experimental.do_not_convert(function)
 
@@ -75,14 +69,7 @@ def entry_point(function: Callable) -> Callable:
 
 
 def as_called_by_user(function: Callable) -> Callable:
-    """Converts a user's function the way the user's own calls are.
-
-    Args:
-      function: A function passed in by the user, such as `pre_reduce`.
-
-    Returns:
-      It, converted by AutoGraph if the caller of the entry point is.
-    """
+    """Converts a user's function the way the user's own calls are."""
     convert = getattr(_caller, "convert", None)
     return convert(function) if convert else function
 

@@ -33,11 +33,7 @@ _LOOKUP_SLICE_SECONDS = 5.0
 
 
 def lookup(key: str, timeout_seconds: float) -> str:
-    """Waits for a value in the cluster's key-value store.
-
-    Raises:
-      tf.errors.OpError: If it does not arrive in time or a worker is gone.
-    """
+    """Waits for a value in the cluster's key-value store."""
     # In slices: the time in which this process is stopped does not count.
     remaining = max(timeout_seconds, 0.001)
     while True:

@@ -56,14 +56,7 @@ def a_function_runs() -> bool:
 
 
 def a_function_uses(handle: tf.Tensor) -> bool:
-    """Whether another thread waits for a function that captured a handle.
-
-    Args:
-      handle: An eager tensor.
-
-    Returns:
-      A bool; True if that can't be seen, as while TensorFlow is asynchronous.
-    """
+    """Whether another thread waits for a function that captured a handle."""
     return not tf.config.experimental.get_synchronous_execution() or any(
         any(one is handle for one in frame.f_locals.get(_INPUTS, ()))
         for frame in _executing()

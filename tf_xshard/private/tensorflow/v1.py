@@ -67,16 +67,7 @@ def tpu_number_of_shards() -> int | None:
 
 
 def kept_by(graph: tf.Graph, name: str, make: Callable[[], Any]) -> Any:
-    """An object that lives as long as a graph.
-
-    Args:
-      graph: The graph.
-      name: The object's name.
-      make: Makes the object when it is first asked for.
-
-    Returns:
-      The object.
-    """
+    """An object that lives as long as a graph."""
     # An attribute, since the object refers to the graph's variables: as the
     # value of a WeakKeyDictionary it would keep its own key.
     if not hasattr(graph, name):
@@ -112,15 +103,7 @@ def replace_input(
 def collections_by_plain_names(
     graph: tf.Graph, plain_name: Callable[[str], str]
 ) -> Iterator[None]:
-    """`graph.get_collection(name, scope)` filters by other names.
-
-    Args:
-      graph: The graph.
-      plain_name: Maps the name of an item to the one that is filtered by.
-
-    Yields:
-      None. It is as before when the context exits.
-    """
+    """`graph.get_collection(name, scope)` filters by other names."""
 
     def get_collection(name: str, scope: str | None = None) -> list[Any]:
         items = tf.Graph.get_collection(graph, name)
@@ -142,14 +125,7 @@ def collections_by_plain_names(
 def thread_state(
     graph: tf.Graph,
 ) -> contextlib.AbstractContextManager[None]:
-    """This thread's state of a graph, for another thread that builds into it.
-
-    Args:
-      graph: The graph.
-
-    Returns:
-      A context manager that the other thread enters.
-    """
+    """This thread's state of a graph, for another thread that builds into it."""
     counts = dict(_V1.scope_store().variable_scopes_count)
     creators = list(graph._variable_creator_stack)
 
@@ -200,9 +176,6 @@ def take_out_the_sum(optimizer: tf.compat.v1.train.Optimizer) -> None:
 
     The optimizers that it wraps do the same. Slots and step counter are not
     affected.
-
-    Args:
-      optimizer: The optimizer.
     """
     if "_distributed_apply" not in vars(optimizer):
         original = optimizer._distributed_apply
@@ -235,12 +208,6 @@ def stateless_copy(
 
     The optimizers in its attributes are copied in the same way, except inside a
     wrapper of this package, which copies its own.
-
-    Args:
-      optimizer: The optimizer.
-
-    Returns:
-      An optimizer of the same type.
     """
     result = object.__new__(type(optimizer))
     vars(result).update(vars(optimizer))
@@ -256,25 +223,14 @@ def stateless_copy(
 def track(
     optimizer: tf.compat.v1.train.Optimizer, child: Any, name: str
 ) -> None:
-    """Makes `tf.train.Checkpoint` find an object below a v1 optimizer.
-
-    Args:
-      optimizer: The optimizer.
-      child: An optimizer or a variable.
-      name: The child's name in the checkpoint, which must be new.
-    """
+    """Makes `tf.train.Checkpoint` find an object below a v1 optimizer."""
     optimizer._track_trackable(child, name)
 
 
 def restore_slot(
     optimizer: tf.compat.v1.train.Optimizer, **kwargs: Any
 ) -> None:
-    """Restores a v1 optimizer's slot from a `tf.train.Checkpoint`.
-
-    Args:
-      optimizer: The optimizer.
-      **kwargs: The arguments of `WrapperBase._restore_slot`.
-    """
+    """Restores a v1 optimizer's slot from a `tf.train.Checkpoint`."""
     optimizer._create_or_restore_slot_variable(**kwargs)
 
 
@@ -297,12 +253,7 @@ class WrapperBase(tf.compat.v1.train.Optimizer):
 
 
 def saved_name(variable: tf.Variable) -> str:
-    """The name under which a `Saver` stores a variable.
-
-    Args:
-      variable: A variable, or a slice of a partitioned one. All slices of one
-        variable have the same name.
-    """
+    """The name under which a `Saver` stores a variable."""
     whole = variable._get_save_slice_info()
     return whole.full_name if whole else variable.op.name
 

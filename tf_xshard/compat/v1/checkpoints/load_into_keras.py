@@ -118,16 +118,7 @@ def _stored(reader: tf.train.CheckpointReader) -> dict[str, np.ndarray]:
 def _weights(
     model: keras.Model, stored: dict[str, np.ndarray], names: dict[str, str]
 ) -> tuple[list[tuple[keras.Variable, str]], list[Any]]:
-    """Matches weights and variables of the checkpoint of equal shapes.
-
-    Args:
-      model: The model.
-      stored: The checkpoint's arrays, by name.
-      names: The user's {path: name}.
-
-    Returns:
-      (weight, name) pairs, and descriptions of the weights without a value.
-    """
+    """Matches weights and variables of the checkpoint of equal shapes."""
     weights = model.weights
     paths = [weight.path for weight in weights]
     unknown = [

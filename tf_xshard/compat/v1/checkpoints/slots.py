@@ -33,14 +33,7 @@ _SMALLEST_POWER = 1e-30  # The least that float32 holds in full precision.
 
 
 def innermost(optimizer: Any) -> keras.optimizers.Optimizer:
-    """The optimizer inside of all wrappers.
-
-    Args:
-      optimizer: A Keras optimizer.
-
-    Raises:
-      TypeError: If there are several, or it has no counterpart in TF1.
-    """
+    """The optimizer inside of all wrappers."""
     leaves = [
         one
         for one in stack.descendants(optimizer)
@@ -68,19 +61,7 @@ def matched(
     stored: dict[str, np.ndarray],
     iterations: int | None,
 ) -> tuple[dict[str, tuple[Any, np.ndarray]], list[Any]]:
-    """Matches the optimizer's slots and those of the checkpoint.
-
-    Args:
-      optimizer: The model's optimizer.
-      model: The model.
-      placed: (weight, name) pairs.
-      stored: The checkpoint's arrays, by name.
-      iterations: The number of updates, or None.
-
-    Returns:
-      {name in the checkpoint: (slot, value of its shape)}, and descriptions of
-      the slots without a value.
-    """
+    """Matches the optimizer's slots and those of the checkpoint."""
     inner = innermost(optimizer)
     slot_names = _SLOTS[inner.__class__.__name__](inner)
     if not optimizer.built:
@@ -128,14 +109,6 @@ def _slots_of(
 
     All have the optimizer's name, from the second on with a number appended:
     NAME/Adam and NAME/Adam_1.
-
-    Args:
-      name: The variable's name.
-      stored: The checkpoint's arrays, by name.
-      weights: The names of weights, which are not slots.
-
-    Returns:
-      Names of arrays that have the variable's shape.
     """
     prefix = name + "/"
     suffixes = [
@@ -160,15 +133,7 @@ def _slots_of(
 
 
 def count_updates(optimizer: Any, stored: dict[str, np.ndarray]) -> int | None:
-    """The number of updates, from scalars in the checkpoint.
-
-    Args:
-      optimizer: The model's optimizer.
-      stored: The checkpoint's arrays, by name.
-
-    Returns:
-      The number, or None if the checkpoint has none.
-    """
+    """The number of updates, from scalars in the checkpoint."""
     inner = innermost(optimizer)
     powers = {
         match[1]: float(value)

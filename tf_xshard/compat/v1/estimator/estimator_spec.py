@@ -120,15 +120,7 @@ class RegressionOutput(NamedTuple):
 
 
 def replaced(spec: Any, **fields: Any) -> Any:
-    """A spec of the same type with other values in some fields.
-
-    Args:
-      spec: An `EstimatorSpec` or any object with its fields.
-      **fields: The other values.
-
-    Returns:
-      A copy.
-    """
+    """A spec of the same type with other values in some fields."""
     if hasattr(spec, "_replace"):
         return spec._replace(**fields)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
@@ -140,15 +132,7 @@ def replaced(spec: Any, **fields: Any) -> Any:
 
 
 def check_metric(name: str, pair: Any) -> None:
-    """Checks one of `eval_metric_ops`.
-
-    Args:
-      name: The metric's name.
-      pair: What was given for it.
-
-    Raises:
-      TypeError: If it is not a (value, update operation) pair.
-    """
+    """Checks one of `eval_metric_ops`."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
             f"Metric {name!r} must be a (value, update operation) pair, as"

@@ -28,18 +28,7 @@ _OPTIONAL_ARGUMENTS = ("labels", "mode", "params", "config")
 
 
 class ModelCalls:
-    """A model_fn with what it is called with.
-
-    Args:
-      model_fn: See `TPUEstimator`.
-      config: A `RunConfig`.
-      params: A dict without "batch_size".
-      num_shards: The number of shards in training.
-      batch_sizes: A (name, batch size) pair for each mode; None is not known.
-
-    Raises:
-      TypeError, ValueError: See `TPUEstimator`.
-    """
+    """A model_fn with what it is called with."""
 
     def __init__(
         self,
@@ -78,18 +67,7 @@ class ModelCalls:
         return params
 
     def inputs(self, input_fn: Callable[..., Any], mode: str) -> tuple:
-        """What an input_fn gives.
-
-        Args:
-          input_fn: See `TPUEstimator.train`.
-          mode: One of `ModeKeys`.
-
-        Returns:
-          Features and labels; labels are None if there are none.
-
-        Raises:
-          ValueError: If it gives neither features nor a pair.
-        """
+        """What an input_fn gives."""
         known = {
             "params": self._params_of(mode),
             "mode": mode,
@@ -115,21 +93,7 @@ class ModelCalls:
     def call_model_fn(
         self, features: Any, labels: Any, mode: str, num_shards: int = 1
     ) -> Any:
-        """What model_fn returns.
-
-        Args:
-          features: A structure of tensors.
-          labels: A structure of tensors, or None.
-          mode: One of `ModeKeys`.
-          num_shards: By how much the batch has been divided.
-
-        Returns:
-          A spec that has all that the mode needs.
-
-        Raises:
-          TypeError: If it is no spec.
-          ValueError: If a field is None, or model_fn takes no labels.
-        """
+        """What model_fn returns."""
         known = {
             "labels": labels,
             "mode": mode,
@@ -192,18 +156,7 @@ class ModelCalls:
             )
 
     def build_training(self, features: Any, labels: Any) -> tuple:
-        """The training of all shards.
-
-        Args:
-          features: Those of the global batch.
-          labels: Those of the global batch, or None.
-
-        Returns:
-          Shard 0's spec, the operation of a step, and the mean of the losses.
-
-        Raises:
-          TypeError, ValueError: See `call_model_fn`.
-        """
+        """The training of all shards."""
         given = [features] if labels is None else [features, labels]
         flat = tf.nest.flatten(given)
         for one in flat:

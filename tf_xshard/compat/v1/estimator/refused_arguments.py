@@ -30,18 +30,7 @@ OF_TPU_ESTIMATOR = {
 def refuse(
     owner: str, given: Mapping[str, Any], known: Mapping[str, str | None]
 ) -> None:
-    """Refuses arguments of an original that have no meaning here.
-
-    Args:
-      owner: The name of the class.
-      given: Arguments by name. Those that are None or empty are accepted.
-      known: The original's arguments, each with what to use instead, or None
-        if it changes nothing.
-
-    Raises:
-      TypeError: If one is not the original's.
-      ValueError: If one is.
-    """
+    """Refuses arguments of an original that have no meaning here."""
     for name, value in given.items():
         if name not in known:
             raise TypeError(

@@ -13,18 +13,7 @@ from tf_xshard.compat.v1.estimator import tpu_estimator_spec
 
 
 def metrics(spec: Any) -> dict[str, tuple[Any, Any]]:
-    """The metrics of a spec, with its mean loss.
-
-    Args:
-      spec: A `TPUEstimatorSpec` or an `EstimatorSpec`.
-
-    Returns:
-      A dict of (value, update operation) pairs.
-
-    Raises:
-      TypeError: If one is not such a pair.
-      ValueError: If a name is taken.
-    """
+    """The metrics of a spec, with its mean loss."""
     if hasattr(spec, "eval_metrics"):
         found = tpu_estimator_spec.call_pair("eval_metrics", spec.eval_metrics)
     else:
@@ -45,19 +34,7 @@ def metrics(spec: Any) -> dict[str, tuple[Any, Any]]:
 def select_predictions(
     predictions: Any, keys: Sequence[str] | str | None
 ) -> Any:
-    """The predictions with these keys.
-
-    Args:
-      predictions: A tensor, or a dict of tensors.
-      keys: A key, a list of keys, or None for all.
-
-    Returns:
-      A structure like `predictions`.
-
-    Raises:
-      TypeError: If predictions is something else.
-      ValueError: If a key is unknown.
-    """
+    """The predictions with these keys."""
     if isinstance(predictions, dict):
         tensors = list(predictions.values())
     else:
@@ -85,17 +62,7 @@ def select_predictions(
 
 
 def rows(batch: Any) -> Iterator[Any]:
-    """The predictions of each row of a batch.
-
-    Args:
-      batch: An array, or a dict of arrays.
-
-    Yields:
-      An array or a dict.
-
-    Raises:
-      ValueError: If arrays have different numbers of rows.
-    """
+    """The predictions of each row of a batch."""
     arrays = batch if isinstance(batch, dict) else {"": batch}
     counts = {
         key: len(array) if np.ndim(array) else "no rows"

@@ -20,12 +20,7 @@ INPUTS = "tf_xshard_inputs"
 
 
 class Sessions:
-    """Makes the graphs and sessions of a TPUEstimator.
-
-    Args:
-      config: A `RunConfig`.
-      directory: The model_dir.
-    """
+    """Makes the graphs and sessions of a TPUEstimator."""
 
     def __init__(self, config: tpu_config.RunConfig, directory: str) -> None:
         self._config = config
@@ -42,16 +37,7 @@ class Sessions:
     def for_training(
         self, spec: Any, loss: tf.Tensor, hooks: Sequence[Any] | None
     ) -> Any:
-        """A session that resumes from the newest checkpoint and saves.
-
-        Args:
-          spec: What model_fn returned.
-          loss: The loss of a step. Training ends with an error if it is NaN.
-          hooks: The user's hooks.
-
-        Returns:
-          A `tf.compat.v1.train.MonitoredSession`.
-        """
+        """A session that resumes from the newest checkpoint and saves."""
         tf1 = tf.compat.v1
         config = self._config
         tf1.summary.scalar("loss", loss)
@@ -87,16 +73,7 @@ class Sessions:
     def from_checkpoint(
         self, spec: Any, hooks: Sequence[Any], path: str
     ) -> Any:
-        """A session with the values of a checkpoint.
-
-        Args:
-          spec: What model_fn returned.
-          hooks: All hooks.
-          path: The checkpoint.
-
-        Returns:
-          A `tf.compat.v1.train.MonitoredSession`.
-        """
+        """A session with the values of a checkpoint."""
         return self._session(
             self._scaffold(spec), hooks, checkpoint_filename_with_path=path
         )
@@ -131,12 +108,7 @@ class InitHook(tf.compat.v1.train.SessionRunHook):
     """Initializes the input, and the summary writers that a host_call made."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Called when there is a session.
-
-        Args:
-          session: The session.
-          coord: Its coordinator.
-        """
+        """Called when there is a session."""
         del coord
         graph = session.graph
         session.run(
@@ -152,11 +124,6 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
 
     TensorFlow's own hook also writes the graph as a text, which fails in 2.20
     with protobuf 7.34.
-
-    Args:
-      scaffold: Has the Saver.
-      directory: Where to save.
-      every_steps: Steps between two saves, or None.
     """
 
     def __init__(
@@ -172,22 +139,12 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
         self._step = tf.compat.v1.train.get_global_step()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Saves before the first step.
-
-        Args:
-          session: The session.
-          coord: Its coordinator.
-        """
+        """Saves before the first step."""
         del coord
         self._save(session, int(session.run(self._step)))
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Saves if enough steps have passed since the last save.
-
-        Args:
-          run_context: Has the session.
-          run_values: Not used.
-        """
+        """Saves if enough steps have passed since the last save."""
         del run_values
         if self._every_steps:
             step = int(run_context.session.run(self._step))
@@ -195,11 +152,7 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
                 self._save(run_context.session, step)
 
     def end(self, session: Any) -> None:
-        """Saves at the end.
-
-        Args:
-          session: The session.
-        """
+        """Saves at the end."""
         step = int(session.run(self._step))
         if step != self._saved:
             self._save(session, step)
@@ -213,12 +166,7 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
 
 
 def write_summary(directory: str, results: Mapping[str, Any]) -> None:
-    """Writes numbers as summaries.
-
-    Args:
-      directory: Where to write.
-      results: Numbers by name, with their "global_step".
-    """
+    """Writes numbers as summaries."""
     summary = tf.compat.v1.Summary()
     for name, value in results.items():
         if name != "global_step" and np.ndim(value) == 0:

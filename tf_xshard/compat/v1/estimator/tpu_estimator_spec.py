@@ -90,36 +90,14 @@ class TPUEstimatorSpec(NamedTuple):
 
 
 def with_host_call(train_op: Any, pair: Any) -> tf.Operation:
-    """A training step that also runs what a `host_call` returns.
-
-    Args:
-      train_op: An operation or a tensor.
-      pair: The (function, tensors) pair, or None.
-
-    Returns:
-      An operation.
-
-    Raises:
-      TypeError: If it is not such a pair.
-    """
+    """A training step that also runs what a `host_call` returns."""
     result = call_pair("host_call", pair)
     after = [] if result is None else tf.nest.flatten(result)
     return tf.group(train_op, *after)
 
 
 def call_pair(field: str, pair: Any) -> Any:
-    """What the function of a (function, tensors) pair returns.
-
-    Args:
-      field: The name of the spec's field, for errors.
-      pair: The pair; None returns None.
-
-    Returns:
-      Its result.
-
-    Raises:
-      TypeError: If it is not such a pair.
-    """
+    """What the function of a (function, tensors) pair returns."""
     if pair is None:
         return None
     check_call(field, pair)
@@ -130,15 +108,7 @@ def call_pair(field: str, pair: Any) -> Any:
 
 
 def check_call(field: str, pair: Any) -> None:
-    """Checks a (function, tensors) pair.
-
-    Args:
-      field: The name of the spec's field.
-      pair: The pair.
-
-    Raises:
-      TypeError: If it is not such a pair.
-    """
+    """Checks a (function, tensors) pair."""
     if (
         not isinstance(pair, (tuple, list))
         or len(pair) != 2

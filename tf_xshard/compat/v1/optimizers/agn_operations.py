@@ -16,11 +16,7 @@ _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
 
 
 class Operations:
-    """Assignments, which return an operation or tensor, None in eager mode.
-
-    Args:
-      use_locking: Whether updates of ref variables use locks.
-    """
+    """Assignments, which return an operation or tensor, None in eager mode."""
 
     def __init__(self, use_locking: bool) -> None:
         self._locked = use_locking
@@ -40,14 +36,7 @@ class Operations:
     def start_from_center(
         self, copies: agn_custom_getter.Copies
     ) -> tuple[Any, Any]:
-        """Copies the center to the worker's variable; zeroes the accumulator.
-
-        Args:
-          copies: Three variables of one shape.
-
-        Returns:
-          Both assignments.
-        """
+        """Copies the center to the worker's variable; zeroes the accumulator."""
         return (
             self._assign(copies.local, read(copies.center)),
             self._assign(
@@ -96,14 +85,6 @@ def cond(
     """`tf.cond`; in control flow v1 where a ref variable is used.
 
     Control flow v2 does not support ref variables.
-
-    Args:
-      is_due: A scalar bool tensor.
-      exchange: Builds the branch; returns a scalar bool tensor.
-      variables: Of each kind that the branch uses at least one, or None.
-
-    Returns:
-      What `exchange` returned, or False.
     """
     in_v2 = tf.compat.v1.control_flow_v2_enabled()
     of_refs = any(

@@ -12,11 +12,7 @@ from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
 
 class InitHook(tf.compat.v1.train.SessionRunHook):
-    """Runs an operation in each new session.
-
-    Args:
-      make_init_op: Builds the operation, once the graph is complete.
-    """
+    """Runs an operation in each new session."""
 
     def __init__(self, make_init_op: Callable[[], tf.Operation | None]) -> None:
         self._make_init_op = make_init_op
@@ -29,12 +25,7 @@ class InitHook(tf.compat.v1.train.SessionRunHook):
     def after_create_session(
         self, session: tf.compat.v1.Session, coord: tf.train.Coordinator
     ) -> None:
-        """Runs the operation.
-
-        Args:
-          session: The new session.
-          coord: Not used.
-        """
+        """Runs the operation."""
         del coord
         session.run(self._init_op)
 
@@ -44,16 +35,7 @@ def swapping_saver(
     name: str,
     **kwargs: Any,
 ) -> tf.compat.v1.train.Saver:
-    """A saver that stores the center under the variables' plain names.
-
-    Args:
-      variables: The variables to save, or a dict of them by name.
-      name: Prefix of the operations' names.
-      **kwargs: Further arguments of `tf.compat.v1.train.Saver`.
-
-    Returns:
-      A `Saver`.
-    """
+    """A saver that stores the center under the variables' plain names."""
     if not isinstance(variables, dict):
         by_name: dict[str, list[tf.Variable]] = {}
         for variable in variables:

@@ -16,11 +16,7 @@ from tf_xshard.reduction import gradients as gradients_lib
 
 
 class V1:
-    """A v1 optimizer.
-
-    Args:
-      optimizer: The optimizer.
-    """
+    """A v1 optimizer."""
 
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer) -> None:
         self.optimizer = optimizer
@@ -41,16 +37,7 @@ class V1:
         global_step: tf.Variable | None,
         **kwargs: Any,
     ) -> tf.Operation | None:
-        """Applies gradients.
-
-        Args:
-          grads_and_vars: (gradient, variable) pairs of equal shapes.
-          global_step: A scalar variable to increment, or None.
-          **kwargs: Further arguments of the optimizer's `apply_gradients`.
-
-        Returns:
-          What the optimizer returns.
-        """
+        """Applies gradients."""
         return self.optimizer.apply_gradients(
             grads_and_vars, global_step=global_step, **kwargs
         )
@@ -77,11 +64,7 @@ class V1:
 
 
 class Keras:
-    """A Keras optimizer with the v1 methods.
-
-    Args:
-      optimizer: The optimizer.
-    """
+    """A Keras optimizer with the v1 methods."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
@@ -109,16 +92,7 @@ class Keras:
         global_step: tf.Variable | None,
         name: str | None = None,
     ) -> tf.Operation | None:
-        """Applies gradients.
-
-        Args:
-          grads_and_vars: (gradient, variable) pairs of equal shapes.
-          global_step: A scalar variable to increment, or None.
-          name: The operation's name.
-
-        Returns:
-          An operation, None in eager mode.
-        """
+        """Applies gradients."""
         self.check_graph()
         variables = [v for _, v in grads_and_vars]
         if not any(g is not None for g, _ in grads_and_vars):
@@ -140,11 +114,7 @@ class Keras:
         return None if tf.executing_eagerly() else tf.no_op(name)
 
     def check_graph(self) -> None:
-        """Refuses a graph that is run by a Session.
-
-        Raises:
-          TypeError: If it is one.
-        """
+        """Refuses a graph that is run by a Session."""
         if not tf.executing_eagerly() and not isinstance(
             tf.compat.v1.get_default_graph(), tf.__internal__.FuncGraph
         ):
@@ -191,17 +161,7 @@ class Keras:
 
 
 def of(opt: Any) -> V1 | Keras:
-    """An adapter for a user's optimizer.
-
-    Args:
-      opt: A v1 or a Keras optimizer.
-
-    Returns:
-      A `V1` or a `Keras`.
-
-    Raises:
-      TypeError: If it is neither.
-    """
+    """An adapter for a user's optimizer."""
     if isinstance(opt, tf.compat.v1.train.Optimizer):
         return V1(opt)
     if isinstance(opt, keras.optimizers.Optimizer):
@@ -221,18 +181,7 @@ def compute_gradients(
     var_list: Any = None,
     **kwargs: Any,
 ) -> list[tuple[Any, Any]]:
-    """Computes gradients as the inner optimizer does; a Keras one, as v1 does.
-
-    Args:
-      inner: A `V1` or a `Keras`.
-      compute: `tf.compat.v1.train.Optimizer.compute_gradients`, bound.
-      loss: A scalar tensor, or a function without arguments that returns one.
-      var_list: The variables, or None.
-      **kwargs: Further arguments.
-
-    Returns:
-      (gradient, variable) pairs of equal shapes.
-    """
+    """Computes gradients as the inner optimizer does; a Keras one, as v1 does."""
     if callable(loss) and not tf.is_tensor(loss):
         loss = autograph.as_called_by_user(loss)
     if isinstance(inner, V1):

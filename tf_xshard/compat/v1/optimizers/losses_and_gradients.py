@@ -11,18 +11,7 @@ from tf_xshard.private.tensorflow import autograph
 
 
 def map_loss(function: Callable[[Any], Any], loss: Any) -> Any:
-    """Applies a function to a loss, now or when the loss is computed.
-
-    Args:
-      function: From a scalar tensor to another.
-      loss: A scalar tensor, or a function without arguments that returns one.
-
-    Returns:
-      A scalar tensor, or a function that returns one.
-
-    Raises:
-      TypeError: If the loss is neither.
-    """
+    """Applies a function to a loss, now or when the loss is computed."""
     if callable(loss) and not tf.is_tensor(loss):
         computed = autograph.as_called_by_user(loss)
         return lambda: function(computed())
@@ -32,18 +21,7 @@ def map_loss(function: Callable[[Any], Any], loss: Any) -> Any:
 
 
 def pairs_of(grads_and_vars: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """A list of (gradient, variable) pairs, from any iterable.
-
-    Args:
-      grads_and_vars: Pairs of equal shapes.
-
-    Returns:
-      The pairs.
-
-    Raises:
-      ValueError: If there are none, or one is not a pair.
-      TypeError: If it is not an iterable.
-    """
+    """A list of (gradient, variable) pairs, from any iterable."""
     pairs = []
     for pair in grads_and_vars:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -61,18 +39,7 @@ def pairs_of(grads_and_vars: Iterable[Any]) -> list[tuple[Any, Any]]:
 def tensors_of(
     grads_and_vars: Sequence[tuple[Any, Any]],
 ) -> list[tuple[Any, Any]]:
-    """Pairs whose gradients are tensors, IndexedSlices or None.
-
-    Args:
-      grads_and_vars: Pairs of equal shapes, whose gradients can also be arrays
-        or numbers.
-
-    Returns:
-      The pairs, of the same shapes.
-
-    Raises:
-      TypeError: If a gradient can't be converted to a tensor.
-    """
+    """Pairs whose gradients are tensors, IndexedSlices or None."""
 
     def converted(gradient: Any) -> Any:
         if gradient is None or isinstance(gradient, tf.IndexedSlices):

@@ -59,9 +59,6 @@ class ShardCopies:
 
         A computation selects variables by their names (`tf.trainable_variables(
         "generator")`, `variable.name.startswith`).
-
-        Args:
-          shown: Whether `variable.name` is shard 0's.
         """
         for original, copy in self.pairs():
             name = original.name if shown else self._own_names[id(copy)]
@@ -97,21 +94,7 @@ class ShardCopies:
     def original_for(
         self, name: str, name_scope: str, index: int
     ) -> tf.Variable:
-        """The variable that a shard is about to copy.
-
-        Args:
-          name: The name that the shard asks for.
-          name_scope: The current name scope.
-          index: The shard's index.
-
-        Returns:
-          A variable of shard 0 of which the shard has no copy: the one of that
-          name, or else the first whose name differs only by the number that
-          makes it unique.
-
-        Raises:
-          ValueError: If there is none.
-        """
+        """The variable that a shard is about to copy."""
         prefix = f"shard_{index}/"
         plain = name.rstrip("/").removeprefix(prefix)  # A slot has a slash.
         scope = f"{name_scope}/".removeprefix(prefix)

@@ -37,14 +37,7 @@ def separate(
     operations: Mapping[int, Sequence[tf.Operation]],
     start: tf.Operation,
 ) -> None:
-    """Makes shards read what was, and assign each variable once.
-
-    Args:
-      variables: The variables made outside, of a `tf.Graph`.
-      operations: The operations of each shard, by its index, in the order in
-        which they were made.
-      start: An operation that runs before all of them.
-    """
+    """Makes shards read what was, and assign each variable once."""
     for variable in variables:
         users = {
             shard: _users(variable, of_shard)
@@ -70,16 +63,7 @@ def refuse_assignments(
     operations: Sequence[tf.Operation],
     is_of_a_shard: Callable[[tf.Tensor], bool],
 ) -> None:
-    """Checks that a shard of a `tf.function` assigns only what shards made.
-
-    Args:
-      graph: The function's graph.
-      operations: The operations of a shard other than shard 0.
-      is_of_a_shard: Whether a resource is that of a variable of the shards.
-
-    Raises:
-      ValueError: If it assigns another variable.
-    """
+    """Checks that a shard of a `tf.function` assigns only what shards made."""
     shared = {
         inside.ref(): outside
         for outside, inside in graph.captures
@@ -152,13 +136,7 @@ def _assigns(operation: tf.Operation) -> bool:
 
 
 class _Copy:
-    """A copy of a variable that is made anew before any shard runs.
-
-    Args:
-      variable: The variable.
-      suffix: The suffix of the copy's name.
-      start: An operation that runs before all operations of all shards.
-    """
+    """A copy of a variable that is made anew before any shard runs."""
 
     def __init__(
         self, variable: tf.Variable, suffix: str, start: tf.Operation

@@ -41,11 +41,7 @@ class Alone:
     def groups(
         self, given: group_assignment_lib.GroupAssignment | None
     ) -> group_assignment_lib.GroupAssignment:
-        """The groups of the shards.
-
-        Raises:
-          ValueError: If they are for a different number of shards.
-        """
+        """The groups of the shards."""
         return group_relations.for_replicas(
             given, self.num_shards, self.description
         )
@@ -57,17 +53,7 @@ class Alone:
         reducer: reducer_lib.GradientReducer,
         given: group_assignment_lib.GroupAssignment | None,
     ) -> list[tf.Tensor | None]:
-        """Sums gradients over this shard's group.
-
-        Args:
-          gradients: Tensors of the variables' shapes, IndexedSlices or None.
-          variables: The variables.
-          reducer: The optimizer's.
-          given: The groups, None for one group of all.
-
-        Returns:
-          Tensors of the variables' shapes, or None.
-        """
+        """Sums gradients over this shard's group."""
         del reducer, given
         return _dense(gradients, variables)
 
@@ -77,17 +63,7 @@ class Alone:
         global_step: Any,
         groups: group_assignment_lib.GroupAssignment,
     ) -> tuple[Pairs, Any]:
-        """What this shard updates.
-
-        Args:
-          pairs: (gradient, variable) pairs, of the same shape.
-          global_step: A scalar variable, or None.
-          groups: The groups.
-
-        Returns:
-          The pairs of variables that this shard updates, and the global step if
-          this shard increments it.
-        """
+        """What this shard updates."""
         del groups
         return pairs, global_step
 
@@ -121,11 +97,7 @@ class InReplicas(Alone):
 
 
 class OnTPU(Alone):
-    """In tf.compat.v1.tpu.shard and the like.
-
-    Args:
-      num_shards: The number of shards.
-    """
+    """In tf.compat.v1.tpu.shard and the like."""
 
     description = "the TPU computation"
 
@@ -160,11 +132,7 @@ class OnTPU(Alone):
 
 
 class InShards(Alone):
-    """In the computation of `shard`.
-
-    Args:
-      shard: The shard that is being traced.
-    """
+    """In the computation of `shard`."""
 
     description = "shard()"
 
@@ -216,12 +184,7 @@ class InShards(Alone):
 
 
 def current() -> Alone:
-    """What combines gradients where this is called.
-
-    Raises:
-      RuntimeError: In the cross-replica context of a strategy, and where
-        replicas cannot communicate.
-    """
+    """What combines gradients where this is called."""
     shard = traced_shards.current()
     if shard is not None:
         return InShards(shard)
@@ -258,15 +221,7 @@ def _summed_in_groups(
     of_shards: Sequence[dict[int, tf.Tensor | None]],
     groups: group_assignment_lib.GroupAssignment,
 ) -> list[dict[int, tf.Tensor | None]]:
-    """Each shard's sums over its group.
-
-    Args:
-      of_shards: For each shard its gradients, by the variables' keys.
-      groups: The groups.
-
-    Returns:
-      For each shard the sums, of the gradients' shapes, by the same keys.
-    """
+    """Each shard's sums over its group."""
     for index, one in enumerate(of_shards):
         if one.keys() != of_shards[0].keys():
             raise ValueError(

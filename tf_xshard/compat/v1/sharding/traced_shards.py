@@ -36,9 +36,6 @@ _SHARED_COLLECTIONS = (
 class Team:
     """The shards of one call of `shard`.
 
-    Args:
-      devices: A device name for each shard; None leaves its device open.
-
     Attributes:
       graph: The graph into which they are traced.
       is_legacy_graph: Whether it is a `tf.Graph` that a session runs, and not
@@ -93,17 +90,7 @@ class Team:
         )
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Traces the computation of all shards.
-
-        Args:
-          function: The computation, a function of the shard's index.
-
-        Returns:
-          What it returned, for each shard.
-
-        Raises:
-          ValueError: If shards apply gradients a different number of times.
-        """
+        """Traces the computation of all shards."""
         first, *others = self.shards
         if self.is_legacy_graph:
             self.graph.switch_to_thread_local()
@@ -149,17 +136,7 @@ class Team:
         shared_variables.separate(self._outside, operations, self.start[0])
 
     def gather(self, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        """In shard 0: runs all others up to the same exchange.
-
-        Args:
-          combine: See `Shard.exchange`.
-
-        Returns:
-          What shard 0 gets.
-
-        Raises:
-          ValueError: If a shard ends without it.
-        """
+        """In shard 0: runs all others up to the same exchange."""
         for shard in self.shards[1:]:
             shard.resume()
         done = [shard.index for shard in self.shards if shard.done]
@@ -171,12 +148,7 @@ class Team:
         return results[0]
 
     def check_place(self) -> None:
-        """Refuses a place where shards cannot communicate.
-
-        Raises:
-          RuntimeError: In a branch, a loop or a function inside the
-            computation.
-        """
+        """Refuses a place where shards cannot communicate."""
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph or tensorflow_v1.in_control_flow(graph):
             raise RuntimeError(
@@ -248,10 +220,6 @@ class _Cancelled(BaseException):
 class Shard:
     """One shard while it is traced.
 
-    Args:
-      index: Its number.
-      team: The `Team` that it belongs to.
-
     Attributes:
       index: Its number.
       team: The `Team` that it belongs to.
@@ -288,16 +256,7 @@ class Shard:
     def exchange(
         self, contribution: Any, combine: Callable[[list[Any]], list[Any]]
     ) -> Any:
-        """Waits for the other shards' contributions.
-
-        Args:
-          contribution: What this shard gives.
-          combine: A function from the list of all contributions to the list of
-            what each shard gets. Only shard 0's is called.
-
-        Returns:
-          What this shard gets.
-        """
+        """Waits for the other shards' contributions."""
         self.team.check_place()
         self.num_exchanges += 1
         self.contribution = contribution
@@ -322,12 +281,7 @@ class Shard:
         function: Callable[[int], Any],
         state: contextlib.AbstractContextManager[None],
     ) -> None:
-        """In shard 0's thread: starts this shard's thread, which waits.
-
-        Args:
-          function: What the thread traces, a function of the shard's index.
-          state: What the thread enters first.
-        """
+        """In shard 0's thread: starts this shard's thread, which waits."""
         self._thread = threading.Thread(
             target=self._run, args=(function, state), daemon=True
         )

@@ -25,10 +25,6 @@ _used_in: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 class Towers:
     """The towers of one graph while `replicate_model_fn` builds them.
 
-    Args:
-      num_towers: Their number.
-      loss_reduction: How their losses are combined.
-
     Attributes:
       num_towers: Their number.
       loss_reduction: How their losses are combined.
@@ -60,11 +56,7 @@ class Towers:
         return self.index == self.num_towers - 1
 
     def check_equal_counts(self) -> None:
-        """Refuses towers that apply gradients a different number of times.
-
-        Raises:
-          ValueError: If they do.
-        """
+        """Refuses towers that apply gradients a different number of times."""
         counts = [len(applied) for applied in self.collected]
         if len(set(counts)) > 1:
             raise ValueError(
@@ -75,18 +67,7 @@ class Towers:
 
 @contextlib.contextmanager
 def building(num_towers: int, loss_reduction: str) -> Iterator[Towers]:
-    """Makes TowerOptimizers of the current graph collect gradients.
-
-    Args:
-      num_towers: The number of towers.
-      loss_reduction: How their losses are combined.
-
-    Yields:
-      The `Towers`.
-
-    Raises:
-      RuntimeError: If towers are being built in this graph.
-    """
+    """Makes TowerOptimizers of the current graph collect gradients."""
     graph = tf.compat.v1.get_default_graph()
     if graph in _states:
         raise RuntimeError(

@@ -11,33 +11,14 @@ from tf_xshard.compat.v1.estimator import estimator_spec
 
 
 def training(specs: Sequence[Any]) -> Any:
-    """The last tower's spec, whose train_op is for all, with all losses.
-
-    Args:
-      specs: The towers' specs.
-
-    Returns:
-      A spec.
-    """
+    """The last tower's spec, whose train_op is for all, with all losses."""
     return estimator_spec.replaced(specs[-1], loss=_loss(specs))
 
 
 def evaluation(
     specs: Sequence[Any], metrics: Sequence[Sequence[tf.Variable]]
 ) -> Any:
-    """The first tower's spec, with the loss and the metrics of all.
-
-    Args:
-      specs: The towers' specs.
-      metrics: The towers' metric variables, of equal shapes in each.
-
-    Returns:
-      A spec.
-
-    Raises:
-      TypeError: If a metric is not one of `tf.compat.v1.metrics`.
-      ValueError: If towers make different metric variables.
-    """
+    """The first tower's spec, with the loss and the metrics of all."""
     shapes = [[(v.shape, v.dtype.base_dtype) for v in vs] for vs in metrics]
     if any(of_tower != shapes[0] for of_tower in shapes):
         raise ValueError(
@@ -75,17 +56,7 @@ def evaluation(
 
 
 def prediction(specs: Sequence[Any]) -> Any:
-    """The first tower's spec, with the outputs of all, [batch, ...].
-
-    Args:
-      specs: The towers' specs.
-
-    Returns:
-      A spec.
-
-    Raises:
-      ValueError: If the type of an export output is unknown.
-    """
+    """The first tower's spec, with the outputs of all, [batch, ...]."""
     fields = {"predictions": _concatenated([s.predictions for s in specs])}
     if specs[0].export_outputs is not None:
         fields["export_outputs"] = {

@@ -154,18 +154,7 @@ def _towers(
     devices: Sequence[str],
     towers: towers_lib.Towers,
 ) -> tuple[list[Any], list[list[tf.Variable]]]:
-    """Builds all towers.
-
-    Args:
-      call: The model_fn, as a function of features and labels.
-      features: A structure of tensors [batch, ...].
-      labels: A structure of tensors [batch, ...].
-      devices: The towers' devices.
-      towers: The `Towers` that are being built.
-
-    Returns:
-      For each tower its spec, and its metric variables.
-    """
+    """Builds all towers."""
     num_towers = len(devices)
     variables_device = _consolidation_device(devices)
     with tf.device(variables_device), tf.name_scope("split_inputs"):

@@ -213,30 +213,14 @@ class TowerOptimizer(wrapper.Wrapper):
 
 
 def averaged_loss(loss: Any, num_towers: int) -> Any:
-    """A tower's share of the mean of all towers' losses.
-
-    Args:
-      loss: A scalar tensor, or a function without arguments that returns one.
-      num_towers: The number of towers.
-
-    Returns:
-      The same, divided by the number of towers.
-    """
+    """A tower's share of the mean of all towers' losses."""
     return losses_and_gradients.map_loss(
         lambda x: tf.divide(x, float(num_towers), name="averaged_loss"), loss
     )
 
 
 def _summed(of_towers: list[towers_lib.Pairs]) -> towers_lib.Pairs:
-    """The towers' gradients added up, variables in first-seen order.
-
-    Args:
-      of_towers: For each tower (gradient, variable) pairs of equal shapes.
-
-    Returns:
-      A pair for each variable, of equal shapes; the gradient is None if it is
-      None in all towers.
-    """
+    """The towers' gradients added up, variables in first-seen order."""
     by_variable: dict[int, tuple[Any, list[indexed_slices.Gradient]]] = {}
     for pairs in of_towers:
         for gradient, variable in pairs:
