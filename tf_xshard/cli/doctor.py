@@ -65,7 +65,7 @@ def group_sums(
     graph: bool,
     shard_update: bool = False,
 ) -> tuple[str, np.ndarray]:
-    """A real update on every replica with the gradient 10^replica * [1, 2, 3]."""
+    """A real update of each replica's gradient 10^replica * [1, 2, 3]."""
     assignment = tf_xshard.GroupAssignment(groups)
     # TPUs can't sum float64.
     is_tpu = isinstance(strategy, tf.distribute.TPUStrategy)

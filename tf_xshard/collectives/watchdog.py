@@ -46,7 +46,7 @@ class _Clock:
         self._last = time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Waits, and counts no more time than a process that runs would take."""
+        """Waits, and counts only time in which the process runs."""
         time.sleep(seconds)
         now = time.monotonic()
         self.seconds += min(now - self._last, _MOST_PER_SLEEP * seconds)

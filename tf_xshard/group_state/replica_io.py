@@ -96,7 +96,7 @@ class ReplicaValues:
     def run_on_all_processes(
         self, what: str, function: Callable[[], Any]
     ) -> Any:
-        """Calls a function; if it fails on one process, all raise. Collective."""
+        """Calls a function; if one process fails, all raise. Collective."""
         error = result = None
         try:
             result = function()
@@ -113,7 +113,7 @@ class ReplicaValues:
     def gather(
         self, variables: Sequence, replica_ids: Sequence[int]
     ) -> Iterator[list[np.ndarray]]:
-        """The values that some replicas hold, variable by variable. Collective."""
+        """The values of some replicas, variable by variable. Collective."""
         # Of a sharded variable, whole values are joined from all shards.
         every = range(self.num_replicas)
         wanted = [

@@ -103,7 +103,7 @@ def _bound_to_current_graph(
 def _host_side(
     traced: tf.Graph,
 ) -> Callable[[Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]:
-    """Rebuilds what surrounds the program, such as padding, in another graph."""
+    """Rebuilds what surrounds the program, such as padding, elsewhere."""
     captured = {inside.name: outside for outside, inside in traced.captures}
 
     def rebuilt(groups):

@@ -152,7 +152,7 @@ def output_positions(graph: tf.Graph) -> dict[str, int]:
 def _alive(
     inside: Sequence[tf.Operation], outputs: Sequence[tf.Tensor]
 ) -> list[tf.Operation]:
-    """Operations whose result is used or that have a side effect, as on a TPU."""
+    """Operations that a TPU would run: used, or with a side effect."""
     candidates = set(inside)
     alive: set[tf.Operation] = set()
     pending = [o for o in inside if o.op_def.is_stateful]

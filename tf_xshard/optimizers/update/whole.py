@@ -44,7 +44,7 @@ def _foreign(optimizer: Any) -> list[keras.optimizers.Optimizer]:
 def changing_when_chosen(
     optimizer: keras.optimizers.Optimizer, change: Callable
 ) -> Iterator[None]:
-    """A context in which an optimizer is built, and MultiOptimizers may choose."""
+    """A context in which an optimizer is built and MultiOptimizer chooses."""
     with contextlib.ExitStack() as contexts:
         for one in stack.with_local_optimizers(optimizer):
             contexts.enter_context(

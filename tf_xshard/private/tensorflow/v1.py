@@ -125,7 +125,7 @@ def collections_by_plain_names(
 def thread_state(
     graph: tf.Graph,
 ) -> contextlib.AbstractContextManager[None]:
-    """This thread's state of a graph, for another thread that builds into it."""
+    """This thread's state of a graph, for another thread to build in."""
     counts = dict(_V1.scope_store().variable_scopes_count)
     creators = list(graph._variable_creator_stack)
 

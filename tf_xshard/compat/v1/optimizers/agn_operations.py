@@ -36,7 +36,7 @@ class Operations:
     def start_from_center(
         self, copies: agn_custom_getter.Copies
     ) -> tuple[Any, Any]:
-        """Copies the center to the worker's variable; zeroes the accumulator."""
+        """Copies the center to the local variable, zeroes the accumulator."""
         return (
             self._assign(copies.local, read(copies.center)),
             self._assign(

@@ -181,7 +181,7 @@ def compute_gradients(
     var_list: Any = None,
     **kwargs: Any,
 ) -> list[tuple[Any, Any]]:
-    """Computes gradients as the inner optimizer does; a Keras one, as v1 does."""
+    """Computes gradients as the inner optimizer, or for Keras as v1 does."""
     if callable(loss) and not tf.is_tensor(loss):
         loss = autograph.as_called_by_user(loss)
     if isinstance(inner, V1):
