@@ -27,7 +27,7 @@ FOLDERS = (
     "cli",
 )
 # These connect the folders for users, and may import all of them.
-FRONT_DOORS = ("tf_xshard", "tf_xshard.__main__")
+FRONT_DOORS = ("tf_xshard", "tf_xshard.__main__", "tf_xshard.public")
 PRIVATE = ("tensorflow.python", "tensorflow.compiler", "keras.src", "jax._src")
 
 

@@ -8,5 +8,6 @@ needed by all, and checked when `tf_xshard` is imported. Imports only the
 modules beside the folders.
 
 - `names`: declares private names, and resolves them when they are needed.
+- `frames`: who called a function, where nothing else tells.
 - `keras`, `tensorflow`, `jax`: a room for each library.
 """

@@ -7,13 +7,13 @@ Those of optimizers are in `keras_optimizers` and `keras_optimizer_state`.
 from __future__ import annotations
 
 import contextlib
-import sys
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tf_xshard.private import frames
 
 # Keras' own step, whose local variables are the labels and predictions, and the
 # losses of a compiled model. Present in 3.12 to 3.16.
@@ -65,9 +65,9 @@ def is_for_the_chief_only(callback: Any) -> bool:
 
 def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
     """The losses of the `train_step` that calls this, with their arguments."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _TRAIN_STEP.__code__:
-        frame = frame.f_back
+    # An optimizer knows neither its model nor the labels, whose shapes decide.
+    steps = (f for f in frames.callers() if f.f_code is _TRAIN_STEP.__code__)
+    frame = next(steps, None)
     if frame is None:
         return []
     model, y, y_pred = (frame.f_locals[k] for k in ("self", "y", "y_pred"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tf_xshard.private import frames
 
 # Attributes of every optimizer, used the same way.
 KERAS_PRIVATE_ATTRIBUTES = (
@@ -137,13 +137,8 @@ def has_caller_of(kind: type, contains: Callable[[Any], bool]) -> bool:
     A LossScaleOptimizer directly around an optimizer sets its
     `loss_scale_factor`, which needs no such search.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, kind) and contains(caller):
-            return True
-        frame = frame.f_back
-    return False
+    found = (frame.f_locals.get("self") for frame in frames.callers())
+    return any(isinstance(one, kind) and contains(one) for one in found)
 
 
 def is_writing_legacy_file() -> bool:
@@ -151,9 +146,5 @@ def is_writing_legacy_file() -> bool:
 
     Nothing that its writer calls on an optimizer is specific to it.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "save_model_to_hdf5":
-            return True
-        frame = frame.f_back
-    return False
+    writer = "save_model_to_hdf5"
+    return any(frame.f_code.co_name == writer for frame in frames.callers())

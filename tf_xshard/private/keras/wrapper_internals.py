@@ -15,7 +15,6 @@ optimizer                   optimizer
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from tf_xshard import dependencies
+from tf_xshard.private import frames
 from tf_xshard.private import names
 from tf_xshard.private.keras import moving_averages
 
@@ -130,7 +130,8 @@ class WrapperInternals(keras.optimizers.Optimizer):
 
     def _checkpoint_adapter(self, path: str) -> Any:
         _NODES.check()
-        position = sys._getframe(1).f_locals.get(_POSITION)
+        # The path does not say which of the checkpoint's nodes is read.
+        position = next(frames.callers()).f_locals.get(_POSITION)
         if position is None:
             raise RuntimeError(
                 f"TensorFlow {tf.__version__} reads checkpoints in another way"

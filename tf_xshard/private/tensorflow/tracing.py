@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import types
 
 import tensorflow as tf
 
+from tf_xshard.private import frames
 from tf_xshard.private import names
 
 _PYTHON = "tensorflow.python."
@@ -58,8 +57,9 @@ def initialize_new_variables() -> None:
     A tf.function initializes them after its trace; until then they have no
     values, which some optimizers copy when they are built.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    # Nothing else leads to the function that is being traced, nor to what it
+    # will initialize.
+    for frame in frames.callers():
         function = frame.f_locals.get("self")
         if isinstance(function, _TRACE.Function) and (
             frame.f_code is _TRACE.initialize.__code__
@@ -70,7 +70,6 @@ def initialize_new_variables() -> None:
                 )
             except _TRACE.UnliftableError:
                 return  # A value depends on the function's arguments.
-        frame = frame.f_back
 
 
 def in_xla() -> bool:
