@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import types
 
 import keras
 import pytest
@@ -12,6 +13,7 @@ import tf_xshard
 from tests.support import forked
 from tests.support import paths
 from tests.support import replicas
+from tf_xshard.collectives import watchdog
 
 
 def _run(program):
@@ -217,3 +219,24 @@ def test_waiting_for_nothing_is_no_timeout():
     """Neither between steps, nor for inputs, nor after a step that failed."""
     run = _run(_SLOW_PROGRAM)
     assert run.stdout.strip() == "[-5.0, -5.0]", run.stderr[-3000:]
+
+
+def test_a_failed_call_does_not_count_for_the_next_one(monkeypatch):
+    """Even if the watchdog looks before the call has reset the count."""
+    waiting = object.__new__(watchdog._Waiting)
+    waiting.lane = types.SimpleNamespace(timeout_seconds=3)
+    waiting._graph, waiting._count = object(), None
+    waiting._last, waiting._since = 0, 0.0
+    waiting._read = lambda: 5
+    for now, runs, is_overdue in (
+        (1.0, True, False),
+        (3.0, False, False),
+        (9.0, False, False),
+        (10.0, True, False),
+        (12.0, True, False),
+        (12.5, True, True),
+    ):
+        monkeypatch.setattr(
+            watchdog.runtime, "a_function_uses", lambda handle, runs=runs: runs
+        )
+        assert waiting.is_overdue(now) == is_overdue, now

@@ -118,15 +118,16 @@ class _Waiting:
     def is_overdue(self, now: float) -> bool:
         """Whether a collective has waited longer than the timeout."""
         count = self._read()
-        if count != self._last:
+        # A step that fails on one replica cancels the others' collectives, and
+        # what runs now may be another function, or the next call of this one
+        # that has not yet made the count even.
+        runs = self._graph is None or runtime.a_function_uses(self._count)
+        if count != self._last or not runs:
             self._last, self._since = count, now
         is_waiting = count % 2 == 1
         if not is_waiting or now - self._since <= self.lane.timeout_seconds:
             return False
-        # A step that fails on one replica cancels the others' collectives, and
-        # what runs now may be another function.
-        runs = self._graph is None or runtime.a_function_uses(self._count)
-        return runs and self._read() == count
+        return self._read() == count
 
     def _read(self) -> int:
         return int(runtime_variables.read(self._count, tf.int64))
