@@ -1,6 +1,7 @@
 """A collective that waits too long fails, and the timeout costs no threads."""
 
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -10,14 +11,13 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import forked
 from tests.support import paths
 from tests.support import replicas
 from tf_xshard.collectives import watchdog
 
 
 def _run(program):
-    return forked.run(
+    return subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,

@@ -141,15 +141,3 @@ def test_jit_compile_under_a_mirrored_strategy():
         model.compile("sgd", "mse", jit_compile=True)
     with pytest.raises(tf.errors.OpError):  # Plain Keras.
         model.fit(X[:8], X[:8, :1], batch_size=8, verbose=0)
-
-
-def test_a_wrapped_optimizer_no_longer_reduces_by_itself():
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight = keras.Variable(0.0)
-        inner = keras.optimizers.SGD(1.0)
-        tf_xshard.CrossShardOptimizer(inner).build([weight])
-    replicas.apply_once(
-        strategy, inner, lambda r: [tf.constant(10.0**r)], [weight]
-    )
-    assert replicas.values(strategy, weight) == [-1.0, -10.0]
