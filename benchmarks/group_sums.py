@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment
+from tf_xshard.collectives import channel
 from tf_xshard.collectives import one_hot
 from tf_xshard.collectives import subgroups
 from tf_xshard.reduction import buckets
@@ -31,7 +32,8 @@ EVERYONE = "strategy's all_reduce over all four"
 
 def _ours(tensors, site, transport=subgroups.Subgroups, **communication):
     how = communication_lib.Communication(**communication)
-    return buckets.sum_dense(tensors, transport(site, GROUPS, how)).values
+    path = transport(site, channel.Channel(GROUPS, how))
+    return buckets.sum_dense(tensors, path).values
 
 
 def _in_blocks(tensors, site, size):

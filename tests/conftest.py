@@ -12,6 +12,8 @@ import pytest
 from tests.support import seeds
 
 NUM_LOGICAL_CPUS = 8
+# Of one test of large counts; of others see setup.cfg.
+FULL_TIMEOUT_SECONDS = 3000
 # Files that mostly wait, and where in the order of the files they run: one
 # beside another would leave the machine idle. faults_test.py is first, far from
 # the cluster of four_processes_test.py, which counts the loopback's bytes.
@@ -76,6 +78,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: WAITING.get(files[item], files[item]))
     large = [item for item in items if item.get_closest_marker("full")]
     if config.getoption("--full"):
+        for item in large:
+            item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
         # The files that take longest first.
         first = {files[item] for item in large}
         items.sort(key=lambda item: files[item] not in first)

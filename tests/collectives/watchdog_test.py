@@ -34,6 +34,7 @@ import tensorflow as tf
 from tf_xshard import communication, group_assignment
 from tf_xshard.cli import logical_devices
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.collectives import channel
 from tf_xshard.collectives import subgroups
 
 strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
@@ -44,9 +45,10 @@ def step(both):
     def on_replica():
         site = site_lib.current()
         if site.replica_id == 0 or both:
-            subgroups.Subgroups(
-                site, groups, communication.Communication(timeout_seconds=2)
-            ).sum([tf.constant(1.0)])
+            how = communication.Communication(timeout_seconds=2)
+            subgroups.Subgroups(site, channel.Channel(groups, how)).sum(
+                [tf.constant(1.0)]
+            )
     strategy.run(on_replica)
 
 step(True)
@@ -87,9 +89,10 @@ def wait(seconds):
 def step(seconds):
     time.sleep(3.0)
     data = tf.ensure_shape(tf.py_function(wait, [seconds], tf.float32), [])
-    strategy.run(lambda: subgroups.Subgroups(
-        site_lib.current(), groups, communication.Communication()
-    ).sum([data]))
+    how = channel.Channel(groups, communication.Communication())
+    strategy.run(
+        lambda: subgroups.Subgroups(site_lib.current(), how).sum([data])
+    )
 
 batch = watchdog.WatchedBatch(2.0)
 batch.begin()

@@ -8,16 +8,17 @@ import threading
 import time
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.conformance import layout_test
+from tests.conformance import private_attributes_test
 from tests.support import paths
 from tests.support import replicas
 from tf_xshard.private import names
 from tf_xshard.private.jax import tpu_simulation  # noqa: F401
 from tf_xshard.private.keras import local_optimizers
-from tf_xshard.private.keras import moving_averages
-from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.keras import saving as keras_saving
 from tf_xshard.private.keras import wrapper_internals
 from tf_xshard.private.tensorflow import runtime
@@ -165,20 +166,78 @@ def test_keras_sums_in_one_place_only():
     assert "all_reduce" not in base
 
 
-def test_attributes_of_instances():
+def _instances():
+    """For each feature, objects that have its attributes."""
     optimizer = keras.optimizers.SGD(use_ema=True)
-    optimizer.build([keras.Variable(1.0)])
-    for name in (
-        *optimizer_state.KERAS_PRIVATE_ATTRIBUTES,
-        *moving_averages.KERAS_PRIVATE_ATTRIBUTES,
-    ):
-        assert hasattr(optimizer, name), name
+    weight = keras.Variable(1.0)
+    optimizer.build([weight])
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones([2, 1]), np.ones([2, 1]), verbose=0)
+    strategy = replicas.mirrored(2)
+    iterator = iter(
+        strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensors(tf.ones([2])).batch(2)
+        )
+    )
+    v1 = tf.compat.v1.train.AdamOptimizer()
+    tpu = replicas.tpu(4)
+    of_host = iterator._iterators[0]
+    found = {
+        "A tf_xshard optimizer": [optimizer],
+        "SwapEMAWeights": [optimizer],
+        "CrossShardOptimizer(shard_update=True)": [weight],
+        "ScalarLoss and what fit calls": [model, model._compile_loss],
+        "tf_xshard.multi_worker_fit()": [model],
+        "tf_xshard.testing.simulated_tpu_strategy()": [
+            *(tpu.extended, tpu, iterator, of_host, of_host._iterator),
+        ],
+        "Groups under TPUStrategy": [tpu.extended],
+        "tf_xshard.compat.v1": [v1, tf.Variable(1.0)],
+    }
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        found["MultiOptimizer in a tf_xshard optimizer"] = [
+            keras.optimizers.MultiOptimizer(
+                optimizer_map=lambda variable: optimizer
+            )
+        ]
+    return found
+
+
+def test_attributes_of_instances():
+    found = _instances()
+    missing = {
+        feature: [
+            name
+            for name in attributes
+            if not any(hasattr(one, name) for one in found[feature])
+        ]
+        for feature, attributes in names.ATTRIBUTES.items()
+        if feature in found
+    }
+    assert not any(missing.values()), missing
     with replicas.mirrored(2).scope():
         counter = keras.optimizers.SGD()._iterations
     assert isinstance(counter.value, tf.distribute.DistributedValues)
     assert (
         counter.value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     )
+
+
+def test_every_private_attribute_is_declared():
+    """What private/ touches, and nothing of ours defines, is in a table."""
+    declared = {one for found in names.ATTRIBUTES.values() for one in found}
+    for one in names.DECLARED:
+        for paths_ in one.paths.values():
+            declared |= {path.rpartition(".")[2] for path in paths_}
+    for name, tree in layout_test.MODULES.items():
+        if not name.startswith("tf_xshard.private."):
+            continue
+        touched = set(private_attributes_test.touched(tree))
+        # Python's own frames, and an attribute that users' callbacks have.
+        found = touched - declared
+        found -= {"_getframe", "_current_frames", "_chief_worker_only"}
+        assert not found, (name, found)
 
 
 def test_keras_begins_with_the_epoch_that_it_is_told():

@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tf_xshard import reductions
+from tf_xshard.collectives import channel
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
@@ -123,7 +124,11 @@ def test_the_finite_vote(kind):
 
     def on_replica(x):
         finite = loss_scaling.all_replicas_finite(
-            [x, None], site_lib.current(), tf_xshard.Communication()
+            [x, None],
+            site_lib.current(),
+            channel.Channel(
+                tf_xshard.GroupAssignment(GROUPS), tf_xshard.Communication()
+            ),
         )
         [kept] = loss_scaling.nan_unless(finite, [tf.ones([2])])
         return kept

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import channel as channel_lib
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import site as site_lib
 
@@ -75,10 +76,12 @@ def _measured(
 
     def on_replica() -> tf.Tensor:
         site = site_lib.current()
-        transport = collectives.choose(
+        transport = collectives.transport_for(
             site,
-            group_assignment_lib.GroupAssignment.single(num_replicas),
-            communication_lib.Communication(),
+            channel_lib.Channel(
+                group_assignment_lib.GroupAssignment.single(num_replicas),
+                communication_lib.Communication(),
+            ),
         )
         tensor = tf.convert_to_tensor(variable.value)
         if operation == "reduce_scatter":

@@ -16,6 +16,7 @@ import tf_xshard
 from tf_xshard import collectives
 from tf_xshard.cli import bandwidth
 from tf_xshard.cli import logical_devices
+from tf_xshard.collectives import channel
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
 
@@ -90,8 +91,8 @@ def group_sums(
         names.append(
             "identity: no communication"
             if assignment.group_size == 1
-            else collectives.choose(
-                site, assignment, optimizer.communication
+            else collectives.transport_for(
+                site, channel.Channel(assignment, optimizer.communication)
             ).name
         )
         gradient = tf.pow(

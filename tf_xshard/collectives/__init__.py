@@ -25,15 +25,15 @@ and its `Communication`, with `sum`, `gather` and `check_dtype`. Imports
 - `counters`: counts operations and bytes while they run.
 - `recorder`: records operations while a step is traced.
 - `runtime_variables`: variables for one runtime context of TensorFlow.
-- `owners`: distinct numbers for what runs collectives.
+- `channel`: who communicates with whom, how, and under which number.
 """
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import channel as channel_lib
 from tf_xshard.collectives import cross_replica_sum
 from tf_xshard.collectives import merge_call
 from tf_xshard.collectives import one_hot
@@ -43,15 +43,12 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.tensorflow import tracing
 
 
-def choose(
-    site: site_lib.Site,
-    groups: group_assignment_lib.GroupAssignment,
-    communication: communication_lib.Communication,
-    owner: int = 0,
+def transport_for(
+    site: site_lib.Site, channel: channel_lib.Channel
 ) -> transport.Transport:
     """The path on which a group communicates where the calling code runs."""
     site_lib.check_devices(site.strategy)
-    return _path(site, groups)(site, groups, communication, owner)
+    return _path(site, channel.groups)(site, channel)
 
 
 def _path(

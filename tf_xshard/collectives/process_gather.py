@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import channel
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.tensorflow import cluster
 
@@ -110,8 +111,9 @@ class ProcessGather:
         every = group_assignment_lib.GroupAssignment.single(self._num_replicas)
 
         def on_replica(value: tf.Tensor) -> tf.Tensor:
-            transport = collectives.choose(
-                site_lib.current(), every, self._communication
+            transport = collectives.transport_for(
+                site_lib.current(),
+                channel.Channel(every, self._communication),
             )
             [gathered] = transport.gather([value])
             return gathered

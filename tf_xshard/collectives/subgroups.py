@@ -71,8 +71,8 @@ class Subgroups(transport.Transport):
         # hence one token.
         in_flight = self.communication.buckets_in_flight
         self._lanes = 1 if "GPU" in site.device else in_flight
-        # Processes may number their owners differently.
-        self._owner = self.owner if site.num_processes == 1 else 0
+        # Processes may number their channels differently.
+        self._number = self.channel.number if site.num_processes == 1 else 0
 
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [
@@ -189,7 +189,7 @@ class Subgroups(transport.Transport):
     ) -> tf.Tensor:
         cost = self._note(kind, tensor, position)
         device = self.site.device
-        lane = f"{self._owner}_{position % self._lanes}"
+        lane = f"{self._number}_{position % self._lanes}"
         # Without a token per device, automatic control dependencies would
         # serialize the collectives of all devices, which would then wait for
         # each other.

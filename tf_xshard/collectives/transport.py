@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import channel as channel_lib
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import site as site_lib
 
@@ -36,16 +36,12 @@ class Transport(abc.ABC):
     gathers: ClassVar[bool] = False
 
     def __init__(
-        self,
-        site: site_lib.Site,
-        groups: group_assignment_lib.GroupAssignment,
-        communication: communication_lib.Communication,
-        owner: int = 0,
+        self, site: site_lib.Site, channel: channel_lib.Channel
     ) -> None:
         self.site = site
-        self.groups = groups
-        self.communication = communication
-        self.owner = owner
+        self.channel = channel
+        self.groups = channel.groups
+        self.communication = channel.communication
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over this replica's group."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import channel
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import chief_callbacks
@@ -172,10 +173,9 @@ def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
 
     def on_replica(parts: list) -> list[tf.Tensor]:
         site = site_lib.current()
-        transport = collectives.choose(
-            site,
-            group_assignment_lib.GroupAssignment.single(site.num_replicas),
-            communication,
+        every = group_assignment_lib.GroupAssignment.single(site.num_replicas)
+        transport = collectives.transport_for(
+            site, channel.Channel(every, communication)
         )
         parts = [
             part if part.dtype.is_floating else tf.cast(part, tf.float32)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import channel
 from tf_xshard.distribute import site as site_lib
 
 
@@ -94,7 +95,9 @@ def barrier(
     )
 
     def on_replica() -> tf.Tensor:
-        transport = collectives.choose(site_lib.current(), every, communication)
+        transport = collectives.transport_for(
+            site_lib.current(), channel.Channel(every, communication)
+        )
         [total] = transport.sum([tf.constant(1.0)])
         return total
 

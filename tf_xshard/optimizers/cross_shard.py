@@ -219,10 +219,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         finite = None
         if stack.has_loss_scale_optimizer(inner):
             finite = loss_scaling.all_replicas_finite(
-                [*arrived, *batch.values],
-                site,
-                self.communication,
-                self._reducer.owner,
+                [*arrived, *batch.values], site, self._reducer.channel(groups)
             )
             batch = batch.with_values(
                 loss_scaling.nan_unless(finite, batch.values)

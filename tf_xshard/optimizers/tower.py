@@ -218,8 +218,11 @@ class TowerOptimizer(base.GradientWrapper):
         ]
         if stack.scales_loss_before_reduction(self.inner_optimizer):
             # Else replicas would skip the reduction, which others wait in.
+            every = group_assignment_lib.GroupAssignment.single(
+                site.num_replicas
+            )
             finite = loss_scaling.all_replicas_finite(
-                values, site, self.communication, self._reducer.owner
+                values, site, self._reducer.channel(every)
             )
             values = loss_scaling.nan_unless(finite, values)
         with reduction_guard.guarded(self.inner_optimizer):

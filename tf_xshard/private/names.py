@@ -15,6 +15,14 @@ from tf_xshard import dependencies
 
 # All that has been declared, for the tests.
 DECLARED: list[PrivateNames] = []
+# Attributes that only instances have, by the feature that needs them.
+ATTRIBUTES: dict[str, tuple[str, ...]] = {}
+
+
+def attributes(feature: str, *found: str) -> tuple[str, ...]:
+    """Declares attributes that only instances have, and returns them."""
+    ATTRIBUTES[feature] = (*ATTRIBUTES.get(feature, ()), *found)
+    return found
 
 
 class PrivateNames:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_xshard import collectives
-from tf_xshard import communication as communication_lib
-from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import channel as channel_lib
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import site as site_lib
@@ -34,22 +33,17 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
 
 
 def all_replicas_finite(
-    gradients: Sequence,
-    site: site_lib.Site,
-    communication: communication_lib.Communication,
-    owner: int = 0,
+    gradients: Sequence, site: site_lib.Site, channel: channel_lib.Channel
 ) -> tf.Tensor:
-    """Whether all gradients of all replicas, of all groups, are finite."""
+    """Whether all gradients of all replicas, of all groups, are finite.
+
+    Returns a scalar bool tensor, equal on all replicas.
+    """
     finite = all_finite(gradients)
     if site.num_replicas == 1:
         return finite
-    transport = collectives.choose(
-        site,
-        group_assignment_lib.GroupAssignment.single(site.num_replicas),
-        communication,
-        owner,
-    )
     overflows = tf.cast(tf.logical_not(finite), tf.float32)
+    transport = collectives.transport_for(site, channel.over_all())
     with recorder.labelled("finite vote", counts=[0]):
         [count] = transport.sum([overflows])
     return tf.equal(count, 0)

@@ -22,7 +22,7 @@ from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
-from tf_xshard.collectives import owners
+from tf_xshard.collectives import channel as channel_lib
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import shards as shards_lib
@@ -85,7 +85,7 @@ class GradientReducer:
 
     def __init__(self, communication: communication_lib.Communication) -> None:
         self.communication = communication
-        self.owner = owners.number_for(self)
+        self._number = channel_lib.number_for(self)
         self._known_patterns: presence.KnownPatterns = {}
 
     def all_reduce(
@@ -175,6 +175,12 @@ class GradientReducer:
             result[index] = whole if wanted[index] else None
         return result
 
+    def channel(
+        self, groups: group_assignment_lib.GroupAssignment
+    ) -> channel_lib.Channel:
+        """This reducer's channel in some groups."""
+        return channel_lib.Channel(groups, self.communication, self._number)
+
     def transport(
         self,
         site: site_lib.Site,
@@ -183,8 +189,10 @@ class GradientReducer:
         exact: bool = False,
     ) -> transport_lib.Transport:
         """The path on which the group of this replica communicates."""
-        how = self.communication.exact() if exact else self.communication
-        return collectives.choose(site, groups, how, self.owner)
+        channel = self.channel(groups)
+        return collectives.transport_for(
+            site, channel.exact() if exact else channel
+        )
 
     def _parts(
         self,

@@ -69,7 +69,8 @@ _HANDLE = "_context_handle"
 
 # Attributes that TPUExtended gives its instances. Present in 2.20 to
 # 2.22; creating a SimulatedTPUExtended fails with the name of one that moved.
-TF_PRIVATE_ATTRIBUTES = (
+TF_PRIVATE_ATTRIBUTES = names.attributes(
+    "tf_xshard.testing.simulated_tpu_strategy()",
     # The device of each replica, [num_replicas, cores_per_replica]. Without a
     # device assignment TPUExtended takes the names of TPU devices.
     "_tpu_devices",
@@ -80,6 +81,12 @@ TF_PRIVATE_ATTRIBUTES = (
     "_host_input_worker_devices",
     # One tf.function for each function given to an eager strategy.run().
     "_tpu_function_cache",
+)
+# Of a TPUStrategy: whether eager code packs the copies of a variable, which
+# needs the TPU's host.
+names.attributes(
+    "tf_xshard.testing.simulated_tpu_strategy()",
+    "_enable_packed_variable_in_eager_mode",
 )
 
 # Attributes of nodes in the graph of a replicated function. Present in 2.20 to

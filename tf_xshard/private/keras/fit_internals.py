@@ -1,7 +1,6 @@
 """Private attributes of a Keras model that callbacks and saving need.
 
-Those of optimizers are in `keras_optimizers` and `keras_optimizer_state`.
-`private_names_test.py` in `tests/conformance` checks what this depends on.
+Those of optimizers are in `optimizer_state`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,21 @@ import keras
 import tensorflow as tf
 
 from tf_xshard.private import frames
+from tf_xshard.private import names
 
 # Keras' own step, whose local variables are the labels and predictions, and the
 # losses of a compiled model. Present in 3.12 to 3.16.
 _TRAIN_STEP = keras.Model.train_step
+names.attributes(
+    "ScalarLoss and what fit calls",
+    # The losses of a compiled model.
+    "_compile_loss",
+    "_flat_losses",
+    # The epoch at which `fit` starts, if it is not 0.
+    "_initial_epoch",
+    # What `model.losses` returns instead of the layers' losses.
+    "_losses_override",
+)
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:

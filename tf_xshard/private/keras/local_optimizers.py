@@ -52,6 +52,11 @@ _SWAP = names.PrivateNames(
         "overwrite": (
             _OPTIMIZER + "_overwrite_model_variables_with_average_value"
         ),
+        # Keras 3.16 and newer; before, the method above is called directly.
+        "maybe_overwrite": (
+            _OPTIMIZER + "_backend_maybe_overwrite_model_variables",
+            _OPTIMIZER + "_overwrite_model_variables_with_average_value",
+        ),
         # LossScaleOptimizer's update with merge_call, and without it.
         "tf_apply": "keras.optimizers.LossScaleOptimizer._tf_apply",
         "common_apply": "keras.optimizers.LossScaleOptimizer._common_apply",

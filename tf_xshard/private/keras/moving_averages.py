@@ -10,10 +10,11 @@ from typing import Any
 
 import keras
 
+from tf_xshard.private import names
 from tf_xshard.private.keras import wrapper_calls
 
-# An attribute of optimizers that have been built with `use_ema`.
-KERAS_PRIVATE_ATTRIBUTES = ("_model_variables_moving_average",)
+# Of optimizers that have been built with `use_ema`.
+names.attributes("SwapEMAWeights", "_model_variables_moving_average")
 
 
 def _forwarded_averages(self: Any) -> list:

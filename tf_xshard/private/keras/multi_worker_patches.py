@@ -35,6 +35,7 @@ NAMES = names.PrivateNames(
         ),
     },
 )
+names.attributes(NAMES.feature, "_distribute_strategy")
 # The SHA-256 of sources known to be wrong: Keras 3.12 to 3.16.
 _KNOWN_WRONG = {
     "_maybe_symbolic_build": "92a504f5eba9b29f",

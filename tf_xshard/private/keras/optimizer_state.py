@@ -9,9 +9,11 @@ import keras
 import tensorflow as tf
 
 from tf_xshard.private import frames
+from tf_xshard.private import names
 
-# Attributes of every optimizer, used the same way.
-KERAS_PRIVATE_ATTRIBUTES = (
+# Present in Keras 3.12 to 3.16.
+names.attributes(
+    "A tf_xshard optimizer",
     # The variable or schedule behind learning_rate.
     "_learning_rate",
     # The step counter, with aggregation ONLY_FIRST_REPLICA: each increment

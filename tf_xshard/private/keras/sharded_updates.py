@@ -33,7 +33,7 @@ NAMES = names.PrivateNames(
 )
 # An attribute used the same way: what MultiOptimizer calls in `build` for a
 # variable's optimizer.
-KERAS_PRIVATE_ATTRIBUTES = ("_optimizer_map",)
+names.attributes("MultiOptimizer in a tf_xshard optimizer", "_optimizer_map")
 
 
 class TracksWholes(keras.optimizers.Optimizer):

@@ -33,7 +33,7 @@ NAMES = names.PrivateNames(
 )
 # Attributes used the same way: a variable's TensorFlow variable, its path and
 # name.
-KERAS_PRIVATE_ATTRIBUTES = ("_value", "_path", "_name")
+names.attributes(NAMES.feature, "_value", "_path", "_name")
 _KEY = "VARIABLE_VALUE"
 
 

@@ -42,6 +42,8 @@ _NODES = names.PrivateNames(
         # they are created.
         "deferred": _TRACKABLE + "_deferred_dependencies",
         "handle_deferred": _TRACKABLE + "_handle_deferred_dependencies",
+        # Called by the constructor.
+        "initialize": _TRACKABLE + "_maybe_initialize_trackable",
         # Called first when a node is read, by a function whose argument has the
         # node.
         "adapter": _TRACKABLE + "_checkpoint_adapter",

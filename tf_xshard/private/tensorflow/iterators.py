@@ -23,6 +23,9 @@ _ITERATORS = names.PrivateNames(
         ),
     },
 )
+names.attributes(
+    _ITERATORS.feature, "_iterators", "_iterator", "_device_iterators"
+)
 
 
 def untuned(dataset: Any) -> Any:

@@ -39,6 +39,9 @@ _TRACE = names.PrivateNames(
         "UnliftableError": _PYTHON + "eager.lift_to_graph.UnliftableError",
     },
 )
+# Of TPUExtended since TF 1.12; there is no public accessor. Present in 2.20 to
+# 2.22.
+names.attributes("Groups under TPUStrategy", "_device_assignment")
 
 
 def has_device_assignment(strategy: tf.distribute.Strategy) -> bool:
@@ -46,8 +49,6 @@ def has_device_assignment(strategy: tf.distribute.Strategy) -> bool:
 
     If not, XLA's replica ids may differ from `replica_id_in_sync_group`.
     """
-    # The attribute has been named `_device_assignment` since TPUStrategy came
-    # to TF 1.12; there is no public accessor.
     return strategy.extended._device_assignment is not None
 
 

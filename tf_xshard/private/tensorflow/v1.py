@@ -58,7 +58,12 @@ _V1 = names.PrivateNames(
 _V1.check()
 # Attributes that only instances have: a v1 optimizer's state. Present in 2.20
 # to 2.22.
-_STATE = ("_slots", "_non_slot_dict", "_deferred_slot_restorations")
+_STATE = names.attributes(
+    "tf_xshard.compat.v1",
+    *("_slots", "_non_slot_dict", "_deferred_slot_restorations"),
+)
+# What `variable.name` returns.
+names.attributes("tf_xshard.compat.v1", "_handle_name")
 
 
 def tpu_number_of_shards() -> int | None:
