@@ -52,8 +52,9 @@ def _check_replicas(model, expected, tolerance=1e-6):
             np.testing.assert_allclose(value, want, atol=tolerance)
 
 
-@with_each_wrapper
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+@pytest.mark.parametrize(
+    "name, kind", [*((name, "mirrored") for name in WRAPPERS), ("tower", "tpu")]
+)
 def test_fit_on_two_replicas(name, kind):
     adam = lambda: O.Adam(0.05, global_clipnorm=0.5, weight_decay=0.01)
     expected = _fit(_model(adam))
@@ -114,8 +115,9 @@ def test_accumulation():
         _check_replicas(model, expected)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "loss_scale"])
-@with_each_wrapper
+@pytest.mark.parametrize(
+    "name, scaled", [("cross", True), ("tower", False), ("sharded", True)]
+)
 def test_moving_average(name, scaled):
     """Overwriting the weights is in a tf.cond, where Keras calls merge_call."""
     ema = lambda: O.SGD(
@@ -132,8 +134,10 @@ def test_moving_average(name, scaled):
     _check_replicas(model, expected)
 
 
-@with_each_wrapper
-@pytest.mark.parametrize("suffix", [".keras", ".weights.h5", "checkpoint"])
+@pytest.mark.parametrize(
+    "name, suffix",
+    [("cross", ".keras"), ("tower", ".weights.h5"), ("sharded", "checkpoint")],
+)
 def test_save_and_load(name, suffix, tmp_path):
     def make():
         return _model(
