@@ -51,11 +51,11 @@ def test_is_a_value():
 
 def test_is_frozen():
     made = GroupAssignment([[0, 1]])
-    with pytest.raises(AttributeError, match="frozen"):
+    with pytest.raises(AttributeError, match="cannot (assign|delete)"):
         made.num_groups = 3
-    with pytest.raises(AttributeError, match="frozen"):
+    with pytest.raises(AttributeError, match="cannot (assign|delete)"):
         made._groups = ()
-    with pytest.raises(AttributeError, match="frozen"):
+    with pytest.raises(AttributeError, match="cannot (assign|delete)"):
         del made._groups
     made.to_list()[0].append(7)
     assert made.to_list() == [[0, 1]]

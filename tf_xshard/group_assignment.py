@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from tf_xshard import group_assignment_checks
 
 
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class GroupAssignment:
     """Which replicas reduce their gradients together.
 
@@ -51,9 +53,8 @@ class GroupAssignment:
     accepts duplicate ids (`[[0, 1], [1, 0]]`); this class does not.
     """
 
-    __slots__ = ("_groups", "_group_of")
     _groups: tuple[tuple[int, ...], ...]
-    _group_of: dict[int, int]
+    _group_of: dict[int, int] = dataclasses.field(compare=False)
 
     def __init__(
         self, groups: GroupAssignment | Sequence[Sequence[int]] | np.ndarray
@@ -247,28 +248,6 @@ class GroupAssignment:
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         return iter(self._groups)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"GroupAssignment is frozen: {name!r} can't be set. Create another."
-        )
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(
-            f"GroupAssignment is frozen: {name!r} can't be deleted. Create"
-            " another."
-        )
-
-    def __reduce__(self) -> tuple:
-        return GroupAssignment, (self.to_list(),)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, GroupAssignment):
-            return NotImplemented
-        return self._groups == other._groups
-
-    def __hash__(self) -> int:
-        return hash(self._groups)
 
     def __repr__(self) -> str:
         return f"GroupAssignment({self.to_list()})"

@@ -22,6 +22,7 @@ from tf_xshard.cli.demo import cross_shard
 from tf_xshard.cli.demo import digits as digits_lib
 from tf_xshard.cli.demo import promises
 from tf_xshard.cli.demo import tower
+from tf_xshard.cli.demo import training
 
 WRAPPERS = {
     "cross_shard": cross_shard.show,
@@ -107,6 +108,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         f" {options.epochs} epochs of {digits.steps_per_epoch} batches of"
         f" {digits_lib.BATCH_SIZE} handwritten digits"
     )
-    found = WRAPPERS[options.optimizer_wrapper](options, strategy, digits)
+    runs = training.Runs(digits, options, strategy)
+    found = WRAPPERS[options.optimizer_wrapper](runs)
     found.print_table()
     return found.exit_code()

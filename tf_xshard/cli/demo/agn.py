@@ -6,7 +6,6 @@ import argparse
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import tf_xshard
 from tf_xshard.cli.demo import digits as digits_lib
@@ -14,13 +13,10 @@ from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import training
 
 
-def show(
-    options: argparse.Namespace,
-    strategy: tf.distribute.Strategy,
-    digits: digits_lib.Digits,
-) -> promises_lib.Promises:
+def show(runs: training.Runs) -> promises_lib.Promises:
     """Trains one device, period 1, local SGD, its reference, and AGN."""
-    num_replicas, period = strategy.num_replicas_in_sync, options.period
+    options, digits, period = runs.options, runs.digits, runs.options.period
+    num_replicas = runs.strategy.num_replicas_in_sync
     num_steps = options.epochs * digits.steps_per_epoch
     print(f"an exchange every {period} steps")
 
@@ -37,44 +33,27 @@ def show(
             **kwargs,
         )
 
-    one = training.Trained("One device, the same global batch", digits, options)
-    each_step = training.Trained(
+    one = runs.on_one_device("One device, the same global batch")
+    each_step = runs.replicated(
         "AGNOptimizer with an exchange after each step",
-        digits,
-        options,
-        strategy,
         agn(communication_period=1),
     )
     averaged = _replicas_one_by_one(digits, options, num_replicas)
     permuted = _replicas_one_by_one(
         digits, options, num_replicas, permuted=True
     )
-    updates = training.Trained(
-        f"AGNOptimizer as local SGD, period {period}",
-        digits,
-        options,
-        strategy,
-        local_sgd(),
+    updates = runs.replicated(
+        f"AGNOptimizer as local SGD, period {period}", local_sgd()
     )
-    wrong = training.Trained(
+    singles = tf_xshard.GroupAssignment.contiguous(num_replicas, 1)
+    wrong = runs.replicated(
         "The same in groups of one, which never average",
-        digits,
-        options,
-        strategy,
-        local_sgd(
-            group_assignment=tf_xshard.GroupAssignment.contiguous(
-                num_replicas, 1
-            )
-        ),
+        local_sgd(group_assignment=singles),
     )
-    documented = training.Trained(
+    documented = runs.replicated(
         f"AGNOptimizer with its defaults, period {period}",
-        digits,
-        options,
-        strategy,
         agn(communication_period=period),
     )
-
     promises = promises_lib.Promises("its reference")
     promises.show("one device", one, "reference of the next row")
     promises.check("AGN, period 1", each_step, one.weights[0], one.tolerance())

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 
-import tensorflow as tf
-
 import tf_xshard
-from tf_xshard.cli.demo import digits as digits_lib
 from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import sharded_update
 from tf_xshard.cli.demo import training
@@ -16,13 +12,10 @@ from tf_xshard.cli.demo import training
 MIN_GROUP_DIFFERENCE = 1e-3
 
 
-def show(
-    options: argparse.Namespace,
-    strategy: tf.distribute.Strategy,
-    digits: digits_lib.Digits,
-) -> promises_lib.Promises:
+def show(runs: training.Runs) -> promises_lib.Promises:
     """Trains one device, plain Keras, all replicas, groups, and a wrong sum."""
-    num_replicas = strategy.num_replicas_in_sync
+    options, digits = runs.options, runs.digits
+    num_replicas = runs.strategy.num_replicas_in_sync
     groups = tf_xshard.GroupAssignment.strided(
         num_replicas, num_replicas // options.groups
     )
@@ -42,43 +35,29 @@ def show(
             batch_size=size,
         )
 
-    one = training.Trained("One device, the same global batch", digits, options)
+    one = runs.on_one_device("One device, the same global batch")
     tolerance = one.tolerance()
-    plain = training.Trained(
-        "Plain Keras under the strategy", digits, options, strategy
+    plain = runs.replicated("Plain Keras under the strategy")
+    everyone = runs.replicated(
+        "CrossShardOptimizer over all replicas", tf_xshard.CrossShardOptimizer
     )
-    everyone = training.Trained(
-        "CrossShardOptimizer over all replicas",
-        digits,
-        options,
-        strategy,
-        tf_xshard.CrossShardOptimizer,
-    )
-    grouped = training.Trained(
+    grouped = runs.replicated(
         f"CrossShardOptimizer in {groups.num_groups} groups",
-        digits,
-        options,
-        strategy,
         grouped_by(groups),
-        [validation] if options.plot else [],
+        callbacks=[validation] if options.plot else [],
     )
     alone = [
-        training.Trained(
+        runs.on_one_device(
             f"One device on the shards of group {index}",
             digits.of_shards(members, num_replicas),
-            options,
         )
         for index, members in enumerate(groups)
     ]
     tolerances = [reference.tolerance() for reference in alone]
-    wrong = training.Trained(
+    wrong = runs.replicated(
         "A wrong reduction: every replica alone",
-        digits,
-        options,
-        strategy,
         grouped_by(tf_xshard.GroupAssignment.contiguous(num_replicas, 1)),
     )
-
     promises = promises_lib.Promises("one device")
     promises.show("one device", one, "reference")
     promises.show(
@@ -115,9 +94,7 @@ def show(
             f" only, expected {MIN_GROUP_DIFFERENCE:.0e} at least",
         )
     if options.shard_update:
-        sharded_update.check(
-            promises, options, strategy, digits, groups, grouped, tolerances
-        )
+        sharded_update.check(promises, runs, groups, grouped, tolerances)
     if options.plot:
         _plot(grouped.history, groups, options.plot)
     return promises

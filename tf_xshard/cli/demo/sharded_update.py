@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 import tf_xshard
-from tf_xshard.cli.demo import digits as digits_lib
 from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import training
 from tf_xshard.distribute import replica_variables
@@ -17,19 +13,14 @@ from tf_xshard.distribute import replica_variables
 
 def check(
     promises: promises_lib.Promises,
-    options: argparse.Namespace,
-    strategy: tf.distribute.Strategy,
-    digits: digits_lib.Digits,
+    runs: training.Runs,
     groups: tf_xshard.GroupAssignment,
     whole: training.Trained,
     tolerances: Sequence[float],
 ) -> None:
     """Trains in groups with a sharded update, and compares."""
-    sharded = training.Trained(
+    sharded = runs.replicated(
         f"CrossShardOptimizer in {groups.num_groups} groups, shard_update=True",
-        digits,
-        options,
-        strategy,
         lambda inner: tf_xshard.CrossShardOptimizer(
             inner, group_assignment=groups, shard_update=True
         ),

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-
-import tensorflow as tf
-
 import tf_xshard
 from tf_xshard.cli.demo import digits as digits_lib
 from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import training
 
 
-def show(
-    options: argparse.Namespace,
-    strategy: tf.distribute.Strategy,
-    digits: digits_lib.Digits,
-) -> promises_lib.Promises:
+def show(runs: training.Runs) -> promises_lib.Promises:
     """Trains one device, plain Keras' accumulation, and towers."""
-    num_towers = options.towers
-    parts = digits.in_parts(num_towers)
+    num_towers = runs.options.towers
+    parts = runs.digits.in_parts(num_towers)
     print(
         f"{num_towers} towers of {parts.batch_size} make a batch of"
         f" {digits_lib.BATCH_SIZE}"
@@ -28,36 +20,26 @@ def show(
     def towers(inner):
         return tf_xshard.TowerOptimizer(inner, num_towers)
 
-    one = training.Trained("One device, the same batches", digits, options)
+    one = runs.on_one_device("One device, the same batches")
     tolerance = one.tolerance()
-    over_time = training.Trained(
-        f"TowerOptimizer, {num_towers} steps per update",
-        parts,
-        options,
-        strategy,
-        towers,
+    over_time = runs.replicated(
+        f"TowerOptimizer, {num_towers} steps per update", towers, parts
     )
-    at_once = training.Trained(
+    at_once = runs.replicated(
         f"tower_train_step, {num_towers} towers in each step",
-        digits,
-        options,
-        strategy,
         towers,
         train_step=tf_xshard.tower_train_step(),
     )
-    wrong = training.Trained(
+    wrong = runs.replicated(
         "Without towers: one update per small batch",
-        parts,
-        options,
-        strategy,
         tf_xshard.CrossShardOptimizer,
+        parts,
     )
-
     promises = promises_lib.Promises("one device")
     promises.show("one device", one, "reference")
     promises.show(
         "plain Keras under the strategy",
-        remark=_plain_accumulation(parts, options, strategy),
+        remark=_plain_accumulation(runs, parts),
     )
     for row, trained in (
         ("TowerOptimizer", over_time),
@@ -76,29 +58,21 @@ def show(
         tolerance,
         right=False,
     )
-    promises.check_accuracy([one, over_time, at_once], options.epochs)
+    promises.check_accuracy([one, over_time, at_once], runs.options.epochs)
     return promises
 
 
-def _plain_accumulation(
-    parts: digits_lib.Digits,
-    options: argparse.Namespace,
-    strategy: tf.distribute.Strategy,
-) -> str:
+def _plain_accumulation(runs: training.Runs, parts: digits_lib.Digits) -> str:
     """Trains with Keras' own accumulation; the accuracy, or the error."""
 
     def accumulating(inner):
         config = inner.get_config()
-        config["gradient_accumulation_steps"] = options.towers
+        config["gradient_accumulation_steps"] = runs.options.towers
         return type(inner).from_config(config)
 
     try:
-        plain = training.Trained(
-            "Plain Keras with gradient_accumulation_steps",
-            parts,
-            options,
-            strategy,
-            accumulating,
+        plain = runs.replicated(
+            "Plain Keras with gradient_accumulation_steps", accumulating, parts
         )
     except RuntimeError as error:
         lines = str(error).strip().splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -74,6 +75,40 @@ class Trained:
             self._options,
         )
         return tolerance(deviation(permuted.weights, self.weights[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """What the runs of a demo have in common.
+
+    Attributes:
+      digits: The data.
+      options: The command's arguments.
+      strategy: The strategy of several replicas.
+    """
+
+    digits: digits_lib.Digits
+    options: argparse.Namespace
+    strategy: tf.distribute.Strategy
+
+    def on_one_device(
+        self, title: str, digits: digits_lib.Digits | None = None
+    ) -> Trained:
+        """Trains without the strategy."""
+        return Trained(title, digits or self.digits, self.options)
+
+    def replicated(
+        self,
+        title: str,
+        wrap: Callable[[Any], keras.optimizers.Optimizer] | None = None,
+        digits: digits_lib.Digits | None = None,
+        **kwargs: Any,
+    ) -> Trained:
+        """Trains under the strategy."""
+        digits = digits or self.digits
+        return Trained(
+            title, digits, self.options, self.strategy, wrap, **kwargs
+        )
 
 
 def tolerance(of_permuted_rows: float) -> float:
