@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+from tests.support import forked
 from tests.support import paths
 
 _SETUP = """
@@ -44,7 +45,7 @@ def training(seconds=60.0):
 
 
 def _python(program):
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-c", _SETUP + program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -17,6 +17,7 @@ import pytest
 
 from tests.multi_worker import four_processes_test as multi_worker_test
 from tests.programs import launched_job
+from tests.support import forked
 from tests.support import paths
 
 NUM_WORKERS = launched_job.NUM_WORKERS
@@ -36,7 +37,7 @@ _ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 class _Launched:
     """A finished launch: its lines, and when each came."""
 
-    def __init__(self, command, environment=None, popen=subprocess.Popen):
+    def __init__(self, command, environment=None, popen=forked.Popen):
         self.lines = []
         process = popen(
             command,
@@ -79,7 +80,7 @@ class _Launched:
 def _launch(directory, *faults):
     launched = _Launched(
         [
-            *(sys.executable, "-m", "tf_xshard", "launch"),
+            *(sys.executable, "-m", "tests.programs.forked_command", "launch"),
             *("--workers", str(NUM_WORKERS)),
             *("--max-restarts", str(len(faults))),
             *("-m", "tests.programs.launched_job", str(directory), *faults),

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 
+from tests.support import forked
 from tests.support import paths
 
 _PROGRAM = """
@@ -62,7 +63,7 @@ def on_replica():
     )[1]
 tf.function(lambda: strategy.run(on_replica))()
 """
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, "-c", program],
         cwd=paths.ROOT,
         capture_output=True,
