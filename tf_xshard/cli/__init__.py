@@ -1,4 +1,4 @@
-"""`python -m tf_xshard`: demo and doctor.
+"""`python -m tf_xshard`: demo, doctor and plan.
 
 Enters: a command line. Leaves: text and an exit code. Uses the package as its
 users do, by its public names; `launch` is in `multi_worker`. May import every

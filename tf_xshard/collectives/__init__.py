@@ -1,7 +1,7 @@
 """How the replicas of a group communicate: one file per path, one signature.
 
 Enters: this replica's tensors. Leaves: their sums, or their concatenation, over
-the replica's group. `choose` returns an object bound to the replica, its groups
+the replica's group. `transport_for` returns an object bound to the replica, its groups
 and its `Communication`, with `sum`, `gather` and `check_dtype`. Imports
 `distribute` and above.
 

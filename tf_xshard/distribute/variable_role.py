@@ -33,7 +33,8 @@ TRAINED = VariableRole("trained", True)
 # Keras assigns it its "gradient", a statistic of the replica, in float8
 # training.
 OVERWRITTEN = VariableRole("overwritten", False, "statistic")
-# Each replica's own; TensorFlow combines the values when it reads it.
+# Each replica's own; TensorFlow combines the values when it reads it. Its
+# gradient is reduced like any other.
 LOCAL = VariableRole("local", True, "local")
 
 

@@ -12,7 +12,8 @@ Imports `reduction` and above.
   over which groups, and who undoes the 1/N of the loss.
 - `arguments`: checks what all three take.
 - `hooks`: calls `pre_reduce` and `post_reduce` on unscaled gradients.
-- `accumulator`: sums over calls, of TowerOptimizer and AGNOptimizer.
+- `accumulator`: sums over calls, of TowerOptimizer and AGNOptimizer; whole, and
+  before anything is communicated.
 - `center`: AGNOptimizer's center, beside the local variables.
 - `update`: reduced gradients -> variables, whole or sharded.
 - `saving`: a stack of optimizers in Keras' files.

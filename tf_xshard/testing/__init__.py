@@ -12,7 +12,8 @@ tested; tensorflow-tpu can't be in the same environment.
 - `strategy_run`: what its `run` does.
 - `replicated_program`: the program that TPUStrategy traced, out of its graph.
 - `stablehlo`: the program in StableHLO, for given shapes.
-- `portable_stablehlo`: its text as every compiler accepts it.
+- `portable_stablehlo`: its text as every compiler accepts it; StableHLO where
+  `tpu_operations` left custom calls.
 - `tpu_operations`: replaces operations that only a TPU has.
 - `refusals`: operations that the simulated TPU refuses, by name.
 - `execution`: adds the execution to the user's graph.
