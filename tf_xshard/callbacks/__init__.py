@@ -4,7 +4,8 @@ Enters: the events of `fit`. Leaves: saves, columns in the logs, errors. Each
 callback is a thin layer over `group_state`. Imports `group_state` and above.
 
 - `group_checkpoint`: saves every group in `fit`, and resumes from there.
-- `group_validation`: every column of `GroupState.evaluate`, in the logs of `fit`.
+- `group_validation`: every column of `GroupState.evaluate`, in the logs of
+  `fit`.
 - `divergence_sentinel`: finds unexpected differences between a group's
   replicas.
 - `learning_rate_warmup`: raises the learning rate over the first epochs.

@@ -1,9 +1,9 @@
 """How the replicas of a group communicate: one file per path, one signature.
 
 Enters: this replica's tensors. Leaves: their sums, or their concatenation, over
-the replica's group. `transport_for` returns an object bound to the replica, its groups
-and its `Communication`, with `sum`, `gather` and `check_dtype`. Imports
-`distribute` and above.
+the replica's group. `transport_for` returns an object bound to the replica and
+its `Channel`, with `sum`, `gather` and `check_dtype`. Imports `distribute` and
+above.
 
 | where | path |
 |---|---|

@@ -1,8 +1,9 @@
 """What each group of replicas holds: read, evaluate, save, restore, merge.
 
 Enters: a model, or other holders of variables. Leaves: one value per group,
-files, tables. Every call takes a snapshot (`inventory.Catalog`) of what the model holds
-now; reading changes nothing. Imports `optimizers`, `multi_worker` and above.
+files, tables. Every call takes a snapshot (`inventory.Catalog`) of what the
+model holds now; reading changes nothing. Imports `optimizers`, `multi_worker`
+and above.
 
 - `state`: `GroupState`, what users call.
 - `inventory`: the variables, optimizers and groups that a model has now.
