@@ -274,3 +274,45 @@ def test_a_tower_that_is_loaded_still_follows_the_groups_around_it():
         strategy, optimizer, lambda r: [tf.constant(10.0**r / 4)], [weight]
     )
     assert replicas.values(strategy, weight) == [-5.5, -5.5, -550, -550]
+
+
+@versions.needs_multi_optimizer
+def test_towers_that_a_multi_optimizer_makes_reduce():
+    """Nothing around them does: the sum must not be left out twice."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = tf_xshard.TowerOptimizer(
+            keras.optimizers.MultiOptimizer(
+                optimizer_map=lambda variable: tf_xshard.TowerOptimizer(
+                    keras.optimizers.SGD(1.0), 1
+                )
+            ),
+            1,
+        )
+        optimizer.build([weight])
+    replicas.apply_once(
+        strategy, optimizer, lambda r: [tf.constant(10.0**r) / 2], [weight]
+    )
+    assert replicas.values(strategy, weight) == [-5.5, -5.5]
+
+
+def test_a_model_in_groups_loads_outside_its_strategy(tmp_path):
+    """To predict with; only a step needs the replicas."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(1)]
+        )
+        model.compile(
+            tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=[[0], [1]]
+            ),
+            "mse",
+        )
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    loaded = keras.models.load_model(path)
+    assert loaded.predict(np.ones([1, 2]), verbose=0).shape == (1, 1)
+    with pytest.raises(ValueError, match="is for 2 replicas.*compile=False"):
+        loaded.fit(np.ones([2, 2]), np.ones([2, 1]), verbose=0)

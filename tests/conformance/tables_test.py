@@ -81,3 +81,17 @@ def test_an_inner_optimizer_of_one_replica_can_be_applied():
     tf_xshard.CrossShardOptimizer(inner)
     inner.apply([tf.constant(1.0)], [weight])
     assert float(weight) == 0.5
+
+
+def test_a_variable_is_known_by_tensorflow_s_inside_it():
+    """As in plain Keras: gradients may come for either."""
+    for make in (
+        tf_xshard.CrossShardOptimizer,
+        lambda inner: tf_xshard.TowerOptimizer(inner, 1),
+        lambda inner: tf_xshard.AGNOptimizer(inner, communication_period=1),
+    ):
+        weight = keras.Variable(1.0)
+        optimizer = make(_SGD(0.5))
+        optimizer.build([weight])
+        optimizer.apply([tf.constant(1.0)], [weight.value])
+        assert float(weight) == 0.5

@@ -319,7 +319,8 @@ def _given(
         id(one): groups
         for optimizer in held
         if id(optimizer) not in inside
-        for one, groups in stack.StackPlan(optimizer).reducing()
+        for outermost in stack.outermost_wrappers(optimizer)
+        for one, groups in stack.StackPlan(outermost).reducing()
     }
 
 

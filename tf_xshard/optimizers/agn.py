@@ -294,6 +294,9 @@ class AGNOptimizer(base.GradientWrapper):
             with keras.name_scope("local"):
                 self.local_optimizer.build(variables)
             self._create_residuals(variables)
+        # A MultiOptimizer may have created some.
+        for optimizer in (self.inner_optimizer, self.local_optimizer):
+            _refuse_inside(optimizer)
         whole.make_local(self.local_optimizer)
         for one in stack.descendants(self.inner_optimizer):
             moving_averages.refuse_swapped_averages(

@@ -80,8 +80,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     has_own_reducer = True
     # Whether without groups of its own it takes those of a wrapper around it.
     follows_groups_around = False
-    # Whether the inner optimizer is a CrossShardOptimizer that no user wrote.
-    inner_is_implicit = False
+    # Whether this is a CrossShardOptimizer that no user wrote.
+    is_implicit = False
     # Whether a LossScaleOptimizer may be inside.
     _supports_loss_scaling = True
     _has_checked_losses = False
@@ -145,7 +145,11 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     @property
     def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
-        """The groups, or None for one group of all replicas."""
+        """The groups that it was given; None for one group of all replicas.
+
+        An AGNOptimizer without groups of its own uses those of an optimizer
+        around it.
+        """
         return self._given_group_assignment
 
     @property
@@ -373,15 +377,14 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             # than once; init_scope exits it, and the strategy's scope too.
             with tf.init_scope():
                 self.build(variables)
-        known = {id(one) for one in optimizer_state.trainable_variables(self)}
-        for variable in variables:
-            if id(variable) not in known:
-                raise ValueError(
-                    f"Unknown variable: {getattr(variable, 'path', variable)}."
-                    f" {self.name} was built with {len(known)} others, and has"
-                    " no state for it. Make another optimizer, or build one"
-                    " with all variables: optimizer.build(variables)."
-                )
+        unknown = optimizer_state.unknown_to(self, variables)
+        if unknown:
+            raise ValueError(
+                f"Unknown variable: {unknown[0]!r}. {self.name} was built with"
+                " other variables, and has no state for it. Make another"
+                " optimizer, or build one with all variables:"
+                " optimizer.build(variables)."
+            )
         return variables
 
     def _checked_site(self) -> site_lib.Site:

@@ -158,11 +158,17 @@ class CrossShardOptimizer(base.GradientWrapper):
         return self._shard_update
 
     def _create_state(self, variables: list) -> None:
-        num_replicas = self._strategy.num_replicas_in_sync
+        if not self._shard_update:
+            # A saved model can be loaded outside of its strategy's scope, where
+            # the groups fit nothing yet.
+            super()._create_state(variables)
+            return
         groups = group_relations.for_replicas(
-            self.group_assignment, num_replicas, "the strategy"
+            self.group_assignment,
+            self._strategy.num_replicas_in_sync,
+            f"the strategy {type(self._strategy).__name__}",
         )
-        if not self._shard_update or groups.group_size == 1:
+        if groups.group_size == 1:
             super()._create_state(variables)
             return
         inner = self.inner_optimizer
@@ -259,6 +265,17 @@ class CrossShardOptimizer(base.GradientWrapper):
         }
         # Version 0.1.0 does not know it.
         return {**config, "shard_update": True} if self.shard_update else config
+
+
+def implicit(optimizer: keras.optimizers.Optimizer) -> CrossShardOptimizer:
+    """A CrossShardOptimizer that no user wrote, around an optimizer.
+
+    It reduces over all replicas unless an optimizer around it, or one that a
+    MultiOptimizer makes inside it, reduces.
+    """
+    result = CrossShardOptimizer(optimizer)
+    result._set_untracked("is_implicit", True)
+    return result
 
 
 def _serialized(function: hooks.GradientFunction | None) -> dict | None:

@@ -20,7 +20,6 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import group_relations
 from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.private.keras import wrapper_calls
 
 
 def children(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
@@ -63,6 +62,15 @@ def is_wrapper(optimizer: Any) -> bool:
 def wrappers(optimizer: Any) -> list[Any]:
     """tf_xshard's own optimizers among `descendants`."""
     return [one for one in descendants(optimizer) if is_wrapper(one)]
+
+
+def outermost_wrappers(optimizer: Any) -> Iterator[Any]:
+    """tf_xshard's own optimizers that no other one is around."""
+    if is_wrapper(optimizer):
+        yield optimizer
+        return
+    for child in children(optimizer):
+        yield from outermost_wrappers(child)
 
 
 def has_loss_scale_optimizer(optimizer: Any) -> bool:
@@ -163,38 +171,37 @@ class StackPlan:
         return 1
 
 
-def _parts(
-    optimizer: Any,
-    around: _Part | None = None,
-    is_implicit: bool = False,
-) -> Iterator[_Part]:
-    """The parts of an optimizer's wrappers, the outermost first."""
-    has_implicit = getattr(optimizer, "inner_is_implicit", False)
+def _parts(optimizer: Any, around: _Part | None = None) -> Iterator[_Part]:
+    """The parts of an optimizer's wrappers, the outermost first.
+
+    Args:
+      optimizer: An optimizer.
+      around: The part of the nearest wrapper around it that reduces.
+
+    Yields:
+      A `_Part` for each wrapper.
+    """
     if is_wrapper(optimizer):
-        part = _part(optimizer, around, is_implicit)
+        part = _part(optimizer, around)
         yield part
-        if optimizer.has_own_reducer:
+        if part.reduces:
             around = part
-        else:
-            inner = optimizer.inner_optimizer
-            _refuse_partial_reduction(
-                inner.inner_optimizer if has_implicit else inner
-            )
+        if optimizer.is_implicit or not optimizer.has_own_reducer:
+            _refuse_partial_reduction(optimizer.inner_optimizer)
     for child in children(optimizer):
-        yield from _parts(child, around, has_implicit)
+        yield from _parts(child, around)
 
 
-def _part(wrapper: Any, around: _Part | None, is_implicit: bool) -> _Part:
+def _part(wrapper: Any, around: _Part | None) -> _Part:
     own = wrapper._given_group_assignment
     if not wrapper.has_own_reducer:
         return _Part(wrapper, False, own)
-    if is_implicit:
+    if wrapper.is_implicit:
         if around is not None:
             return _Part(wrapper, False, around.group_assignment)
         # A MultiOptimizer may have made some.
-        inside = wrappers(wrapper.inner_optimizer)
-        if inside:
-            return _Part(wrapper, False, inside[0]._given_group_assignment)
+        if wrappers(wrapper.inner_optimizer):
+            return _Part(wrapper, False, own)
     if around is not None and own is None and wrapper.follows_groups_around:
         return _Part(wrapper, True, around.group_assignment)
     return _Part(wrapper, True, own)
@@ -245,7 +252,6 @@ def running(wrapper: Any) -> Iterator[StackPlan]:
     plan = StackPlan(wrapper)
     token = _running.set(plan)
     try:
-        with wrapper_calls.inside():
-            yield plan
+        yield plan
     finally:
         _running.reset(token)

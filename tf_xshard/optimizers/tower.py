@@ -117,12 +117,8 @@ class TowerOptimizer(base.GradientWrapper):
         arguments.check(
             type(self).__name__, inner, reduction, loss_normalization, kwargs
         )
-        adds_reduction = not stack.wrappers(inner)
-        if adds_reduction:
-            inner = cross_shard.CrossShardOptimizer(inner)
-        # A bool: Keras saves optimizers under the first attribute that has
-        # them.
-        self._set_untracked("inner_is_implicit", adds_reduction)
+        if not stack.wrappers(inner):
+            inner = cross_shard.implicit(inner)
         super().__init__(
             inner,
             reduction=reduction,
@@ -142,7 +138,7 @@ class TowerOptimizer(base.GradientWrapper):
 
     @property
     def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
-        """The groups of the optimizer inside that reduces over replicas."""
+        """The groups that the first tf_xshard optimizer inside was given."""
         return stack.wrappers(self.inner_optimizer)[0].group_assignment
 
     def forgetting_traces(self) -> contextlib.AbstractContextManager:
@@ -218,11 +214,11 @@ class TowerOptimizer(base.GradientWrapper):
         ]
         if stack.scales_loss_before_reduction(self.inner_optimizer):
             # Else replicas would skip the reduction, which others wait in.
-            every = group_assignment_lib.GroupAssignment.single(
+            groups = group_assignment_lib.GroupAssignment.single(
                 site.num_replicas
             )
             finite = loss_scaling.all_replicas_finite(
-                values, site, self._reducer.channel(every)
+                values, site, self._reducer.channel(groups)
             )
             values = loss_scaling.nan_unless(finite, values)
         with reduction_guard.guarded(self.inner_optimizer):
@@ -341,7 +337,7 @@ class TowerOptimizer(base.GradientWrapper):
         """
         config = super().get_config()
         inner = config.pop("inner_optimizer")
-        if self.inner_is_implicit:
+        if getattr(self.inner_optimizer, "is_implicit", False):
             # Made again, it adapts to what is then around it.
             inner = inner["config"]["inner_optimizer"]
         return {

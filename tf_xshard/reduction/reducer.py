@@ -113,7 +113,7 @@ class GradientReducer:
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
         """The group's sums, still without the batch's factor: see above."""
         if groups.group_size == 1 or not batch.variables:
-            return batch, carry
+            return batch, None  # Nothing is lost.
         transport = self.transport(site, groups, exact=exact)
         parts = self._parts(batch, transport, carry)
         sums, lost = buckets.sum_dense(parts.tensors, transport)

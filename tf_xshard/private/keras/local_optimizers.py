@@ -155,7 +155,7 @@ def _refuse_call_by_others(optimizer: keras.optimizers.Optimizer) -> None:
         raise RuntimeError(
             f"The {name} {optimizer.name!r} is inside a tf_xshard optimizer,"
             f" so it no longer sums gradients over the {num_replicas} replicas;"
-            " called directly, it would train them apart. Nothing was changed."
+            " called directly, it would train them apart."
             f" Call the tf_xshard optimizer, or create another {name}."
         )
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
+from tf_xshard.private import frames
 from tf_xshard.private import names
-from tf_xshard.private.keras import wrapper_calls
 
 # Of optimizers that have been built with `use_ema`.
 names.attributes("SwapEMAWeights", "_model_variables_moving_average")
@@ -39,7 +39,7 @@ class Averages:
     @property
     def _model_variables_moving_average(self) -> list:
         why = self.__dict__.get("_refuses_to_swap")
-        if why and not wrapper_calls.is_inside():
+        if why and _swaps_averages():
             raise ValueError(why)
         try:
             return self.__dict__["_model_variables_moving_average"]
@@ -56,3 +56,12 @@ def refuse_swapped_averages(
 ) -> None:
     """Makes SwapEMAWeights, which reads them, fail on a local optimizer."""
     object.__setattr__(optimizer, "_refuses_to_swap", why)
+
+
+def _swaps_averages() -> bool:
+    """Whether SwapEMAWeights is among the callers of this function."""
+    kind = keras.callbacks.SwapEMAWeights
+    return any(
+        isinstance(frame.f_locals.get("self"), kind)
+        for frame in frames.callers()
+    )

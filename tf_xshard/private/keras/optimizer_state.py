@@ -70,12 +70,27 @@ def indices_of(
     optimizer: keras.optimizers.Optimizer, variables: Sequence
 ) -> list[int]:
     """The positions of variables among those an optimizer was built with."""
+    # Keras' key is the same for a variable and for TensorFlow's inside it.
+    key = optimizer._var_key
     positions = {
-        id(one): index
+        key(one): index
         for index, one in enumerate(trainable_variables(optimizer))
     }
-    found = [positions.get(id(one)) for one in variables]
+    found = [positions.get(key(one)) for one in variables]
     return [index for index in found if index is not None]
+
+
+def unknown_to(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence
+) -> list[str]:
+    """The names of variables that an optimizer was not built with."""
+    key = optimizer._var_key
+    known = {key(one) for one in trainable_variables(optimizer)}
+    return [
+        getattr(one, "path", one.name)
+        for one in variables
+        if key(one) not in known
+    ]
 
 
 def own_variables(
