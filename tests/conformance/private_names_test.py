@@ -241,7 +241,7 @@ def test_every_private_attribute_is_declared():
 
 
 def test_keras_begins_with_the_epoch_that_it_is_told():
-    """What `keras_models` sets, as BackupAndRestore does, while `fit` runs."""
+    """What `fit_internals` sets, as BackupAndRestore does, while `fit` runs."""
     source = inspect.getsource(keras.Model.fit)
     assert "self._initial_epoch or initial_epoch" in source
     assert "logs = self.train_function(iterator)" in source

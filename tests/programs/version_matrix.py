@@ -154,6 +154,8 @@ def _run_row(name: str, folder: str) -> bool:
     lines = log.read_text().splitlines()
     outcome = lines[-1].strip("= ") if lines else "no output"
     today = datetime.date.today().isoformat()
+    # An environment has three gigabytes.
+    shutil.rmtree(copy, ignore_errors=True)
     print(f"| {versions} | {outcome} | {minutes:.1f} | {today} |", flush=True)
     for line in lines:
         if line.startswith(("FAILED", "ERROR", "SKIPPED")) and (

@@ -46,7 +46,7 @@ from tf_xshard.private.tensorflow import tracing
 def transport_for(
     site: site_lib.Site, channel: channel_lib.Channel
 ) -> transport.Transport:
-    """The path on which a group communicates where the calling code runs."""
+    """The path on which a group of several replicas communicates here."""
     site_lib.check_devices(site.strategy)
     return _path(site, channel.groups)(site, channel)
 

@@ -44,7 +44,11 @@ class Transport(abc.ABC):
         self.communication = channel.communication
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums dense tensors over this replica's group."""
+        """Sums dense tensors over this replica's group.
+
+        All replicas of the group pass tensors of the same known shapes and
+        dtypes, and get the same bits.
+        """
         for observer in tuple(_observers):
             observer(self, tensors)
         return self._sum(tensors)

@@ -94,7 +94,7 @@ def agreed(
     """What all participants of a reduction communicate for each variable.
 
     It is dense if any replica holds a dense gradient, or if the transport only
-    sums. For the arguments and errors see `agree`.
+    sums.
     """
     site, groups = transport.site, transport.groups
     patterns = agree(
@@ -137,7 +137,15 @@ def agree(
     timeout_seconds: float,
     known: KnownPatterns,
 ) -> tuple[Pattern, ...]:
-    """Every replica's pattern, in the order of replica ids."""
+    """Every replica's pattern, in the order of replica ids.
+
+    A pattern in `known`, which an optimizer has agreed on while tracing, is not
+    exchanged again: one worker may retrace a step alone (a ragged batch), and
+    the others would not answer. In eager mode every call exchanges patterns.
+
+    Raises RuntimeError if another process does not answer in time, and
+    ValueError if replicas apply different numbers, dtypes or shapes.
+    """
     own = own_pattern(gradients, variables)
     names = [entry.name for entry in own]
     shapes = [list(v.shape) for v in variables]

@@ -111,7 +111,7 @@ class GradientReducer:
         *,
         exact: bool = False,
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
-        """The group's sums, still without the batch's factor: see above."""
+        """As `all_reduce`, but the sums, without the batch's factor."""
         if groups.group_size == 1 or not batch.variables:
             return batch, None  # Nothing is lost.
         transport = self.transport(site, groups, exact=exact)
@@ -130,8 +130,7 @@ class GradientReducer:
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
         """This replica's shards of what `all_reduce` returns.
 
-        A shard is dense, see `distribute.shards`. For the arguments and errors
-        see `all_reduce`; groups have several replicas.
+        A shard is dense, see `distribute.shards`. Groups have several replicas.
         """
         transport = self.transport(site, groups)
         parts = self._parts(batch, transport, carry)

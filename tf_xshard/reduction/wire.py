@@ -35,7 +35,10 @@ def padding(num_elements: int, transport: transport_lib.Transport) -> int:
 def summed(
     buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> Received:
-    """The group sums of tensors."""
+    """The group sums of tensors, which end with `padding` zeros.
+
+    A bucket has one tensor unless the format is quantized.
+    """
     if wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return Received(*quantized_sum.summed(buckets, transport))
     tensors = [tensor for [tensor] in buckets]
@@ -51,7 +54,8 @@ def scattered(
     """The rows of group sums at this replica's position in its group.
 
     Args:
-      buckets: As for `summed`, of shapes [group_size, size].
+      buckets: This replica's tensors, of shapes [group_size, size]. A bucket
+        has one unless the format is quantized.
       transport: The `Transport` to use.
 
     Returns:

@@ -1,6 +1,6 @@
 """Keras optimizers whose variables are shards: mixins of the class swap.
 
-See `keras_shards` for the variables.
+See `shards` for the variables.
 """
 
 from __future__ import annotations
