@@ -14,7 +14,7 @@ from tests.support import forked
 from tests.support import seeds
 
 NUM_LOGICAL_CPUS = 8
-# Of one test of large counts; of others see setup.cfg.
+# Limits one test of large counts; setup.cfg limits the other tests.
 FULL_TIMEOUT_SECONDS = 3000
 # Files that mostly wait, and where in the order of the files they run: one
 # beside another would leave the machine idle. faults_test.py is first, far from

@@ -100,11 +100,17 @@ class Communication:
                 f" {tuple(one.dtype for one in formats if one.loses)}."
             )
         if self.rounding not in wire_formats.TABLE[self.dtype].roundings:
-            known = {r: one.dtype for one in formats for r in one.roundings}
+            roundings = [r for one in formats for r in one.roundings]
+            needs = [
+                f'"{rounding}" needs dtype="{one.dtype}"'
+                for one in formats
+                for rounding in one.roundings
+                if rounding not in wire_formats.TABLE[None].roundings
+            ]
             raise ValueError(
                 f"Communication(rounding={self.rounding!r}) is not supported"
-                f" with dtype={self.dtype!r}. Supported: {tuple(known)}, of"
-                ' which "stochastic" needs dtype="int8".'
+                f" with dtype={self.dtype!r}. Supported:"
+                f" {tuple(dict.fromkeys(roundings))}; {', '.join(needs)}."
             )
 
     def dtype_of_sum(self, dtype: str, group_size: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 # The values of tf.compat.v1.losses.Reduction, which the original optimizers
@@ -54,12 +54,12 @@ SUM = Reduction("sum", _one)
 TABLE = {one.name: one for one in (MEAN, SUM)}
 
 
-def checked(value: Any, table: Mapping[str, Reduction] = TABLE) -> Reduction:
-    """Converts a `reduction` argument."""
+def checked(value: Any) -> Reduction:
+    """Converts a `reduction` argument, or raises ValueError."""
     name = value if isinstance(value, str) else ""
-    found = table.get(_ALIASES.get(name, name))
+    found = TABLE.get(_ALIASES.get(name, name))
     if found is None or found.divisor is None:
-        known = [f'"{one.name}"' for one in table.values() if one.divisor]
+        known = [f'"{one.name}"' for one in TABLE.values() if one.divisor]
         raise ValueError(
             f"reduction must be {' or '.join(known)}, got {value!r}."
         )

@@ -225,7 +225,7 @@ def test_attributes_of_instances():
 
 
 def test_every_private_attribute_is_declared():
-    """What private/ touches, and nothing of ours defines, is in a table."""
+    """A table has each foreign private attribute that private/ touches."""
     declared = {one for found in names.ATTRIBUTES.values() for one in found}
     for one in names.DECLARED:
         for paths_ in one.paths.values():

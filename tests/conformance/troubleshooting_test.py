@@ -24,7 +24,7 @@ _FOREIGN = "Errors of Keras and TensorFlow"
 _LEAST_CONSTANT = 12
 
 
-# What shows its text to users, besides raised errors.
+# These functions show their text to users, as raised errors do.
 _REPORTERS = ("error", "warning", "warn", "log_first_n", "assert_equal", "_say")
 # Nobody meets these: NotImplementedError of an abstract method, and what is
 # impossible.

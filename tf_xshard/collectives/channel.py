@@ -15,7 +15,7 @@ _taken: set[int] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """What a transport needs to know besides where it runs.
+    """Groups, how they communicate, and a number: all that a transport needs.
 
     Attributes:
       groups: Which replicas communicate with which.

@@ -36,7 +36,7 @@ class Totals(NamedTuple):
 
 
 class Counters:
-    """Those of the collectives that run one after another on one device."""
+    """Counts the collectives that run one after another on one device."""
 
     def __init__(self, host: str, name: str) -> None:
         self._host, self._name = host, name

@@ -116,7 +116,7 @@ class _Waiting:
         return tf.raw_ops.AssignAddVariableOp(resource=self._count, value=value)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether a collective has waited longer than the timeout."""
+        """Returns True if a collective has waited longer than the timeout."""
         count = self._read()
         # A step that fails on one replica cancels the others' collectives, and
         # what runs now may be another function, or the next call of this one
@@ -159,7 +159,7 @@ class WatchedBatch:
         WATCHDOG.remove(self)
 
     def is_overdue(self, num_ended: int, now: float) -> bool:
-        """Whether no collective has ended for longer than the timeout."""
+        """Returns True if no collective has ended within the timeout."""
         if self._num_ended != num_ended or (not runtime.a_function_runs()):
             self._num_ended, self._since = num_ended, now
         return now - self._since > self.timeout_seconds

@@ -117,7 +117,7 @@ class _Part:
 
 
 class StackPlan:
-    """Who does what in the stack of an outermost optimizer."""
+    """Says who does what in the stack of an outermost optimizer."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -150,7 +150,10 @@ class StackPlan:
     def groups(
         self, wrapper: Any, site: site_lib.Site
     ) -> group_assignment_lib.GroupAssignment:
-        """The groups over which a wrapper reduces."""
+        """The groups over which a wrapper reduces.
+
+        Each replica is its own group if another wrapper reduces instead.
+        """
         part = self._parts[id(wrapper)]
         if not part.reduces:
             return group_assignment_lib.GroupAssignment.contiguous(
@@ -244,7 +247,10 @@ _running: contextvars.ContextVar[StackPlan | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def running(wrapper: Any) -> Iterator[StackPlan]:
-    """A context in which a wrapper runs."""
+    """A context in which a wrapper runs; yields the plan of its stack.
+
+    The stack is that of the outermost wrapper, which may be calling this one.
+    """
     plan = _running.get()
     if plan is not None and plan.has(wrapper):
         yield plan

@@ -79,7 +79,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What the runs of a demo have in common.
+    """Makes the runs of a demo, which share data, options and strategy.
 
     Attributes:
       digits: The data.
