@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
-from tf_xshard.collectives import channel
 from tf_xshard.collectives import transport
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import buckets
@@ -84,9 +83,9 @@ def test_what_a_transport_gets(group_size, expected, packs):
 
     groups = tf_xshard.GroupAssignment.contiguous(2 * group_size, group_size)
     site = site_lib.Site(None, "mirrored", 2 * group_size, 0, "", 1)
-    how = channel.Channel(groups, tf_xshard.Communication(dtype="bfloat16"))
+    communication = tf_xshard.Communication(dtype="bfloat16")
     sums = buckets.sum_dense(
-        [tf.ones([3]), tf.ones([2, 2])], Recording(site, how)
+        [tf.ones([3]), tf.ones([2, 2])], Recording(site, groups, communication)
     ).values
     assert set(seen) == {expected}
     assert [one.dtype for one in sums] == [tf.float32, tf.float32]

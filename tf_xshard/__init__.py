@@ -6,32 +6,32 @@ replicas that you choose.
     gradients of each replica, from `fit` or a training loop
         |
         v
-    optimizers      pre_reduce                  the user's hook, unscaled
+    optimizers      pre_reduce                  your hook, unscaled gradients
         |
         v
-    reduction       presence                    who has which gradient; with
-        |           |                           several processes, exchanged
+    reduction       presence                    which replica has which gradient
+        |           |                           (exchanged across processes)
         |           buckets, wire               packed, in the wire dtype
         |           collectives                 one path per kind of strategy
-        |           scale                       mean or sum, 1/N undone, once
+        |           scale                       mean or sum; 1/N undone, once
         v
-    optimizers      post_reduce                 the user's hook, unscaled
+    optimizers      post_reduce                 your hook, unscaled gradients
         |
         |           finite vote                 with a LossScaleOptimizer: on an
         |                                       overflow anywhere, all skip
         v
     update.whole    no second reduction         (or `update.sharded`: a reduce-
-        |                                       scatter above, each replica its
-        v                                       shard, then an all-gather)
+        |                                       scatter above; each replica
+        v                                       updates its shard; all-gather)
     inner optimizer -> variables -> group_state, callbacks
                                                 what each group holds
 
-`TowerOptimizer` accumulates before all of this, `AGNOptimizer` between local
-updates. `compat.v1` has the documented TF1 optimizers, on the same stages.
-`multi_worker` launches several processes and makes Keras' `fit` work on them.
+`TowerOptimizer` accumulates first, and runs these stages once a round.
+`AGNOptimizer` updates each replica locally, and runs the stages at an exchange.
+`compat.v1` has the documented TF1 optimizers, on the same stages.
+`multi_worker` launches processes and makes Keras' `fit` work across them.
 
-Each folder's docstring says what it is for; docs/CONTRIBUTING.md says where a
-change belongs.
+To change something, read docs/CONTRIBUTING.md and the folders' docstrings.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ __all__ = (
 
 def __getattr__(name: str) -> Any:
     if name == "compat":
-        # TF1's optimizers, which few need: a private name of TF1 that moves
-        # must not break the import for the others.
+        # Few users need TF1's optimizers, so import them on request. A private
+        # TF1 name that moves must not break the import for other users.
         return importlib.import_module("tf_xshard.compat")
     if name in __all__:
         _check_versions()
@@ -91,12 +91,10 @@ def _check_versions() -> None:
 
 
 def _is_command_line() -> bool:
-    """Whether this is imported for `python -m tf_xshard` or `tf-xshard`.
-
-    Help and `launch` need no TensorFlow, whose import takes seconds.
-    """
+    """Returns whether `python -m tf_xshard` or `tf-xshard` imports this."""
+    # Help and `launch` need no TensorFlow, whose import takes seconds.
     if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv:
-        # Python is still looking for the module to run.
+        # sys.argv is ["-m"] while Python looks for the module to run.
         after = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
         return after[:1] == [__name__]
     return (
@@ -108,8 +106,8 @@ def _is_command_line() -> bool:
 if TYPE_CHECKING:
     from tf_xshard import compat as compat
     from tf_xshard.public import *
-# Not lazily: Keras finds the classes of a saved model only if they have been
-# imported.
+# Import eagerly. Keras finds the classes of a saved model only if they have
+# been imported.
 elif not _is_command_line():
     _check_versions()
     from tf_xshard.public import *

@@ -1,4 +1,4 @@
-"""`python -m tf_xshard demo | doctor | launch | plan`; also `tf-xshard`."""
+"""The commands of `python -m tf_xshard`, also installed as `tf-xshard`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-# Imported when called: `launch` and help need no TensorFlow.
+# Import a command's module when it is called, since `launch` and help need no
+# TensorFlow.
 _COMMANDS = {
     "demo": (
         "tf_xshard.cli.demo",
@@ -30,14 +31,7 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
-
-    Args:
-      arguments: Command line arguments; None for the process's own.
-
-    Returns:
-      The exit code.
-    """
+    """Runs a command line, by default the process's; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="tf-xshard",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     module_name, what = _COMMANDS[options.command]
     module = importlib.import_module(module_name)
-    # Hides advice on speed and retracing, meant for training programs.
+    # Hide TensorFlow's advice on speed and retracing, which addresses training
+    # programs.
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     command = argparse.ArgumentParser(
         prog=f"{parser.prog} {options.command}", description=what

@@ -1,8 +1,4 @@
-"""Argument checks shared by several modules.
-
-Each returns the value, converted to one type, or raises an error that says what
-was received, what was expected and the argument's name.
-"""
+"""Argument checks that return the converted value or raise an error."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ from typing import Any
 
 
 def integer(name: str, value: Any) -> int:
-    """Converts any integer type to int; refuses bool."""
-    # operator.index accepts NumPy's and Python's bool.
+    """Converts an integer of any type but bool to int."""
+    # operator.index accepts Python's and NumPy's bool, so exclude them by name.
     if type(value).__name__ not in ("bool", "bool_"):
         try:
             return operator.index(value)
@@ -24,7 +20,7 @@ def integer(name: str, value: Any) -> int:
 
 def boolean(name: str, value: Any) -> bool:
     """Checks that an argument is True or False."""
-    # NumPy's bool as well.
+    # NumPy's bool is accepted as well.
     if type(value).__name__ not in ("bool", "bool_"):
         raise TypeError(f"{name} must be a bool, got {value!r}.")
     return bool(value)
@@ -39,7 +35,7 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def count(name: str, value: Any, *others: Any) -> Any:
-    """Checks that a value is a positive int, or one of a few other values."""
+    """Checks that a value is a positive int or is in `others`."""
     if any(value is other or value == other for other in others):
         return value
     try:

@@ -1,4 +1,4 @@
-"""How gradients are communicated between replicas: one frozen value."""
+"""`Communication`, the settings for communicating gradients."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from tf_xshard import wire_formats
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
-    """How gradients are communicated between replicas.
+    """Settings for communicating gradients between replicas.
 
     The default suits most jobs. Change it if the network is slow (`dtype`), or
     if workers wait long for each other (`timeout_seconds`).
 
     Args:
-      dtype: The dtype in which floating point gradients are communicated:
-        `"bfloat16"`, `"float16"`, `"float32"`, `"float64"`, or None (default)
-        for each gradient's own. They are scaled and applied in their own dtype.
-        16-bit dtypes halve the bytes of float32 and round every partial sum:
-        the error of a sum over `group_size` replicas is up to `group_size` *
-        2^-8 (bfloat16) or 2^-11 (float16) of the sum of magnitudes. If that
-        could exceed 1/16, in groups of more than 16 (bfloat16) or 128 (float16)
-        replicas, gradients are summed in float32, or in their own dtype if that
-        has 16 bits. float16 overflows above 65504. `"int8"` sends a quarter of
-        float32's bytes: 8-bit integers with one float32 scale for each 256,
-        added up in float32 (whose range float64 gradients need to keep to) and
-        rounded once more. Rows of IndexedSlices are then sent in their own
-        dtype. Under MirroredStrategy and MultiWorkerMirroredStrategy only, in a
-        `tf.function` over processes.
-      bytes_per_bucket: Gradients are packed into buckets of about this many
-        bytes, an int >= 1, default 16 MiB. A gradient is never split. Several
+      dtype: The dtype in which floating point gradients are communicated,
+        `"bfloat16"`, `"float16"`, `"float32"`, `"float64"`, `"int8"`, or None
+        (default) for each gradient's own dtype. Gradients are scaled and
+        applied in their own dtype. A 16-bit dtype halves the bytes of float32
+        and rounds every partial sum. Relative to the sum of magnitudes, the
+        error is at most `group_size` * 2^-8 (bfloat16) or `group_size` * 2^-11
+        (float16). In groups of more than 16 (bfloat16) or 128 (float16)
+        replicas, this bound exceeds 1/16. Gradients are then summed in float32,
+        or in their own dtype if it has 16 bits. float16 overflows above 65504.
+        `"int8"` sends a quarter of float32's bytes, as 8-bit integers with one
+        float32 scale for each 256 values. They are summed in float32, whose
+        range float64 gradients must not exceed, and rounded again. Rows of
+        IndexedSlices keep their own dtype. `"int8"` works only under
+        MirroredStrategy, and under MultiWorkerMirroredStrategy in a
+        `tf.function`.
+      bytes_per_bucket: The approximate size of a bucket of packed gradients in
+        bytes, an int >= 1. Default: 16 MiB. A gradient is never split. Several
         buckets are in flight at once, the last layers' first, to overlap
-        communication with the backward pass. From 8 to 64 MiB the measured
-        times differ by no more than noise (benchmarks/README.md).
-      timeout_seconds: A replica that waits longer than this many seconds for
-        the others raises an error instead of hanging. A number > 0, default
-        300.
-      buckets_in_flight: How many buckets are communicated at once, an int >= 1,
-        default 4. With NCCL (GPUs) always 1.
-      error_feedback: Whether what a replica's gradient loses on the wire is
-        added to its next one, which keeps training close to that of float32.
-        Costs a variable of each trained variable's shape on each replica, which
-        is saved and restored like others. For `"int8"`, `"bfloat16"` and
+        communication with the backward pass. From 8 to 64 MiB, measured times
+        differ by no more than noise (benchmarks/README.md).
+      timeout_seconds: The seconds that a replica waits for other replicas
+        before it raises an error, a number > 0. Default: 300.
+      buckets_in_flight: The number of buckets that are communicated at once, an
+        int >= 1. Default: 4. With NCCL (GPUs), it is always 1.
+      error_feedback: Whether to add what a replica's gradient loses on the wire
+        to the replica's next gradient, which keeps training close to float32.
+        Each replica gets one more variable of each trained variable's shape,
+        saved and restored like others. Only for `"int8"`, `"bfloat16"` and
         `"float16"`. Default: False.
-      rounding: With `"int8"`, `"nearest"` (default), or `"stochastic"`: up or
-        down at random, so that the mean over steps is exact.
+      rounding: `"nearest"` (default), or `"stochastic"` (`"int8"` only), which
+        rounds up or down at random, so that the mean over steps is exact.
 
     Raises:
       TypeError: If an argument has the wrong type.
@@ -60,7 +60,7 @@ class Communication:
     (16777216, 300)
 
     Source: `tf.distribute.experimental.CommunicationOptions`, with a wire dtype
-    (`Compression` in Horovod); error feedback: Seide et al. 2014, and
+    (`Compression` in Horovod). Error feedback is from Seide et al. 2014, and
     Karimireddy et al. 2019, arXiv 1901.09847.
     """
 
@@ -114,16 +114,16 @@ class Communication:
             )
 
     def dtype_of_sum(self, dtype: str, group_size: int) -> str:
-        """The dtype in which gradients of one dtype are summed over a group.
+        """Returns the dtype in which gradients are summed over a group.
 
         Args:
           dtype: The gradients' own dtype.
           group_size: The number of replicas in a group.
 
         Returns:
-          The name of a dtype: `self.dtype`, or float32 if `self.dtype` is too
-          imprecise for the group. The gradients' own if `self.dtype` is None,
-          or instead of float32 if it has 16 bits.
+          The name of a dtype. It is `self.dtype`, or `dtype` if `self.dtype` is
+          None. If `self.dtype` is too imprecise for the group, it is `dtype`
+          if `dtype` has 16 bits, else float32.
 
         Example:
 
@@ -134,7 +134,7 @@ class Communication:
         return wire_formats.TABLE[self.dtype].dtype_of_sum(dtype, group_size)
 
     def exact(self) -> Communication:
-        """The same for values that must arrive as they are.
+        """Returns these settings for values that must arrive unchanged.
 
         Returns:
           A `Communication` in each tensor's own dtype.
@@ -149,9 +149,9 @@ class Communication:
         )
 
     def dtype_of_rows(self, dtype: str) -> str:
-        """The dtype in which rows of IndexedSlices are sent.
+        """Returns the dtype in which rows of IndexedSlices are sent.
 
-        They are added up where they arrive, in their own dtype.
+        The receiver sums rows in their own dtype.
 
         Args:
           dtype: The rows' own dtype.
@@ -167,10 +167,10 @@ class Communication:
         return wire_formats.TABLE[self.dtype].dtype_of_rows(dtype)
 
     def get_config(self) -> dict:
-        """The arguments as a dict, for serialization.
+        """Returns the arguments, for serialization.
 
         Returns:
-          A dict that `Communication(**config)` takes back.
+          A dict for `Communication(**config)`.
 
         Example:
 
@@ -178,7 +178,7 @@ class Communication:
         16777216
         """
         config = dataclasses.asdict(self)
-        # Version 0.1.0 does not know these.
+        # Version 0.1.0 does not know these arguments, so omit their defaults.
         for field in dataclasses.fields(self):
             if (
                 field.name in ("error_feedback", "rounding")
@@ -189,7 +189,7 @@ class Communication:
 
 
 def checked(communication: Any) -> Communication:
-    """Checks an argument `communication`."""
+    """Checks a `communication` argument; None becomes the default."""
     if communication is None:
         return Communication()
     if not isinstance(communication, Communication):

@@ -1,7 +1,6 @@
-"""Which TensorFlow and Keras this package is tested with.
+"""The tested versions of TensorFlow and Keras, and checks against them.
 
-The versions are in setup.cfg. They are read from the installed package's
-metadata, or from that file in a checkout that is not installed.
+The versions are in the package's metadata or, in a checkout, in setup.cfg.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _INSTALL = (
 
 @functools.cache
 def requirements() -> tuple[str, ...]:
-    """The package's requirements, including those of its extras.
-
-    Returns:
-      Strings such as "keras<4,>=3.12" or 'keras<3.17; extra == "tested"'.
-    """
+    """Returns all requirements, such as 'keras<3.17; extra == "tested"'."""
     try:
         return tuple(importlib.metadata.requires("tf_xshard") or ())
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +38,7 @@ def requirements() -> tuple[str, ...]:
 def _from_checkout() -> tuple[str, ...]:
     config = configparser.ConfigParser()
     config.read(pathlib.Path(__file__).parents[1] / "setup.cfg")
-    # Where the package has been copied, that file is another project's.
+    # Another project may contain a copy of this package and its own setup.cfg.
     if config.get("metadata", "name", fallback=None) != "tf_xshard":
         return ()
     lines = config["options"]["install_requires"].split("\n")
@@ -53,17 +48,10 @@ def _from_checkout() -> tuple[str, ...]:
 
 
 def specifier(distribution: str) -> specifiers.SpecifierSet:
-    """The versions of a distribution that all of the requirements allow.
-
-    Args:
-      distribution: A distribution's name.
-
-    Returns:
-      The conditions of the package and of all extras together.
-    """
+    """Returns the versions that the package and all its extras allow."""
     found = specifiers.SpecifierSet(prereleases=True)
     for line in requirements():
-        # Without the marker, which says for which extra it is.
+        # Drop the marker, which names the extra that has the requirement.
         requirement = packaging_requirements.Requirement(line.split(";")[0])
         if requirement.name == distribution:
             found &= requirement.specifier
@@ -71,15 +59,9 @@ def specifier(distribution: str) -> specifiers.SpecifierSet:
 
 
 def tested(distribution: str) -> tuple[Minor, Minor]:
-    """The oldest and the newest minor version that tests have run with.
-
-    Args:
-      distribution: "tensorflow" or "keras".
-
-    Returns:
-      Two (major, minor) pairs. The newest is just below the smallest upper
-      bound; for Keras that is in `[tested]`, since newer versions are allowed.
-    """
+    """Returns the oldest and the newest tested (major, minor) version."""
+    # The newest tested version is just below the smallest upper bound. Keras'
+    # bound is in the extra `[tested]`, since the package allows newer versions.
     bounds = specifier(distribution)
     oldest = max(_minor(one.version) for one in bounds if one.operator == ">=")
     bound = min(_minor(one.version) for one in bounds if one.operator == "<")
@@ -87,8 +69,8 @@ def tested(distribution: str) -> tuple[Minor, Minor]:
 
 
 def tested_range(distribution: str) -> str:
-    """The versions that tests have run with, for people: "3.12 to 3.16"."""
-    # A copy of the package without metadata does not know.
+    """Returns the tested versions for error texts, such as "3.12 to 3.16"."""
+    # A copy of the package without metadata does not know the versions.
     if not requirements():
         return "unknown versions"
     return " to ".join(".".join(map(str, one)) for one in tested(distribution))
@@ -100,16 +82,7 @@ def _minor(text: str) -> Minor:
 
 
 def check_range(name: str, found: str, range_: tuple[Minor, Minor]) -> None:
-    """Refuses versions that are too old, and warns of one newer than tested.
-
-    Args:
-      name: The package's name, for the message.
-      found: Its version, such as "2.21.0".
-      range_: The oldest and the newest tested (major, minor).
-
-    Raises:
-      ImportError: If the version is older.
-    """
+    """Raises ImportError for an old version; warns of one newer than tested."""
     oldest, newest = (".".join(map(str, bound)) for bound in range_)
     if _minor(found) < range_[0]:
         raise ImportError(
@@ -125,15 +98,7 @@ def check_range(name: str, found: str, range_: tuple[Minor, Minor]) -> None:
 
 
 def refuse_moved(feature: str, names: Sequence[str]) -> None:
-    """Raises the error for private names that a new version has moved.
-
-    Args:
-      feature: What needs the names, the subject of the sentence.
-      names: The full names. Nothing happens if there are none.
-
-    Raises:
-      ImportError: If there are any.
-    """
+    """Raises ImportError if private `names` that `feature` needs have moved."""
     if not names:
         return
     raise ImportError(
@@ -145,17 +110,12 @@ def refuse_moved(feature: str, names: Sequence[str]) -> None:
 
 
 def check() -> None:
-    """Checks for a usable TensorFlow and Keras.
-
-    Raises:
-      ImportError: If one is missing or too old, or Keras runs on another
-        backend.
-    """
+    """Raises ImportError if TensorFlow or Keras is missing or unusable."""
     if importlib.util.find_spec("tensorflow") is None:
         raise ImportError(f"tf_xshard found no TensorFlow. {_INSTALL}")
     tensorflow = importlib.import_module("tensorflow")
     keras = importlib.import_module("keras")
-    # A copy of the package without metadata has nothing to compare with.
+    # A copy of the package without metadata has no versions to compare with.
     if requirements():
         check_range("tensorflow", tensorflow.__version__, tested("tensorflow"))
         check_range("keras", keras.__version__, tested("keras"))

@@ -1,4 +1,4 @@
-"""Which replicas reduce together: a frozen, validated value."""
+"""`GroupAssignment`, the groups of replicas that reduce together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tf_xshard import group_assignment_checks
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class GroupAssignment:
-    """Which replicas reduce their gradients together.
+    """The groups of replicas that reduce their gradients together.
 
-    Use it wherever gradients should be shared within groups of replicas but not
-    across them. It is frozen, hashable and equal by value, and needs no
-    TensorFlow. A nested list or an integer array is accepted wherever a
-    `GroupAssignment` is; create one to have mistakes reported early.
+    Gradients are shared within a group, not across groups. A `GroupAssignment`
+    is frozen, hashable and equal by value, and needs no TensorFlow. A
+    `group_assignment` argument also takes a nested list or an integer array.
+    Create a `GroupAssignment` to find mistakes early.
 
     ```
     GroupAssignment([[0, 1], [2, 3]])        replica   0   1   2   3
@@ -28,14 +28,14 @@ class GroupAssignment:
 
     Args:
       groups: A `[num_groups, replicas_per_group]` nested list, tuple or integer
-        array of replica ids, or another `GroupAssignment`. The ids are
-        `tf.distribute`'s `replica_id_in_sync_group`; each of `0 ..
-        num_replicas - 1` appears exactly once and all groups have the same
-        size. The order of groups, and of ids in a group, is preserved.
+        array of replica ids, or another `GroupAssignment`. Ids are
+        `tf.distribute`'s `replica_id_in_sync_group`. Each id from 0 to
+        `num_replicas - 1` appears exactly once, and all groups have the same
+        size. The order of groups and of the ids in a group is kept.
 
     Raises:
       TypeError: If `groups` is not a nested sequence, or an id is not an
-        integer (bool and float are refused).
+        integer (a bool and a float are not).
       ValueError: If `groups` is empty or not two-dimensional, if groups differ
         in size, or if an id is negative, appears twice or is missing.
 
@@ -49,8 +49,8 @@ class GroupAssignment:
     >>> groups == tf_xshard.GroupAssignment.contiguous(4, 2)
     True
 
-    Source: `group_assignment` of `tf.compat.v1.tpu.CrossShardOptimizer`, which
-    accepts duplicate ids (`[[0, 1], [1, 0]]`); this class does not.
+    Source: `group_assignment` of `tf.compat.v1.tpu.CrossShardOptimizer`, which,
+    unlike this class, accepts duplicate ids (`[[0, 1], [1, 0]]`).
     """
 
     _groups: tuple[tuple[int, ...], ...]
@@ -73,7 +73,7 @@ class GroupAssignment:
 
     @classmethod
     def contiguous(cls, num_replicas: int, group_size: int) -> GroupAssignment:
-        """Groups of neighbours: replicas 0..k-1, k..2k-1, and so on.
+        """Creates groups of `group_size` consecutive replicas.
 
         Args:
           num_replicas: Number of replicas, an int >= 1.
@@ -84,7 +84,8 @@ class GroupAssignment:
 
         Raises:
           TypeError: If an argument is not an int.
-          ValueError: If `group_size` does not divide `num_replicas`.
+          ValueError: If an argument is less than 1, or `group_size` does not
+            divide `num_replicas`.
 
         Example:
 
@@ -98,7 +99,7 @@ class GroupAssignment:
 
     @classmethod
     def strided(cls, num_replicas: int, group_size: int) -> GroupAssignment:
-        """Groups across neighbours, the transpose of `contiguous`.
+        """Creates groups of every `num_groups`-th replica.
 
         With `num_groups = num_replicas // group_size`, group `i` holds the
         replicas `i, i + num_groups, i + 2 * num_groups, ...`.
@@ -108,11 +109,13 @@ class GroupAssignment:
           group_size: Replicas per group, an int that divides `num_replicas`.
 
         Returns:
-          A `GroupAssignment` of `num_replicas // group_size` groups.
+          A `GroupAssignment`, the transpose of
+          `contiguous(num_replicas, num_groups)`.
 
         Raises:
           TypeError: If an argument is not an int.
-          ValueError: If `group_size` does not divide `num_replicas`.
+          ValueError: If an argument is less than 1, or `group_size` does not
+            divide `num_replicas`.
 
         Example:
 
@@ -126,7 +129,7 @@ class GroupAssignment:
 
     @classmethod
     def single(cls, num_replicas: int) -> GroupAssignment:
-        """One group of all replicas.
+        """Creates one group of all replicas.
 
         Args:
           num_replicas: Number of replicas, an int >= 1.
@@ -147,18 +150,18 @@ class GroupAssignment:
 
     @classmethod
     def by_host(cls, strategy: Any) -> GroupAssignment:
-        """One group per host: replicas that can reduce without the network.
+        """Creates one group per host, which can reduce without the network.
 
-        Hosts are determined by the strategy: from the cluster's addresses
-        (MultiWorkerMirroredStrategy), or from the tasks of its devices.
-        Processes on one host are one group.
+        The hosts come from the cluster's addresses
+        (MultiWorkerMirroredStrategy) or from the tasks of the strategy's
+        devices. Processes on one host form one group.
 
         Args:
           strategy: A `tf.distribute.Strategy`.
 
         Returns:
-          A `GroupAssignment`. `transposed()` has a replica of every host in
-          each group.
+          A `GroupAssignment`. In its `transposed()`, each group has one replica
+          of every host.
 
         Raises:
           ValueError: If hosts have different numbers of replicas.
@@ -182,7 +185,7 @@ class GroupAssignment:
         return cls(list(groups.values()))
 
     def transposed(self) -> GroupAssignment:
-        """Groups across these: the first replica of each, the second, ....
+        """Groups the first replicas of all groups, the second ones, and so on.
 
         Returns:
           A `GroupAssignment` of `group_size` groups.
@@ -196,27 +199,27 @@ class GroupAssignment:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups."""
+        """The number of groups."""
         return len(self._groups)
 
     @property
     def group_size(self) -> int:
-        """Number of replicas in each group."""
+        """The number of replicas in each group."""
         return len(self._groups[0])
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas in all groups together."""
+        """The number of replicas in all groups together."""
         return len(self._group_of)
 
     def group_of(self, replica_id: int) -> int:
-        """The index of the group that a replica is in.
+        """Returns the index of the group that holds a replica.
 
         Args:
           replica_id: A replica id, an int in `[0, num_replicas)`.
 
         Returns:
-          The group's index, an int in `[0, num_groups)`.
+          An int in `[0, num_groups)`.
 
         Raises:
           ValueError: If no group holds `replica_id`.
@@ -234,7 +237,7 @@ class GroupAssignment:
         return self._group_of[replica_id]
 
     def to_list(self) -> list[list[int]]:
-        """The groups as a new nested list of ints.
+        """Returns the groups as a new nested list of ints.
 
         Returns:
           A `[num_groups, group_size]` nested list.
@@ -254,11 +257,11 @@ class GroupAssignment:
 
 
 def _hosts(strategy: Any) -> list[str]:
-    """The host of every replica, in the order of replica ids."""
+    """Returns the host of every replica, in the order of replica ids."""
     devices = list(strategy.extended.worker_devices)
     num_replicas = strategy.num_replicas_in_sync
     if len(devices) < num_replicas:
-        # Several processes, each of which sees only its own devices.
+        # Each of several processes sees only its own devices.
         cluster = strategy.cluster_resolver.cluster_spec().as_dict()
         addresses = [
             address
@@ -268,9 +271,9 @@ def _hosts(strategy: Any) -> list[str]:
         return [
             address.rpartition(":")[0] for address in addresses for _ in devices
         ]
-    # "/job:worker/replica:0/task:1/device:TPU:0" without the device.
+    # Drop the device from "/job:worker/replica:0/task:1/device:TPU:0".
     hosts = [device.rpartition("/device:")[0] for device in devices]
-    # All hosts of a simulated TPU are this process.
+    # This process acts as all hosts of a simulated TPU.
     if len(set(hosts)) == 1 and getattr(strategy.extended, "num_hosts", 1) > 1:
         per_host = strategy.extended.num_replicas_per_host
         return [str(r // per_host) for r in range(num_replicas)]

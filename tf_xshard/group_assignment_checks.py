@@ -1,4 +1,4 @@
-"""The checks of a group assignment: each mistake has an error of its own."""
+"""Checks of a group assignment, with a separate error for each mistake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HINT = (
 
 
 def _as_replica_id(value: Any) -> int | None:
-    """`value` as an int, or None if it is not an integer (or a bool)."""
+    """Returns `value` as an int, or None if it is a bool or no integer."""
     try:
         return checks.integer("replica id", value)
     except TypeError:
@@ -24,7 +24,7 @@ def _as_replica_id(value: Any) -> int | None:
 
 
 def validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
-    """The groups as tuples of ints, after all checks."""
+    """Checks groups, and returns them as tuples of ints."""
     nested = [_sequence(row, groups) for row in _sequence(groups, groups)]
     if not any(nested):
         raise ValueError(f"group_assignment {groups!r} is empty. {_HINT}")
@@ -61,7 +61,7 @@ def validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def num_groups(num_replicas: int, group_size: int) -> int:
-    """How many groups of one size all replicas make."""
+    """Returns the number of equal groups, or raises if sizes do not fit."""
     num_replicas = checks.positive_integer("num_replicas", num_replicas)
     group_size = checks.positive_integer("group_size", group_size)
     if num_replicas % group_size:

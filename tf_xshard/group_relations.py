@@ -1,4 +1,4 @@
-"""Group assignments compared and combined."""
+"""Compares and combines group assignments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def for_replicas(
     num_replicas: int,
     where: str = "the strategy",
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups, or one group of all replicas."""
+    """Checks that groups fit; returns one group of all replicas for None."""
     if groups is None:
         return group_assignment_lib.GroupAssignment.single(num_replicas)
     if groups.num_replicas != num_replicas:
@@ -35,18 +35,16 @@ def same_groups(
     one: group_assignment_lib.GroupAssignment,
     other: group_assignment_lib.GroupAssignment,
 ) -> bool:
-    """Whether the same replicas are grouped, in any order."""
+    """Returns whether the same replicas are grouped, in any order."""
     return set(map(frozenset, one)) == set(map(frozenset, other))
 
 
 def joined(
     assignments: Sequence[group_assignment_lib.GroupAssignment],
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups that result from several assignments together.
-
-    Nested optimizers that reduce over rows and columns reduce over all replicas
-    overall.
-    """
+    """Merges groups of several assignments that share a replica."""
+    # For example, nested optimizers that reduce over rows and over columns
+    # together reduce over all replicas.
     first, *others = assignments
     groups = [set(group) for group in first]
     for assignment in others:

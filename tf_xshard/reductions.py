@@ -1,4 +1,4 @@
-"""The reductions of several losses to one: one table."""
+"""The table of reductions of several losses to one."""
 
 from __future__ import annotations
 
@@ -6,37 +6,31 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-# The values of tf.compat.v1.losses.Reduction, which the original optimizers
-# take.
+# The original optimizers take these values of tf.compat.v1.losses.Reduction.
 _ALIASES = {"weighted_mean": "mean", "weighted_sum": "sum"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How the losses of several replicas, or towers, become one.
+    """A reduction of the losses of several replicas or towers to one."""
 
-    Attributes:
-      name: What users pass.
-      divisor: A function of the number of losses, by whose value their sum is
-        divided. None for a reduction that is no multiple of the sum; no
-        optimizer can use it, since gradients travel as sums.
-    """
-
+    # Users pass this name.
     name: str
+    # Returns the divisor of the sum, from the number of losses. None for a
+    # reduction that is no multiple of the sum. No optimizer can use such a
+    # reduction, since gradients are communicated as sums.
     divisor: Callable[[Any], Any] | None = None
 
     def of_sum(self, count: Any) -> Any:
-        """What to divide the sum of `count` values by."""
+        """Returns the number to divide the sum of `count` values by."""
         assert self.divisor is not None, self.name
         return self.divisor(count)
 
     def weight(self, count: int) -> int:
-        """What to multiply accumulated values by.
-
-        The mean of `count` weighted values is then their reduction. TensorFlow
-        and GroupState save, restore and regroup means, so an open accumulation
-        can be restored on any number of replicas.
-        """
+        """Returns the reduction of `count` values divided by their mean."""
+        # TensorFlow and GroupState save, restore and regroup means. With this
+        # factor, an open accumulation can be restored on any number of
+        # replicas.
         return count // self.of_sum(count)
 
 

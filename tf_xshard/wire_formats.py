@@ -1,41 +1,37 @@
-"""The formats in which gradients are sent: one table."""
+"""The table of formats in which gradients are sent."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# An error of a sum, relative to the sum of magnitudes.
+# The largest allowed error of a sum, relative to the sum of magnitudes.
 _MAX_SUM_ERROR = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-    """How the bits of gradients are sent.
+    """A format in which gradients are sent."""
 
-    Attributes:
-      dtype: What users pass; None for each gradient's own dtype.
-      path: `"sum"`: collectives add the values up in this dtype.
-        `"quantize"`: replicas send integers with scales, and add up in float32
-        what they receive. None: there is no code for it, so it can't be used.
-      roundoff: The relative error of one rounding; 0 if sums in this dtype are
-        as precise as those of the gradients.
-      loses: Whether the receiver sees less than the sender has, which error
-        feedback can keep.
-      roundings: The values of `Communication.rounding` that it has.
-      strategies: The kinds of strategies that have its collectives; None for
-        all.
-    """
-
+    # Users pass this dtype; None is each gradient's own dtype.
     dtype: str | None
+    # With "sum", collectives sum the values in this dtype. With "quantize",
+    # replicas send integers with scales, and sum what they receive in float32.
+    # With None, there is no code for the format, so it can't be used.
     path: str | None = None
+    # The relative error of one rounding, or 0 if a sum in this dtype is as
+    # precise as a sum in the gradients' dtype.
     roundoff: float = 0.0
+    # Whether the receiver gets fewer digits than the sender has. Error feedback
+    # can keep the lost digits.
     loses: bool = False
+    # The values of `Communication.rounding` that the format supports.
     roundings: tuple[str, ...] = ("nearest",)
+    # The kinds of strategies that have the format's collectives; None for all.
     strategies: tuple[str, ...] | None = None
 
     @property
     def is_quantized(self) -> bool:
-        """Whether tensors shrink before they are packed and sent."""
+        """True if tensors shrink before they are packed and sent."""
         return self.path == "quantize"
 
     def dtype_of_sum(self, own: str, group_size: int) -> str:
@@ -67,7 +63,7 @@ TABLE = {
             "quantize",
             loses=True,
             roundings=("nearest", "stochastic"),
-            # TPUs' collectives only add up.
+            # Collectives on TPUs only sum.
             strategies=("single", "mirrored", "multi_worker"),
         ),
     )
@@ -75,5 +71,5 @@ TABLE = {
 
 
 def usable() -> tuple[str | None, ...]:
-    """The dtypes that can be used."""
+    """Returns the dtypes that can be used."""
     return tuple(dtype for dtype, one in TABLE.items() if one.path is not None)

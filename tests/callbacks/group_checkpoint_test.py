@@ -13,7 +13,6 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.programs import resume_program
-from tests.support import forked
 from tests.support import group_training
 from tests.support import replicas
 from tests.support import seeds
@@ -231,7 +230,7 @@ def test_steps_per_execution_and_regroup(tmp_path):
 
 def _killed_and_resumed(tmp_path):
     def run(*arguments, code=0):
-        done = forked.run(
+        done = subprocess.run(
             [
                 sys.executable,
                 "-m",

@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import pytest
 
-from tests.support import forked
 from tests.support import mutants
 from tests.support import paths
 from tests.support import replicas
@@ -23,7 +22,7 @@ from tf_xshard.cli.demo import promises
 
 
 def _run(*arguments, module="tf_xshard", timeout_seconds=170):
-    return forked.run(
+    return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -183,7 +182,7 @@ def test_logical_cpus_are_made_before_tensorflow_runs():
 
 
 def test_doctor():
-    run = _run("doctor", module="tests.programs.forked_command")
+    run = _run("doctor")
     assert run.returncode == 0, run.stdout[-3000:]
     lines = run.stdout.splitlines()
     pairs = doctor.rotated_groups(4)[0]

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 
-from tests.support import forked
 from tests.support import paths
 
 _SETUP = """
@@ -45,7 +44,7 @@ def training(seconds=60.0):
 
 
 def _python(program):
-    return forked.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", _SETUP + program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

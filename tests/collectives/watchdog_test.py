@@ -1,6 +1,7 @@
 """A collective that waits too long fails, and the timeout costs no threads."""
 
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -10,14 +11,13 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import forked
 from tests.support import paths
 from tests.support import replicas
 from tf_xshard.collectives import watchdog
 
 
 def _run(program):
-    return forked.run(
+    return subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -76,7 +76,7 @@ import tensorflow as tf
 from tf_xshard import communication, group_assignment
 from tf_xshard.cli import logical_devices
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.collectives import channel, subgroups, watchdog
+from tf_xshard.collectives import subgroups, watchdog
 
 strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
 groups = group_assignment.GroupAssignment([[0, 1]])

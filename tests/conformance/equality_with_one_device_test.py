@@ -14,8 +14,6 @@ from tests.support import training
 from tests.support import versions
 from tf_xshard import group_assignment
 
-WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
-
 O = keras.optimizers  # noqa: E741
 
 SETTINGS = {

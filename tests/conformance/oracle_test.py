@@ -12,8 +12,6 @@ import tf_xshard
 from tests.support import replicas
 from tf_xshard.reduction import gradients as gradients_lib
 
-WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
-
 NUMPY_TYPES = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,

@@ -14,11 +14,8 @@ import pytest
 
 import tf_xshard
 from tests.programs import plain_keras_cases as cases
-from tests.support import forked
 from tests.support import paths
 from tests.support import versions
-
-WITH_GRAPH_OPTIMIZER = True  # See conftest.py.
 
 _MERGE_CALL = "`merge_call` called while defining a new graph or a tf.function"
 _PLACEHOLDER = "You must feed a value for placeholder tensor"
@@ -65,7 +62,7 @@ def _mended(case):
 def test_plain_keras(case):
     expected, right = ROWS[case]
     if case in _OWN_PROCESS:
-        run = forked.run(
+        run = subprocess.run(
             [sys.executable, "-m", "tests.programs.plain_keras_cases", case],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.programs import saving_program
-from tests.support import forked
 from tests.support import group_training
 from tests.support import replicas
 from tests.support import seeds
@@ -494,7 +493,7 @@ def test_killed_while_saving(request, tmp_path, report):
     steps = []
     for number in range(repetitions):
         directory = tmp_path / str(number)
-        process = forked.Popen(
+        process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",

@@ -17,7 +17,6 @@ import pytest
 
 from tests.multi_worker import four_processes_test as multi_worker_test
 from tests.programs import launched_job
-from tests.support import forked
 from tests.support import paths
 
 NUM_WORKERS = launched_job.NUM_WORKERS
@@ -37,7 +36,7 @@ _ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 class _Launched:
     """A finished launch: its lines, and when each came."""
 
-    def __init__(self, command, environment=None, popen=forked.Popen):
+    def __init__(self, command, environment=None, popen=subprocess.Popen):
         self.lines = []
         process = popen(
             command,
@@ -80,7 +79,7 @@ class _Launched:
 def _launch(directory, *faults):
     launched = _Launched(
         [
-            *(sys.executable, "-m", "tests.programs.forked_command", "launch"),
+            *(sys.executable, "-m", "tf_xshard", "launch"),
             *("--workers", str(NUM_WORKERS)),
             *("--max-restarts", str(len(faults))),
             *("-m", "tests.programs.launched_job", str(directory), *faults),

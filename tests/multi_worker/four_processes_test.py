@@ -19,7 +19,6 @@ from tests.programs import multi_worker_ledger as ledger_cases
 from tests.programs import multi_worker_program as program
 from tests.programs import multi_worker_sharded as sharded_cases
 from tests.support import agn_oracle
-from tests.support import forked
 from tests.support import group_training
 from tests.support import paths
 from tests.support import random_stacks
@@ -49,12 +48,11 @@ class _Workers:
             (tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+"))
             for _ in range(NUM_WORKERS)
         ]
-        with forked.instead_of_started():
-            self.processes = local_cluster.start(
-                ["-m", "tests.programs.multi_worker_program", case, *arguments],
-                self._output,
-                cwd=paths.ROOT,
-            )
+        self.processes = local_cluster.start(
+            ["-m", "tests.programs.multi_worker_program", case, *arguments],
+            self._output,
+            cwd=paths.ROOT,
+        )
 
     def wait(self, timeout_seconds):
         """Exit codes; kills what still runs when the time is over."""

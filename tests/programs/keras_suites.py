@@ -26,16 +26,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import device_iterators
-from tests.support import eager_operations
-from tests.support import iterators
-from tests.support import stack_traces
 from tf_xshard.optimizers import base
-
-eager_operations.not_as_functions()
-iterators.without_autotuning()
-device_iterators.traced_once()
-stack_traces.not_recorded()
 
 SUITES = ("optimizers", "trainers", "callbacks", "saving", "legacy/saving")
 DISTRIBUTION = (

@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import eager_operations
 from tests.support import group_training
 
 TIMEOUT_SECONDS = 15
@@ -93,7 +92,6 @@ def main(directory, *faults):
         subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
     # Functions for eager operations, and the graph optimizer, take time, and
     # faults do not depend on them.
-    eager_operations.not_as_functions()
     tf.config.optimizer.set_experimental_options(
         {"disable_meta_optimizer": True}
     )

@@ -21,8 +21,6 @@ from tests.programs import multi_worker_ledger
 from tests.programs import multi_worker_sharded
 from tests.support import agn_oracle
 from tests.support import counting
-from tests.support import device_iterators
-from tests.support import eager_operations
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
@@ -370,7 +368,6 @@ def _optimize_graphs(is_on):
 def cases(strategy):
     fits = _as_users_have_it(multi_worker_fit_cases.run, strategy)
     # The other cases of `fit` are about something else than its input.
-    device_iterators.traced_once()
     return {
         "oracle": _as_users_have_it(oracle, strategy),
         "compat_v1": compat_v1(strategy),
@@ -427,7 +424,6 @@ def killed(strategy):
 
 
 if __name__ == "__main__":
-    eager_operations.not_as_functions()
     _optimize_graphs(False)
     made = tf.distribute.MultiWorkerMirroredStrategy()
     print(json.dumps(globals()[sys.argv[1]](made)), flush=True)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import xla_compilation
 from tf_xshard import testing
 from tf_xshard.private.keras import shards as keras_shards
 
@@ -27,14 +26,12 @@ def mirrored(num_replicas: int) -> tf.distribute.MirroredStrategy:
 @functools.cache
 def tpu(num_replicas: int) -> tf.distribute.TPUStrategy:
     """A simulated TPU (XLA:CPU) with a device assignment."""
-    xla_compilation.without_optimizations()
     return testing.simulated_tpu_strategy(num_replicas)
 
 
 @functools.cache
 def tpu_permuted(num_replicas: int) -> tf.distribute.TPUStrategy:
     """One without, whose XLA numbering is not the strategy's."""
-    xla_compilation.without_optimizations()
     permutation = [(3 * r + 1) % num_replicas for r in range(num_replicas)]
     if num_replicas % 3 == 0:
         permutation = [*range(1, num_replicas), 0]

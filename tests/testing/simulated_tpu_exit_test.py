@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 
-from tests.support import forked
 from tests.support import paths
 
 _PROGRAM = """
@@ -63,7 +62,7 @@ def on_replica():
     )[1]
 tf.function(lambda: strategy.run(on_replica))()
 """
-    result = forked.run(
+    result = subprocess.run(
         [sys.executable, "-c", program],
         cwd=paths.ROOT,
         capture_output=True,

@@ -16,38 +16,38 @@ from tf_xshard.planning import communication_plan
 
 
 class CommunicationLedger(keras.callbacks.Callback):
-    """Adds what was really communicated to the logs of `fit`.
+    """Adds the measured communication of each epoch to the logs of `fit`.
 
-    For each epoch, of one replica (the mean over those of this process):
+    The numbers are for one replica, the mean over this process's replicas:
 
-    - `communication_collectives`: how many collectives ended;
-    - `communication_bytes`: what the replica handed in to them;
-    - `communication_bytes_sent`: what it sent by the rule of the ring, see
-      `communication_plan`;
-    - `communication_seconds`: the time from when an input of a collective was
-      ready until its result was. Of collectives in flight at the same time each
-      counts, so the sum may exceed the time that training waited. 0 where one
+    - `communication_collectives`: the number of collectives that ended;
+    - `communication_bytes`: the bytes that a replica passed to collectives;
+    - `communication_bytes_sent`: the bytes that a replica sent, by the rule of
+      the ring, see `communication_plan`;
+    - `communication_seconds`: the time from when a collective's input is ready
+      until its result is ready. Collectives in flight at the same time all
+      count, so the sum may exceed the time that training waited. 0 if one
       process runs all replicas eagerly, since nothing waits.
 
-    They are counted beside each operation as it runs, also for what happens
-    only sometimes (AGN's exchanges, rounds of towers, rows of an Embedding).
-    Only this package's collectives count, not those with which Keras reduces
-    metrics. Seconds need two more operations for each collective, beside the
-    path of a step, so `fit` traces its step anew; without this callback there
-    are none. Later callbacks, such as `TensorBoard`, see the numbers too.
+    Each operation is counted as it runs, including operations that run only
+    sometimes (AGN's exchanges, rounds of towers, rows of an Embedding). Only
+    tf_xshard's collectives count, not Keras's reductions of metrics. Timing
+    adds two operations per collective, for which a step does not wait, so `fit`
+    traces its step again. Without this callback, there are no such operations.
+    Later callbacks, such as `TensorBoard`, also see the numbers.
 
-    On TPUs, where a step is one program without counters, the numbers are the
-    plan's, times the steps that ran; there are no seconds.
+    On TPUs a step is one program without counters. The numbers are then the
+    plan's numbers times the steps that ran, without seconds.
 
     Args:
-      rows_per_step: See `communication_plan`; only used on TPUs.
+      rows_per_step: See `communication_plan`. Only used on TPUs. Default: None.
 
     Raises:
       TypeError: If `rows_per_step` is not an int.
-      ValueError: If it is not positive.
+      ValueError: If `rows_per_step` is not positive.
 
     Attributes:
-      totals: The sums over all epochs so far, a dict with the names above.
+      totals: A dict from the names above to the sums over all epochs so far.
 
     Example:
 
@@ -77,7 +77,7 @@ class CommunicationLedger(keras.callbacks.Callback):
         self.totals: dict[str, float] = {}
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Begins to count.
+        """Prepares timing, or on TPUs the communication plan.
 
         Args:
           logs: From Keras; not used.
@@ -91,7 +91,7 @@ class CommunicationLedger(keras.callbacks.Callback):
                 self.model, rows_per_step=self._rows_per_step
             )
             return
-        # A function that was traced before counts no seconds.
+        # A train function that was traced before counts no seconds.
         untimed = self.model.train_function
         untimed = getattr(untimed, "untimed", untimed)
         self.model.make_train_function(force=True)
@@ -116,11 +116,11 @@ class CommunicationLedger(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
-        # The last execution of several steps may have had fewer.
+        # An epoch's last execution may have fewer than steps_per_execution.
         self._num_steps = min(batch + 1, self.params.get("steps") or batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Adds the numbers.
+        """Adds the numbers to the logs.
 
         Args:
           epoch: Index of the epoch.
@@ -144,7 +144,7 @@ class CommunicationLedger(keras.callbacks.Callback):
             logs.update(ran)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Ends timing: the model's next `fit` has no more operations for it.
+        """Removes timing from the model's next `fit`.
 
         Args:
           logs: From Keras; not used.
@@ -154,7 +154,7 @@ class CommunicationLedger(keras.callbacks.Callback):
         self.model.train_function = getattr(function, "untimed", function)
 
     def _counted(self) -> counters.Totals:
-        """Of one replica, so far."""
+        """Returns the totals of one replica so far."""
         if self._plan is not None:
             steps = self._num_steps
             return counters.Totals(
@@ -169,13 +169,14 @@ class CommunicationLedger(keras.callbacks.Callback):
 
 
 def _timed(model: keras.Model, untimed: Callable) -> Callable:
-    """The model's train function, which counts seconds when it is traced."""
+    """Wraps the model's train function to count seconds when it is traced."""
     made = model.train_function
-    # None if the list of callbacks keeps no history.
+    # The history is None if the list of callbacks keeps no history.
     history = getattr(model, "history", None)
 
     def train_function(iterator: Any) -> Any:
-        # Each `fit` has its own; an error ends one without on_train_end.
+        # Each `fit` has its own history. An error ends a `fit` without calling
+        # on_train_end.
         if getattr(model, "history", None) is not history:
             model.train_function = untimed
             return untimed(iterator)

@@ -19,23 +19,23 @@ class DivergenceSentinel(keras.callbacks.Callback):
     """Finds unexpected differences between replicas of one group.
 
     A wrong collective, a nondeterministic operation or a bad restore makes
-    replicas of one group diverge silently. This compares them when `fit` begins
-    and every few batches: trainable weights, slots and AGN's center must be
-    bitwise equal. State that differs by design (moving statistics, random
-    states, what AGN trains between exchanges, open rounds of towers) is
-    ignored.
+    replicas of one group diverge silently. This callback compares the replicas
+    when `fit` begins and every few batches. Trainable weights, slot variables
+    and AGN's center must be bitwise equal. State that differs by design (moving
+    statistics, random states, what AGN trains between exchanges, open rounds of
+    towers) is ignored.
 
     Args:
-      every: The number of batches between checks, each of which reads all
+      every: The number of batches between checks. Each check reads all these
         variables of all replicas. Default: 100.
-      action: `"raise"` (default) a RuntimeError; `"warn"` in the log; or
-        `"repair"`: warn, and assign all replicas of the group the value that
-        most of them hold, or the first of equally frequent values.
+      action: `"raise"` (default) raises a RuntimeError. `"warn"` logs a
+        warning. `"repair"` logs a warning, and assigns all replicas of the
+        group the most frequent value, or the first such value.
 
     Raises:
       ValueError: If an argument is invalid.
-      RuntimeError: In `fit`, with the variables, the replicas and the size of
-        the difference.
+      RuntimeError: In `fit`, if replicas differ and `action` is `"raise"`. The
+        message names the variables, the replicas and the largest difference.
 
     Example:
 
@@ -85,7 +85,7 @@ class DivergenceSentinel(keras.callbacks.Callback):
 
     def _check(self, when: str) -> None:
         self._num_since_check = 0
-        # On one device the model may be built by the first step.
+        # On one device, the first step may build the model.
         if self._state.group_assignment.group_size == 1:
             return
         catalog = self._state.catalog()

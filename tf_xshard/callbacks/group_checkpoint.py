@@ -24,33 +24,33 @@ _NAMES = re.compile(r"epoch-(\d{5,})-step-(\d{8,})/?")
 class GroupCheckpoint(keras.callbacks.Callback):
     """Saves every group in `fit`, and resumes from the last save.
 
-    Like `keras.callbacks.BackupAndRestore`, but for all replicas: if the
+    This is `keras.callbacks.BackupAndRestore` for all replicas. If the
     directory has a save when `fit` begins, all state of every replica is
     restored, and training resumes at the next epoch and step. The batches of
-    that epoch that were already trained on are read and skipped.
+    this epoch that were already trained on are read and skipped. The data of an
+    epoch must therefore come in the same order again, so seed them.
 
-    So the data of an epoch must come in the same order again: seed them. A
-    pipeline that continues from epoch to epoch (`dataset.repeat()` with
-    `steps_per_epoch`) has to start at the saved epoch:
+    A pipeline that continues from epoch to epoch (`dataset.repeat()` with
+    `steps_per_epoch`) must start at the saved epoch:
     `dataset.skip(position.epoch * steps_per_epoch)`, with `position =
     GroupCheckpoint.position(directory)`.
 
     A `fit` that finds a finished run's save trains only the remaining epochs.
-
-    Metrics resume in mid-epoch, too, except without a strategy: there Keras
-    creates them in the first step, so they cover only the rest of the epoch.
+    Metrics also resume in mid-epoch. Without a strategy, however, Keras creates
+    them in the first step, so they cover only the rest of the epoch.
 
     Args:
-      directory: Each save is a subdirectory of it, which `GroupState.restore`
-        reads. All processes must see it.
+      directory: A path that all processes share. Each save is a subdirectory,
+        which `GroupState.restore` can read.
       every: `"epoch"` (default), or a number of batches.
-      keep: How many of the latest saves to keep. None for all. Default: 1.
-      regroup: See `GroupState.restore`; used if the saved groups are different.
+      keep: The number of latest saves to keep. None for all. Default: 1.
+      regroup: See `GroupState.restore`. Used if the saved groups are different.
         Default: None.
 
     Raises:
-      ValueError: If an argument is invalid; when `fit` begins, if the save is
-        damaged or of another model.
+      ValueError: If an argument is invalid. When `fit` begins, if the save is
+        damaged, belongs to another model, or was made at a step that
+        `steps_per_execution` does not divide.
 
     Example:
 
@@ -94,15 +94,15 @@ class GroupCheckpoint(keras.callbacks.Callback):
     def position(
         directory: str | os.PathLike,
     ) -> checkpoint.Position | None:
-        """How far training was at the last save.
+        """Returns how far training was at the last save.
 
         Args:
           directory: The callback's directory.
 
         Returns:
           A `Position` with `epoch` and `step`, or None if there is no save.
-          `step` is a multiple of `steps_per_execution`, so it can exceed the
-          number of steps of the epoch.
+          `step` is a multiple of `steps_per_execution`, so `step` can exceed
+          the number of steps of the epoch.
 
         Raises:
           ValueError: If the last save is damaged.
@@ -147,7 +147,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
                 f" but fit takes {steps} at once (steps_per_execution). Resume"
                 " with a number that divides it."
             )
-        # Only the first time: later saves have the new groups.
+        # Regroup only the first time, since later saves have the new groups.
         regroup = None
         if not group_relations.same_groups(
             saved_groups, self._state.group_assignment
@@ -171,11 +171,11 @@ class GroupCheckpoint(keras.callbacks.Callback):
         """
         del logs
         self._epoch = epoch
-        # `fit` has read it; reset it now, in case `fit` ends in an error.
+        # `fit` has read the epoch to start at. Reset it, in case `fit` fails.
         fit_internals.start_at_epoch(self.model, None)
         if not self._num_to_skip:
             return
-        # Keras has just reset the metrics.
+        # Keras has just reset the metrics, so restore them again.
         for variable, values in self._restored_metrics:
             self._state.replicas.assign(variable, values)
         fit_internals.skip_steps(self.model, self._num_to_skip)
@@ -234,12 +234,12 @@ class GroupCheckpoint(keras.callbacks.Callback):
         saves = _saves(self._directory)
         kept = {newest, *saves[-keep:]}
         for other in set(_all_saves(self._directory)) - kept:
-            # An incomplete one may be another job's, which will complete it.
+            # An incomplete save may belong to another job, which completes it.
             files.remove(other, unless_saved=other not in saves)
 
 
 def _all_saves(directory: str) -> list[str]:
-    """Paths of saves, including incomplete ones, in order of training."""
+    """Lists the paths of complete and incomplete saves, in training order."""
     if not tf.io.gfile.exists(directory):
         return []
     found = [

@@ -15,9 +15,10 @@ class GroupValidation(keras.callbacks.Callback):
     """Adds each group's validation metrics to the logs of `fit`.
 
     `fit`'s own validation mixes the groups, since each replica uses its own
-    weights. This adds `val_group_0_loss`, `val_group_1_loss` and so on, and
-    `val_ensemble_loss`, for the loss and every metric, all on the complete
-    data, to the history and to the logs of later callbacks.
+    weights. This callback evaluates each group on the complete data, and adds
+    columns to the history and to the logs of later callbacks. The columns are
+    `val_group_0_loss`, `val_group_1_loss` and so on, `val_ensemble_loss`, and
+    the same for every metric.
 
     Args:
       data: See `GroupState.evaluate`.
@@ -66,7 +67,7 @@ class GroupValidation(keras.callbacks.Callback):
         self._state: Any = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Reads the model.
+        """Creates the model's `GroupState`.
 
         Args:
           logs: From Keras; not used.
@@ -75,7 +76,7 @@ class GroupValidation(keras.callbacks.Callback):
         self._state = state.GroupState(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Adds the columns.
+        """Adds the columns to the logs.
 
         Args:
           epoch: Index of the epoch.

@@ -10,24 +10,24 @@ from tf_xshard import checks
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
-    """Raises the learning rate to its value over the first epochs.
+    """Raises the learning rate to its full value over the first epochs.
 
-    N replicas allow a learning rate N times that of one, but not at once: the
-    rate begins at `start * learning_rate` and grows linearly, batch by batch,
-    to `learning_rate`. After that this callback sets nothing.
+    N replicas allow a learning rate N times as high as one replica, but not at
+    once. The rate begins at `start * learning_rate` and grows linearly, batch
+    by batch, to `learning_rate`. After the warm-up, this callback sets nothing.
 
     Args:
       learning_rate: The learning rate after the warm-up, a positive float.
-      warmup_epochs: How many epochs it takes, a positive number. Default: 5.
-      start: The first batch's share of `learning_rate`, from 0 to 1. None
-        (default) for 1 / the number of replicas: the rate of one replica.
-      steps_per_epoch: The number of batches of an epoch. None (default) to take
-        it from `fit`, which knows it unless the data are a generator.
+      warmup_epochs: The warm-up's epochs, a positive number. Default: 5.
+      start: The first batch's share of `learning_rate`, from 0 to 1. Default:
+        None, 1 / the number of replicas, which gives the rate of one replica.
+      steps_per_epoch: The number of batches of an epoch. Default: None, the
+        number that `fit` knows unless the data are a generator.
 
     Raises:
-      TypeError: If an argument has the wrong type. When training begins: if the
+      TypeError: If an argument has the wrong type. When training begins, if the
         optimizer's learning rate is a schedule.
-      ValueError: If an argument is invalid. When training begins: if the number
+      ValueError: If an argument is invalid. When training begins, if the number
         of batches is unknown.
 
     Example:
@@ -86,7 +86,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
             self._first = 1 / (strategy.num_replicas_in_sync if strategy else 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Notes how many batches have been trained with.
+        """Notes how many batches the earlier epochs had.
 
         Args:
           epoch: The epoch's index.

@@ -12,17 +12,17 @@ from tf_xshard.optimizers import stack
 class SwapCenterWeights(keras.callbacks.Callback):
     """Puts AGNOptimizer's center into the model for validation and saving.
 
-    During training the model holds each replica's local variables. This puts
-    the center there while the model is validated in `fit`, and with
-    `swap_on_epoch` from the end of an epoch to the start of the next, for later
-    callbacks that save (`ModelCheckpoint`). Then it restores each replica's
-    local variables. `keras.callbacks.SwapEMAWeights` does the same with moving
-    averages; do not use both, since their swaps conflict.
+    During training, the model holds each replica's local variables. This
+    callback puts the center into the model while `fit` validates, and then
+    restores the local variables. With `swap_on_epoch`, the model also holds the
+    center between epochs, for later callbacks that save (`ModelCheckpoint`).
+    `keras.callbacks.SwapEMAWeights` does the same with moving averages. Do not
+    use both, since their swaps conflict.
 
-    A file saved while the center is shown holds the center as the model's
-    weights. Training resumed from it with this callback restores the local
-    variables first; without it, the first step does so after it has computed
-    its gradients.
+    A file saved during a swap holds the center as the model's weights. If
+    training resumes from this file with this callback, the local variables are
+    restored first. Without this callback, the first step restores them only
+    after it has computed its gradients.
 
     Args:
       swap_on_epoch: Whether the model holds the center between epochs. Place
@@ -50,7 +50,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         self._optimizer: Any = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Finds the optimizer.
+        """Finds the AGNOptimizer.
 
         Args:
           logs: From Keras; not used.

@@ -1,12 +1,11 @@
-"""`python -m tf_xshard`: demo, doctor and plan.
+"""The commands demo, doctor and plan of `python -m tf_xshard`.
 
-Enters: a command line. Leaves: text and an exit code. Uses the package as its
-users do, by its public names; `launch` is in `multi_worker`. May import every
-folder.
+Enters: a command line. Leaves: text and an exit code. Uses public names, as
+users do. `launch` is in `multi_worker`. May import every folder.
 
-- `doctor`: versions and devices, which path a group sum takes, and its results.
-- `demo`: trains on real data, and checks what the package promises.
-- `plan`: what the first model that a script compiles would communicate.
-- `bandwidth`: the speed of the paths of group sums on this machine.
-- `logical_devices`: several replicas on one machine.
+- `doctor`: prints versions and devices, and checks the sums over groups.
+- `demo`: trains on real data, and checks tf_xshard's promises.
+- `plan`: prints the communication plan of the first model in a script.
+- `bandwidth`: measures this machine's collectives, for `doctor --bandwidth`.
+- `logical_devices`: creates strategies with several replicas on one machine.
 """

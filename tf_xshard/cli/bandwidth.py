@@ -1,4 +1,4 @@
-"""What the paths of group sums give on this machine, in GB/s."""
+"""Measures the speed of collectives on this machine, in GB/s."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ OPERATIONS = ("sum", "reduce_scatter", "all_gather")
 def measure(
     title: str, strategy: tf.distribute.Strategy, shows: bool = True
 ) -> None:
-    """Prints a table of one strategy's paths, as one would with nccl-tests.
-
-    MB is the size of the whole tensor, of which each replica hands in its shard
-    to an all-gather. GB/s is what a replica sends by the rule of the ring,
-    divided by the median time of five runs.
-    """
+    """Prints the speed of one strategy's collectives, as nccl-tests do."""
+    # MB is the size of the whole tensor. Each replica passes its shard of the
+    # tensor to an all-gather. GB/s is what a replica sends by the rule of the
+    # ring, divided by the median time of five runs.
     modes = ["tf.function", "eager"]
     if isinstance(strategy, tf.distribute.TPUStrategy):
         modes = modes[:1]  # TPUStrategy.run needs a tf.function.
@@ -63,7 +61,7 @@ def measure(
 def _measured(
     strategy: tf.distribute.Strategy, mode: str, operation: str, size: int
 ) -> tuple[str, float, float, str]:
-    """The collective's name, its milliseconds, its GB/s, and the path."""
+    """Returns the collective's name, milliseconds, GB/s and path."""
     num_replicas = strategy.num_replicas_in_sync
     num_floats = size * 1_000_000 // _BYTES_PER_FLOAT
     num_floats -= num_floats % num_replicas
@@ -90,14 +88,15 @@ def _measured(
             tensor = tensor[: num_floats // num_replicas]
         with recorder.recorded(created):
             result = getattr(transport, operation)([tensor])[0]
-        # A number of the result, so that nothing is left out.
+        # Returning a number of the result keeps the collective from being
+        # optimized away.
         return tf.reshape(result, [-1])[-1]
 
     run = functools.partial(strategy.run, on_replica)
     if mode == "tf.function":
         run = tf.function(run, autograph=False)
     _wait(strategy, run)
-    found = list(created)  # Eager code creates them in every run.
+    found = list(created)  # Eager code adds collectives in every run.
     seconds = statistics.median(
         _seconds(strategy, run) for _ in range(_NUM_RUNS)
     )

@@ -1,4 +1,4 @@
-"""Versions and devices, which transport a group sum uses, and its results."""
+"""Prints versions and devices, and checks the paths of group sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tf_xshard.multi_worker import local_cluster
 
 NUM_REPLICAS = 4
 TIMEOUT_SECONDS = 60
-# Elements that differ, since replicas may get different ones.
+# The elements differ, since replicas may get different elements.
 _FACTORS = (1.0, 2.0, 3.0)
 _ADVICE = (
     "--    Losses: not checked. `fit` divides the losses of rows by the number"
@@ -49,12 +49,10 @@ def _report(ok: bool, text: str) -> bool:
 
 
 def rotated_groups(num_replicas: int) -> list[list[list[int]]]:
-    """Assignments whose sums show it if other replicas are grouped.
-
-    Each replica stands one place behind its number, so pairs are neither
-    contiguous nor strided, and differ from those with rows and columns
-    exchanged: with four replicas, [[3, 0], [1, 2]].
-    """
+    """Returns assignments whose sums reveal wrongly grouped replicas."""
+    # Each replica stands one place behind its number. Pairs are then neither
+    # contiguous nor strided, and differ from the pairs of the transposed array.
+    # With four replicas, the pairs are [[3, 0], [1, 2]].
     order = np.roll(np.arange(num_replicas), 1)
     sizes = [size for size in (2, num_replicas, 1) if num_replicas % size == 0]
     return [order.reshape(-1, size).tolist() for size in dict.fromkeys(sizes)]
@@ -66,7 +64,7 @@ def group_sums(
     graph: bool,
     shard_update: bool = False,
 ) -> tuple[str, np.ndarray]:
-    """A real update of each replica's gradient 10^replica * [1, 2, 3]."""
+    """Applies each replica's gradient 10^replica * [1, 2, 3] to a weight."""
     assignment = tf_xshard.GroupAssignment(groups)
     # TPUs can't sum float64.
     is_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
@@ -112,7 +110,7 @@ def group_sums(
 def check_strategy(
     title: str, strategy: tf.distribute.Strategy, first_replica: int = 0
 ) -> bool:
-    """Compares group sums with NumPy's and prints a line for each."""
+    """Compares group sums with NumPy, and prints a line for each sum."""
     right = True
     num_replicas = strategy.num_replicas_in_sync
     own = 10.0 ** np.arange(num_replicas)
@@ -130,7 +128,7 @@ def check_strategy(
                 where += ", reduce-scatter and all-gather"
             try:
                 name, got = group_sums(strategy, groups, graph, sharded)
-            except Exception as error:  # Report it, whatever it is.
+            except Exception as error:  # Every error must be reported.
                 right = _report(
                     False, f"{where}: {type(error).__name__}: {error}"
                 )
@@ -150,7 +148,7 @@ def check_strategy(
 
 
 def _check_processes(measures: bool) -> bool:
-    """MultiWorkerMirroredStrategy over four processes on this machine."""
+    """Checks MultiWorkerMirroredStrategy with processes on this machine."""
     nowhere = subprocess.DEVNULL
     timeout_seconds = 3 * TIMEOUT_SECONDS * (4 if measures else 1)
     processes = local_cluster.start(

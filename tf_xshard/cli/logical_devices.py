@@ -1,4 +1,4 @@
-"""Several replicas on one machine, for demo, doctor and benchmarks."""
+"""Creates strategies with several replicas, for demo, doctor and benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 def use_logical_cpus(count: int) -> list[str]:
-    """Splits the CPU into logical devices."""
+    """Splits the CPU into logical devices, and returns their names."""
     [cpu, *_] = tf.config.list_physical_devices("CPU")
     try:
         tf.config.set_logical_device_configuration(
@@ -21,7 +21,7 @@ def use_logical_cpus(count: int) -> list[str]:
 
 
 def best_strategy(num_replicas: int) -> tf.distribute.Strategy:
-    """The best strategy with several replicas that this machine offers."""
+    """Creates the best strategy with several replicas on this machine."""
     if tf.config.list_physical_devices("TPU"):
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
         tf.config.experimental_connect_to_cluster(resolver)

@@ -1,4 +1,4 @@
-"""What the first model that a script compiles would communicate."""
+"""Prints what the first model that a script compiles would communicate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tf_xshard
 
 
 class _Compiled(BaseException):
-    """Leaves the script; a script's `except Exception` does not catch it."""
+    """Leaves the script, whose `except Exception` does not catch it."""
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _first_model(script: str, arguments: list[str]) -> keras.Model | None:
 
     before = sys.argv, list(sys.path)
     sys.argv = [script, *arguments]
-    # As Python does for a script.
+    # Python does the same for a script.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     keras.Model.compile = compile_and_leave
     try:

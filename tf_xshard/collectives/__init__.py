@@ -1,31 +1,31 @@
-"""How the replicas of a group communicate: one file per path, one signature.
+"""Sums and gathers tensors over a group, with one file per path.
 
 Enters: this replica's tensors. Leaves: their sums, or their concatenation, over
-the replica's group. `transport_for` returns an object bound to the replica and
-its `Channel`, with `sum`, `gather` and `check_dtype`. Imports `distribute` and
-above.
+the replica's group. `transport_for` returns the `Transport` of a replica and
+its `Channel`. Imports `distribute` and above.
 
 | where | path |
 |---|---|
-| one replica | none: the identity, handled by callers |
+| one replica | none (callers return the tensors) |
 | Mirrored, MultiWorkerMirrored in a `tf.function` | `subgroups` |
 | Mirrored, eager or in a graph of TF1 | `merge_call` |
 | MultiWorkerMirrored, eager | `one_hot` |
 | TPU, one group of all | `cross_replica_sum`, over all |
 | TPU with a device assignment | `cross_replica_sum`, in groups |
-| TPU without one | `one_hot` |
+| TPU without a device assignment | `one_hot` |
 
-- `transport`: the one signature of every path.
-- `subgroups`: `CollectiveReduceV2` with one group key per group.
-- `merge_call`: a sum per group in cross-replica context.
-- `one_hot`: the strategy's own all-reduce over a stack.
-- `cross_replica_sum`: the TPU's own operation.
-- `process_gather`: bytes from every process, outside of a step.
-- `watchdog`: a timeout for every collective.
-- `counters`: counts operations and bytes while they run.
-- `recorder`: records operations while a step is traced.
-- `runtime_variables`: variables for one runtime context of TensorFlow.
-- `channel`: who communicates with whom, how, and under which number.
+- `transport`: `Transport`, the base class of every path.
+- `subgroups`: `CollectiveReduceV2` and others, with one group key per group.
+- `merge_call`: sums over groups in `merge_call`.
+- `one_hot`: sums over groups with the strategy's own all-reduce.
+- `cross_replica_sum`: `CrossReplicaSum`, and the dtypes that TPUs can sum.
+- `process_gather`: gathers bytes from every process, outside of a step; its
+  timeout names the silent worker.
+- `watchdog`: the timeout of every collective in a step.
+- `counters`: counts collectives, bytes and seconds while a step runs.
+- `recorder`: records collectives while a step is traced, for plans.
+- `runtime_variables`: variables for the watchdog, the counters and tokens.
+- `channel`: the groups, the settings and the number of a transport.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tf_xshard.private.tensorflow import tracing
 def transport_for(
     site: site_lib.Site, channel: channel_lib.Channel
 ) -> transport.Transport:
-    """The path on which a group of several replicas communicates here."""
+    """Returns the transport of this replica's group of several replicas."""
     site_lib.check_devices(site.strategy)
     return _path(site, channel.groups)(site, channel)
 
@@ -54,7 +54,7 @@ def transport_for(
 def _path(
     site: site_lib.Site, groups: group_assignment_lib.GroupAssignment
 ) -> type[transport.Transport]:
-    # In a graph run by a Session, collectives lack what a tf.function has.
+    # A graph that a Session runs lacks what collectives need of a tf.function.
     eager = (
         tf.executing_eagerly()
         or not tf.compat.v1.executing_eagerly_outside_functions()

@@ -1,4 +1,4 @@
-"""Who communicates with whom, how, and under which number."""
+"""Defines which replicas communicate, how, and under which number."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ _taken: set[int] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """Groups, how they communicate, and a number: all that a transport needs.
+    """Groups of replicas, how they communicate, and a number.
 
-    Attributes:
-      groups: Which replicas communicate with which.
-      communication: How they communicate.
-      number: A number, from `number_for`, that no other channel in use has. 0
-        for what only runs while nothing else does.
+    No other channel in use has the same `number`, which comes from
+    `number_for`. It is 0 for collectives that only run while no others do.
     """
 
     groups: group_assignment_lib.GroupAssignment
@@ -29,25 +26,23 @@ class Channel:
     number: int = 0
 
     def over_all(self) -> Channel:
-        """The same for one group of all replicas."""
+        """Returns the same channel for one group of all replicas."""
         groups = group_assignment_lib.GroupAssignment.single(
             self.groups.num_replicas
         )
         return dataclasses.replace(self, groups=groups)
 
     def exact(self) -> Channel:
-        """The same for values that must arrive as they are."""
+        """Returns the same channel for values that must arrive unchanged."""
         return dataclasses.replace(
             self, communication=self.communication.exact()
         )
 
 
 def number_for(holder: object) -> int:
-    """The smallest positive number that no other living object has.
-
-    Keys and counters of collectives are kept for ever, so numbers are reused
-    when their holders are garbage collected.
-    """
+    """Returns the smallest positive number that no other living object has."""
+    # TensorFlow keeps keys and counters of collectives forever, so numbers are
+    # reused when their holders are garbage collected.
     with _lock:
         number = next(n for n in range(1, len(_taken) + 2) if n not in _taken)
         _taken.add(number)

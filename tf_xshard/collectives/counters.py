@@ -1,8 +1,8 @@
-"""What the collectives of this process have cost, counted as they run.
+"""Counts the collectives, bytes and seconds of this process as they run.
 
-The counters are updated beside each operation: nothing waits for them. Bytes
-are added with the number of collectives, in one operation; seconds are only
-counted by functions that are traced while somebody wants them.
+The counters are updated next to each operation, and nothing waits for them. One
+operation counts the collective and its bytes. Only functions that are traced in
+a `timing` context count seconds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from tf_xshard.collectives import runtime_variables
 class Totals(NamedTuple):
     """Sums over all collectives of one replica, or of a process's replicas.
 
-    Attributes:
-      collectives: How many have ended.
-      num_bytes: What was handed in to them.
-      bytes_sent: What they sent by the ring's rule, see `recorder.bytes_sent`.
-      seconds: The time from when an input was ready until the result was; of
-        collectives that run at the same time, each counts.
+    `num_bytes` counts the inputs; for `bytes_sent` see `recorder.bytes_sent`.
+    `seconds` is the time from each input to its result. Collectives that run at
+    the same time all count.
     """
 
     collectives: float = 0
@@ -40,7 +37,7 @@ class Counters:
 
     def __init__(self, host: str, name: str) -> None:
         self._host, self._name = host, name
-        # How many, their bytes, and the bytes sent.
+        # The number of collectives, their bytes, and the bytes sent.
         self._ended = runtime_variables.handle(
             host, f"{name}_ended", tf.int64, [3]
         )
@@ -53,7 +50,7 @@ class Counters:
             )
 
     def end(self, cost: recorder.Cost) -> None:
-        """Counts a collective whose result is there."""
+        """Counts a collective that has ended."""
         tf.raw_ops.AssignAddVariableOp(
             resource=self._ended,
             value=tf.convert_to_tensor([1, *cost], tf.int64),
@@ -69,11 +66,11 @@ class Counters:
         )
 
     def num_ended(self) -> int:
-        """How many collectives have ended."""
+        """Returns the number of collectives that have ended."""
         return int(runtime_variables.read(self._ended, tf.int64)[0])
 
     def totals(self) -> Totals:
-        """What the collectives that have ended have cost."""
+        """Returns the totals of the collectives that have ended."""
         seconds = runtime_variables.read(self._seconds(), tf.float64)
         ended, num_bytes, bytes_sent = map(
             int, runtime_variables.read(self._ended, tf.int64)
@@ -82,19 +79,18 @@ class Counters:
 
 
 def added(totals: Iterable[Totals]) -> Totals:
-    """The sums of several `Totals`."""
-    # Of every attribute, those of all.
+    """Sums several `Totals` field by field."""
     columns = list(map(sum, zip(Totals(), *totals, strict=True)))
     return Totals(*columns)
 
 
-# Those that run in Python, in eager mode.
+# The totals of collectives that run in Python, in eager mode.
 _lock = threading.Lock()
 _in_python = Totals()
 
 
 def count_in_python(cost: recorder.Cost) -> None:
-    """Counts a collective that runs now, without waiting for others."""
+    """Counts a collective that runs in Python, where none waits for others."""
     global _in_python
     with _lock:
         _in_python = added(
@@ -103,7 +99,7 @@ def count_in_python(cost: recorder.Cost) -> None:
 
 
 def counted_in_python() -> Totals:
-    """What was counted by `count_in_python`, of all replicas."""
+    """Returns what `count_in_python` has counted on all replicas."""
     return _in_python
 
 
@@ -116,7 +112,7 @@ def _is_timing() -> bool:
 
 @contextlib.contextmanager
 def timing() -> Iterator[None]:
-    """Functions that are traced in this context count seconds, too."""
+    """Makes functions that are traced in this context also count seconds."""
     global _num_timing
     with _lock:
         _num_timing += 1

@@ -1,9 +1,9 @@
-"""TPUStrategy: `CrossReplicaSum`, native to the TPU.
+"""Sums over replicas of a TPU with its own operation, `CrossReplicaSum`.
 
-Over all replicas it is the strategy's own all-reduce; inside groups it is the
-same operation with the group assignment. Gradients are summed one by one, since
+Over all replicas, it is the strategy's own all-reduce. Over groups, it is the
+same operation with a group assignment. Gradients are summed one by one, since
 the TPU compiler combines all-reduces itself. There is no timeout, since the
-interconnect does not support one.
+interconnect does not support timeouts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.int32, tf.uint32)
 
 
 def check_dtype(dtype: tf.DType) -> None:
-    """Refuses types that a TPU cannot sum over replicas."""
+    """Raises ValueError for dtypes that a TPU can't sum over replicas."""
     if dtype not in _DTYPES:
         names = ", ".join(known.name for known in _DTYPES)
         raise ValueError(
@@ -34,7 +34,7 @@ def check_dtype(dtype: tf.DType) -> None:
 
 
 class _CrossReplicaSum(transport.Transport):
-    """The base class of both."""
+    """The base class of `OverAllReplicas` and `InGroups`."""
 
     def check_dtype(self, dtype: tf.DType) -> None:
         """See `Transport.check_dtype`."""
@@ -46,7 +46,7 @@ class _CrossReplicaSum(transport.Transport):
 
 
 class OverAllReplicas(_CrossReplicaSum):
-    """One group of all replicas."""
+    """The transport of one group of all replicas."""
 
     name = "the strategy's all_reduce (CrossReplicaSum)"
 
@@ -58,7 +58,7 @@ class OverAllReplicas(_CrossReplicaSum):
 
 
 class InGroups(_CrossReplicaSum):
-    """Groups; needs a device assignment, which fixes XLA's numbering."""
+    """The transport of groups; a device assignment must fix XLA's numbering."""
 
     name = "CrossReplicaSum with a group assignment"
 
@@ -74,7 +74,7 @@ class InGroups(_CrossReplicaSum):
 
 @functools.cache
 def warn_about_the_slow_path() -> None:
-    """Warns once per process why groups take the slow path, with the remedy."""
+    """Warns once per process that groups are slow, and says what to do."""
     logging.warning(
         "TPUStrategy was created without a device assignment, so XLA's replica"
         " numbering may differ from replica_id_in_sync_group, and group sums"

@@ -1,8 +1,8 @@
-"""A sum per group in cross-replica context, for MirroredStrategy in eager mode.
+"""Sums over groups in cross-replica context, for eager MirroredStrategy.
 
-In eager mode the replicas run one after another, so a collective in the first
-would wait for peers that have not started; `merge_call` has the tensors of all
-replicas.
+In eager mode, the replicas run one after another. A collective in the first
+replica would wait for replicas that have not started. `merge_call` gets the
+tensors of all replicas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tf_xshard.collectives import transport
 
 
 class MergeCall(transport.Transport):
-    """Runs in this process and thread, so there is no timeout."""
+    """A transport that runs in this process and thread, without a timeout."""
 
     name = "sum per group in merge_call"
     spans_groups = True
@@ -49,7 +49,7 @@ class MergeCall(transport.Transport):
         """Applies a function to the tensors of each group."""
         for position, tensor in enumerate(tensors):
             cost = self._note(operation, tensor, position)
-            # A graph of TF1 runs later.
+            # A graph of TF1 is only built here, so there is nothing to count.
             if tf.executing_eagerly():
                 counters.count_in_python(cost)
 
@@ -67,7 +67,8 @@ class MergeCall(transport.Transport):
 
         return tf.distribute.get_replica_context().merge_call(
             in_cross_replica_context,
-            # Of one tensor on all replicas merge_call makes one value.
+            # merge_call makes one value of a tensor that all replicas share, so
+            # each replica passes a copy.
             args=tuple(tf.identity(tensor) for tensor in tensors),
         )
 

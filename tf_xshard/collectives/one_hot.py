@@ -1,8 +1,8 @@
-"""The strategy's own all-reduce over a [num_groups, ...] stack.
+"""Sums over groups with the strategy's own all-reduce of a stack.
 
-A replica fills only its group's slot, so the sum over all replicas has each
-group's sum in that group's slot. This is correct under any replica numbering,
-but communicates num_groups times the bytes.
+The stack's shape is [num_groups, ...]. A replica fills only its group's slot,
+so the sum over all replicas has each group's sum in that group's slot. The sums
+are correct under any replica numbering, but take num_groups times the bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tf_xshard.collectives import watchdog
 
 
 class OneHot(transport.Transport):
-    """Works wherever the strategy's all-reduce does."""
+    """A transport that works wherever the strategy's all-reduce works."""
 
     name = "one-hot stack through the strategy's all_reduce"
     spans_groups = True
@@ -31,8 +31,8 @@ class OneHot(transport.Transport):
         mine = tf.equal(tf.range(self.groups.num_groups), index)
 
         def stack(tensor: tf.Tensor) -> tf.Tensor:
-            # A select, not a product: 0 * inf is nan, so one group's overflow
-            # would reach the weights of all other groups.
+            # Select instead of multiplying. 0 * inf is nan, so one group's
+            # overflow would reach the weights of all other groups.
             slots = tf.reshape(mine, [-1] + [1] * tensor.shape.rank)
             return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))
 
@@ -72,7 +72,7 @@ class OneHot(transport.Transport):
 
 
 class OneHotOnTPU(OneHot):
-    """The same on a TPU, whose interconnect does not support a timeout."""
+    """The same transport on a TPU, whose interconnect has no timeouts."""
 
     def _all_reduce(self, stacks: list[tf.Tensor]) -> list[tf.Tensor]:
         for position, one in enumerate(stacks):

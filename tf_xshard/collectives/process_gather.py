@@ -24,12 +24,8 @@ _lock = threading.Lock()
 class ProcessGather:
     """Communicates between the processes of a strategy.
 
-    All processes must call the same methods in the same order.
-
-    Attributes:
-      local_ids: The ids of the replicas that this process drives.
-      num_processes: The number of processes.
-      rank: The rank of this process.
+    All processes must call the same methods in the same order. `local_ids` are
+    the ids of the replicas that this process drives.
     """
 
     def __init__(
@@ -45,9 +41,9 @@ class ProcessGather:
         self.rank = site_lib.rank(strategy)
 
     def rendezvous(self, what: str) -> None:
-        """Waits until all processes do the same.
+        """Waits until all processes call `rendezvous` with the same argument.
 
-        Unlike a collective that waits in vain, this can be tried again.
+        After a timeout, a rendezvous can be tried again, unlike a collective.
         """
         if self.num_processes == 1:
             return
@@ -72,15 +68,15 @@ class ProcessGather:
         with _lock:
             _rounds[what] = number + 1
         if number:
-            # All have left the previous round.
+            # All processes have left the previous round.
             cluster.withdraw(f"{prefix}/{number - 1}/{self.rank}")
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Gathers a payload from every process, by rank. Collective."""
+        """Gathers a payload from every process, by rank; all must call it."""
         if self.num_processes == 1:
             return [payload]
         sizes = self._all_gather(np.array([len(payload)], np.int64))
-        # Powers of two, so that few shapes are traced.
+        # Rows are padded to powers of two, so that few shapes are traced.
         width = 1 << int(max(sizes) // 8).bit_length()
         padded = payload + bytes(8 * width - len(payload))
         rows = self._all_gather(np.frombuffer(padded, np.int64))
@@ -101,7 +97,8 @@ class ProcessGather:
                 else numbers[:0]
             )
         )
-        # As a graph, even with tf.config.run_functions_eagerly(True).
+        # A concrete function is a graph even with
+        # tf.config.run_functions_eagerly(True).
         gathered = self._function.get_concrete_function(own)(own)
         local: Sequence = self._strategy.experimental_local_results(gathered)
         return np.asarray(local[0])

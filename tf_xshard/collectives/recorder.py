@@ -1,7 +1,7 @@
-"""What a step communicates, recorded while it is traced.
+"""Records what a step communicates, while the step is traced.
 
-Every transport notes each collective where it creates the operation, so what is
-recorded is what will run, not a copy of the rules that lead to it.
+Every transport records a collective where it creates the operation. So the
+record is what will run, not a copy of the rules that lead to it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Collective:
 
     Attributes:
       operation: `"all-reduce"`, `"reduce-scatter"` or `"all-gather"`.
-      purpose: What it is for, such as `"gradients"`.
+      purpose: Its purpose, such as `"gradients"`.
       path: The name of the transport.
-      groups: The replicas that take part together.
-      dtype: The name of the dtype in which it communicates.
-      num_variables: How many variables' values are in it.
-      num_bytes: What the replica hands in, in bytes; None if the number of
-        rows is only known when the operation runs.
-      bytes_per_row: Bytes of one row, the first dimension.
-      every: It runs in one of this many steps.
+      groups: The groups of replicas that take part together.
+      dtype: The name of the dtype that is sent.
+      num_variables: The number of variables whose values it has.
+      num_bytes: The size of the replica's input, in bytes; None if the number
+        of rows is only known when the operation runs.
+      bytes_per_row: The size of one row (the first dimension), in bytes.
+      every: The operation runs in one of this many steps.
     """
 
     operation: str
@@ -52,31 +52,24 @@ class Collective:
 
 
 def bytes_sent(operation: str, num_bytes: Any, group_size: int) -> Any:
-    """What a replica sends to others by the rule of the ring.
-
-    An all-reduce is a reduce-scatter and an all-gather of what it leaves.
-    """
+    """Returns the bytes that a replica sends by the rule of the ring."""
     others = group_size - 1
     if operation == ALL_GATHER:
         return num_bytes * others
+    # An all-reduce is a reduce-scatter, then an all-gather of its result.
     passes = 2 if operation == ALL_REDUCE else 1
     return passes * num_bytes * others / group_size
 
 
 class Cost(NamedTuple):
-    """What one operation costs a replica: ints, or scalar int64 tensors.
-
-    Attributes:
-      num_bytes: See `Collective`.
-      bytes_sent: See `bytes_sent`.
-    """
+    """The bytes of one operation on a replica, ints or scalar int64 tensors."""
 
     num_bytes: Any
     bytes_sent: Any
 
 
 def cost(operation: str, num_bytes: Any, group_size: int) -> Cost:
-    """The `Cost` of an operation."""
+    """Returns the `Cost` of an operation."""
     sent = bytes_sent(operation, num_bytes, group_size)
     return Cost(num_bytes, int(sent) if isinstance(sent, float) else sent)
 
@@ -85,7 +78,7 @@ Found = list[tuple[Collective, int | None]]
 
 
 class _Recorder(threading.local):
-    """Holds this thread's recording; other threads' steps negotiate and run."""
+    """This thread's recording; the steps of other threads run as usual."""
 
     found: Found | None = None
 
@@ -94,7 +87,7 @@ _recorder = _Recorder()
 
 
 class _Labels(threading.local):
-    """What the code around a collective says of it; replicas are threads."""
+    """The labels of collectives that this thread (a replica) creates."""
 
     purpose = "gradients"
     every = 1
@@ -112,7 +105,7 @@ def labelled(
     counts: Sequence[int] | None = None,
     dtype: str | None = None,
 ) -> Iterator[None]:
-    """Describes the collectives that are created in this context."""
+    """Labels the collectives that are created in this context."""
     before = vars(_labels).copy()
     _labels.purpose = purpose or _labels.purpose
     _labels.every = _labels.every * every
@@ -166,9 +159,9 @@ def is_recording() -> bool:
 def recorded(found: Found | None = None) -> Iterator[Found]:
     """Records the collectives that this thread creates.
 
-    Which gradients there are is not negotiated meanwhile: replicas of other
-    processes are taken to have the same as this one's. A step that was traced
-    here must not run.
+    Meanwhile, processes don't exchange which gradients they have. Other
+    processes are assumed to have the same gradients as this process. A step
+    that is traced in this context must not run.
     """
     before = _recorder.found
     _recorder.found = found if found is not None else []

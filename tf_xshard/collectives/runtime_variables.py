@@ -1,7 +1,8 @@
-"""Variables that collectives need, one set for TensorFlow's runtime context.
+"""Creates and reads the variables that collectives need.
 
-They are created on first use and live until the process ends or the context is
-reset (as tests of TensorFlow and Keras do), after which they are made anew.
+A variable is created on first use, and lives until the process ends or
+TensorFlow's runtime context is reset. (Tests of TensorFlow and Keras reset it.)
+After a reset, it is created again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _context: Any = None
 def handle(
     device: str, name: str, dtype: tf.DType, shape: Sequence[int] = ()
 ) -> tf.Tensor:
-    """The handle of a variable, which is zero when it is created."""
+    """Returns the handle of a variable, which is created with zeros."""
     global _context
     with _lock:
         if _context is not runtime.context():
@@ -35,7 +36,7 @@ def handle(
 
 
 def read(handle: tf.Tensor, dtype: tf.DType) -> np.ndarray:
-    """The value of a variable now, outside of graphs."""
+    """Returns the current value of a variable, outside of graphs."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
 
 

@@ -1,17 +1,17 @@
-"""Subgroup collectives: `CollectiveReduceV2` with one group key per group.
+"""Sums over groups with `CollectiveReduceV2`, one group key per group.
 
 TensorFlow chooses NCCL (GPUs) or a ring (CPUs, hosts). Needs a `tf.function`;
 works inside `tf.cond`, `tf.while_loop` and with steps_per_execution > 1.
 
-Keys. A group key names a set of devices, an instance key an operation of that
-set. Both are hashes of what they name, not counters: processes that created
-their optimizers in a different order agree by construction, and a retrace on
-one worker can't shift the keys of the others. Calls are paired by each device's
-program order, which the ordering tokens enforce.
+A group key names a set of devices. An instance key names an operation of that
+set. Both keys are hashes of what they name, not counters. So processes that
+created their optimizers in a different order have the same keys, and a retrace
+on one worker can't shift the other workers' keys. Calls are paired by each
+device's program order, which the ordering tokens enforce.
 
 Within one process, optimizers have separate instance keys and tokens, since
-several threads may train at the same time. Over several processes they share
-them, so only one thread of each may train.
+several threads may train at the same time. Across processes, optimizers share
+keys and tokens, so only one thread of each process may train.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tf_xshard.distribute import site as site_lib
 
 # tf.distribute counts its group keys up from 1 (its tests from multiples of
 # 100,000). Using a key with two group sizes aborts every collective of the
-# process, so ours start far above.
+# process, so the keys of this module start far above.
 _FIRST_GROUP_KEY = 1 << 30
 _GROUP_KEYS = 1 << 30
 # An instance key is permanently bound to one shape. Rows of IndexedSlices are
@@ -46,7 +46,7 @@ def _hash(*parts: Any) -> int:
 
 
 class Subgroups(transport.Transport):
-    """This replica's group, with the arguments of all its collectives."""
+    """The transport of this replica's group in a `tf.function`."""
 
     name = "subgroup collectives (CollectiveReduceV2)"
     packs = True
@@ -63,15 +63,16 @@ class Subgroups(transport.Transport):
             group_key=_FIRST_GROUP_KEY
             + _hash(*(names[r] for r in members)) % _GROUP_KEYS,
             communication_hint="auto",
-            # See watchdog for the timeout.
+            # The watchdog has the timeout.
             timeout_seconds=0,
         )
         # Operations on one token run one after another, so several tokens allow
         # several buckets in flight. NCCL needs the same order on all devices,
-        # hence one token.
+        # so GPUs have one token.
         in_flight = self.communication.buckets_in_flight
         self._lanes = 1 if "GPU" in site.device else in_flight
-        # Processes may number their channels differently.
+        # Processes may number their channels differently, so all channels
+        # across processes have the number 0.
         self._number = self.channel.number if site.num_processes == 1 else 0
 
     def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -83,8 +84,8 @@ class Subgroups(transport.Transport):
     def reduce_scatter(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.reduce_scatter`."""
         if "GPU" in self.site.device:
-            # CPUs have no CollectiveReduceScatterV2. Of what GPUs have, this is
-            # what TensorFlow itself relies on, though it sends more bytes.
+            # CPUs have no CollectiveReduceScatterV2. GPUs use an all-reduce,
+            # on which TensorFlow itself relies, though it sends more bytes.
             return super().reduce_scatter(rows)
         return [_sum_of_rows(received) for received in self.all_to_all(rows)]
 
@@ -105,7 +106,8 @@ class Subgroups(transport.Transport):
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.gather`."""
         num_rows = tf.stack([tf.shape(t, tf.int64)[0] for t in tensors])
-        # [group_size, len(tensors)]: each member's number of rows, per tensor.
+        # Each replica's number of rows of each tensor, of shape [group_size,
+        # len(tensors)].
         with recorder.labelled("numbers of rows", counts=[0]):
             all_rows = self._all_gather(0, num_rows[tf.newaxis])
         gathered = []
@@ -139,7 +141,7 @@ class Subgroups(transport.Transport):
         )
 
     def _all_to_all(self, position: int, rows: tf.Tensor) -> tf.Tensor:
-        """Sends row i to the group's replica i."""
+        """Sends row i to the replica at position i of the group."""
         received = self._run(
             functools.partial(tf.raw_ops.CollectiveAllToAllV2, **self._common),
             recorder.REDUCE_SCATTER,
@@ -153,7 +155,7 @@ class Subgroups(transport.Transport):
         return tf.ensure_shape(received, rows.shape)
 
     def _all_gather(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenates; an unknown number of rows must be a power of two."""
+        """Concatenates tensors; an unknown number of rows is a power of two."""
         name, shape = tensor.dtype.name, tensor.shape.as_list()
         exponent = 0
         if shape[0] is None:
@@ -167,7 +169,7 @@ class Subgroups(transport.Transport):
             return _FIRST_GATHER_KEY + key + exponent
 
         # CollectiveGatherV2 does not support bfloat16. It only moves bytes, so
-        # they can be treated as float16.
+        # bfloat16 can be sent as float16.
         dtype = tensor.dtype
         if dtype == tf.bfloat16:
             tensor = tf.bitcast(tensor, tf.float16)
@@ -190,9 +192,9 @@ class Subgroups(transport.Transport):
         cost = self._note(kind, tensor, position)
         device = self.site.device
         lane = f"{self._number}_{position % self._lanes}"
-        # Without a token per device, automatic control dependencies would
-        # serialize the collectives of all devices, which would then wait for
-        # each other.
+        # Each device has its own token. Otherwise, automatic control
+        # dependencies would serialize the collectives of all devices, which
+        # would then wait for each other.
         token = runtime_variables.handle(
             device, f"tf_xshard_ordering_token_{lane}", tf.float32
         )
@@ -211,7 +213,7 @@ class Subgroups(transport.Transport):
 
 
 def _sum_of_rows(rows: tf.Tensor) -> tf.Tensor:
-    """The sum over the first dimension; of 16-bit types as float32."""
+    """Sums over the first dimension, in float32 for 16-bit dtypes."""
     if rows.dtype.size < 4:
         rows = tf.cast(rows, tf.float32)
     return tf.reduce_sum(rows, 0)

@@ -1,4 +1,4 @@
-"""The one signature of every path on which a group communicates."""
+"""Defines the base class of all paths on which a group communicates."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _observers: list[Callable[[Transport, Sequence[tf.Tensor]], None]] = []
 
 
 class Transport(abc.ABC):
-    """A path, bound to one replica and its groups.
+    """A path of communication, bound to one replica and its groups.
 
-    Its methods are called on every replica, with that replica's own tensors.
+    Every replica calls the same methods, with its own tensors.
 
     Attributes:
       name: A readable name.
-      spans_groups: Whether replicas of other groups take part in the same
-        operation, so that all must call it with the same list of tensors.
-      packs: Whether tensors should be packed into buckets.
-      gathers: Whether it has `gather`; if not, IndexedSlices are made dense.
+      spans_groups: True if replicas of other groups take part in the same
+        operation. All replicas must then pass the same list of tensors.
+      packs: True if tensors should be packed into buckets.
+      gathers: True if it has `gather`. If not, IndexedSlices are made dense.
     """
 
     name: ClassVar[str]
@@ -54,29 +54,20 @@ class Transport(abc.ABC):
         return self._sum(tensors)
 
     def reduce_scatter(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums tensors over this replica's group, of which it gets one row.
+        """Sums tensors over this replica's group, and returns one row of each.
 
-        Args:
-          rows: This replica's tensors, of shapes [group_size, size]. The other
-            replicas of the group pass tensors of the same shapes and dtypes.
-
-        Returns:
-          For each tensor the row of the sum at this replica's position in its
-          group, by replica ids, of shape [size], in its dtype or a wider one.
+        All replicas of the group pass the same shapes [group_size, size] and
+        dtypes. A replica gets the row at its `position`, of shape [size], in
+        the tensor's dtype or a wider dtype.
         """
         position = self.position()
         return [tf.gather(total, position) for total in self.sum(rows)]
 
     def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Stacks tensors of one shape over this replica's group.
+        """Stacks tensors over this replica's group, by replica ids.
 
-        Args:
-          shards: This replica's tensors, of shapes [size]. The other replicas
-            of the group pass tensors of the same shapes and dtypes.
-
-        Returns:
-          For each tensor one of shape [group_size, size], by replica ids,
-          bitwise equal on all replicas of the group.
+        All replicas of the group pass the same shapes [size] and dtypes. They
+        get the same bits, of shape [group_size, size].
         """
         position = self.position()
         return self.sum(
@@ -84,17 +75,11 @@ class Transport(abc.ABC):
         )
 
     def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sends row i to the replica at position i of this one's group.
+        """Sends row i to the replica at position i of this replica's group.
 
-        Args:
-          rows: This replica's tensors, of shapes [group_size, size]. The other
-            replicas of the group pass tensors of the same shapes and dtypes.
-
-        Returns:
-          Tensors of the same shapes: row i is from position i.
-
-        Raises:
-          ValueError: If this path can only add up.
+        All replicas of the group pass the same shapes [group_size, size] and
+        dtypes. Row i of a result is from the replica at position i. Raises
+        ValueError if this path can only sum.
         """
         raise ValueError(
             'Communication(dtype="int8") needs an all-to-all, which this path'
@@ -104,7 +89,7 @@ class Transport(abc.ABC):
         )
 
     def position(self) -> int | tf.Tensor:
-        """This replica's position among those of its group, by replica ids."""
+        """Returns this replica's position in its group, by replica ids."""
         groups, replica_id = self.groups, self.site.replica_id
         positions = {
             r: position
@@ -124,16 +109,16 @@ class Transport(abc.ABC):
         raise NotImplementedError(self.name)
 
     def check_dtype(self, dtype: tf.DType) -> None:  # noqa: B027
-        """Refuses a dtype that this path cannot sum."""
+        """Raises ValueError for a dtype that this path can't sum."""
 
     def _participants(self) -> group_assignment_lib.GroupAssignment:
-        """The replicas that take part in one operation together."""
+        """Returns the groups of replicas that share one operation."""
         return self.groups
 
     def _note(
         self, operation: str, tensor: tf.Tensor, position: int
     ) -> recorder.Cost:
-        """Records an operation that is being created."""
+        """Records an operation that is being created; returns its cost."""
         groups = self._participants()
         recorder.note(
             operation,
@@ -157,8 +142,8 @@ class Transport(abc.ABC):
 def _in_row(
     tensor: tf.Tensor, position: int | tf.Tensor, num_rows: int
 ) -> tf.Tensor:
-    """Zeros of shape [num_rows, size], with a tensor in one row."""
-    # A select, not a product: 0 * inf is nan.
+    """Returns zeros of shape [num_rows, size] with a tensor in one row."""
+    # Select instead of multiplying, since 0 * inf is nan.
     is_own = tf.equal(tf.range(num_rows), position)[:, tf.newaxis]
     return tf.where(is_own, tensor[tf.newaxis], tf.zeros_like(tensor))
 
@@ -169,8 +154,8 @@ def observed(
 ) -> Iterator[None]:
     """Calls a function before every group sum, for tests and benchmarks.
 
-    It is called on each replica when a sum is traced (in eager mode, when it
-    runs), in the same graph.
+    The function is called on each replica when a sum is traced (in eager mode,
+    when a sum runs), in the same graph.
     """
     _observers.append(observer)
     try:

@@ -1,10 +1,10 @@
-"""A timeout for every collective, watched by one thread.
+"""Gives every collective a timeout, which one thread per process watches.
 
-TensorFlow's own `timeout_seconds` starts two threads per collective that sleep
-for the whole timeout, even after it has completed: at 300 seconds and 1,000
-collectives per second, hundreds of thousands. Here one variable for each
-function, device and lane is odd while a collective waits, and one thread per
-process polls them.
+TensorFlow's own `timeout_seconds` starts two threads per collective. They sleep
+for the whole timeout, even after the collective has completed. At 300 seconds
+and 1,000 collectives per second, hundreds of thousands of threads sleep. Here,
+one variable for each function, device and lane is odd while a collective waits,
+and the thread polls these variables.
 """
 
 from __future__ import annotations
@@ -27,18 +27,15 @@ from tf_xshard.private.tensorflow import runtime
 
 _LOOKS_PER_TIMEOUT = 20
 _MAX_SECONDS_BETWEEN_LOOKS = 5.0
-# A busy machine may oversleep this many times.
+# On a busy machine, a sleep may take this many times as long.
 _MOST_PER_SLEEP = 3
 
 
 class _Clock:
-    """Counts the time in which this process runs.
+    """Counts the seconds in which this process runs.
 
-    While it is stopped (Ctrl-Z, a suspended laptop, a paused virtual machine)
-    its collectives stand still, though nothing is wrong with them.
-
-    Attributes:
-      seconds: The time, in seconds.
+    While the process is stopped (Ctrl-Z, a suspended laptop, a paused virtual
+    machine), its collectives stand still, though nothing is wrong with them.
     """
 
     def __init__(self) -> None:
@@ -66,12 +63,12 @@ class _Lane:
 
 
 class _Waiting:
-    """Tracks the collective of one function that waits in a lane.
+    """Tracks whether a collective of one function waits in a lane.
 
-    A function runs the collectives of a lane one after another, so one of them
-    waits at most. Each adds 1 to the variable when it begins and when it ends.
-    A step that fails may leave it odd: the function makes it even when it
-    begins, and a function that does not run does not wait.
+    A function runs a lane's collectives one after another, so at most one of
+    them waits. Each adds 1 to a variable when it begins and when it ends. A
+    step that fails may leave the variable odd. So the function makes it even
+    when it begins, and `is_overdue` ignores functions that do not run.
     """
 
     def __init__(
@@ -85,8 +82,9 @@ class _Waiting:
         self._last = 0
         self._since = 0.0
         if graph is not None:
-            # Before all other operations of the function on this variable:
-            # automatic control dependencies keep the order of the code.
+            # These operations run before the function's others on this
+            # variable, since automatic control dependencies keep the order of
+            # the code.
             with graph.as_default(), tf.control_dependencies(None):
                 count = tf.raw_ops.ReadVariableOp(
                     resource=self._count, dtype=tf.int64
@@ -94,12 +92,12 @@ class _Waiting:
                 self._add(tf.bitwise.bitwise_and(count, 1))
 
     def is_of(self, lane: _Lane, graph: tf.Graph | None) -> bool:
-        """Returns True if this is the state of the lane in the graph."""
+        """Returns True if this object tracks the lane in the graph."""
         own = self._graph() if self._graph is not None else None
         return self.lane is lane and own is graph
 
     def is_alive(self) -> bool:
-        """Whether the function may still be called."""
+        """Returns True if the function may still be called."""
         return self._graph is None or self._graph() is not None
 
     def begin(self) -> tf.Operation | None:
@@ -111,16 +109,18 @@ class _Waiting:
         self._add(tf.constant(1, tf.int64))
 
     def _add(self, value: tf.Tensor) -> tf.Operation | None:
-        # No time or other stateful operation: these would run one after
-        # another, those of all replicas, and replicas wait for each other.
+        # Do not use tf.timestamp or another stateful operation. The stateful
+        # operations of all replicas would run one after another, but replicas
+        # wait for each other.
         return tf.raw_ops.AssignAddVariableOp(resource=self._count, value=value)
 
     def is_overdue(self, now: float) -> bool:
         """Returns True if a collective has waited longer than the timeout."""
         count = self._read()
-        # A step that fails on one replica cancels the others' collectives, and
-        # what runs now may be another function, or the next call of this one
-        # that has not yet made the count even.
+        # A step that fails on one replica cancels the other replicas'
+        # collectives, which leaves counts odd. What runs now may be another
+        # function, or the next call of this function, which has not yet made
+        # the count even.
         runs = self._graph is None or runtime.a_function_uses(self._count)
         if count != self._last or not runs:
             self._last, self._since = count, now
@@ -135,14 +135,11 @@ class _Waiting:
 
 @dataclasses.dataclass(eq=False)
 class WatchedBatch:
-    """A batch over several processes, with a timeout.
+    """A batch of several processes, with a timeout.
 
-    TensorFlow's own waits have no timeout, such as asking whether other workers
-    have data. Only time spent executing counts, not tracing.
-
-    Attributes:
-      timeout_seconds: If no collective ends for longer than this, all
-        collectives of this process are aborted.
+    TensorFlow's own waits have no timeout, such as waiting to hear whether
+    other workers have data. If no collective ends within `timeout_seconds`, all
+    collectives of this process are aborted. Time spent tracing does not count.
     """
 
     timeout_seconds: float
@@ -166,14 +163,14 @@ class WatchedBatch:
 
 
 class Watchdog:
-    """All that is watched in this process, and the thread that watches it."""
+    """The watched lanes and batches of this process, and their thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.lanes: dict[tuple[str, str, float], _Lane] = {}
         self.batches: list[WatchedBatch] = []
-        # By the lane and the number of the function.
+        # The keys are the lane's name and the function's number.
         self._waiting: dict[tuple[str, int], _Waiting] = {}
         self._numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -194,13 +191,13 @@ class Watchdog:
                 number = self._numbers[graph]
             key = found.name, number
             known = self._waiting.get(key)
-            # The number may have been that of a graph that is gone.
+            # A graph that is gone may have had the same number.
             if known is None or not known.is_of(found, graph):
                 self._waiting[key] = _Waiting(found, number, graph)
             return self._waiting[key]
 
     def lane(self, device: str, lane: str, timeout_seconds: float) -> _Lane:
-        """The counters of one lane, created on first use."""
+        """Returns a lane, which is created on first use."""
         key = device, lane, timeout_seconds
         context = runtime.context()
         with self._lock:
@@ -220,7 +217,7 @@ class Watchdog:
             return self.lanes[key]
 
     def totals(self) -> counters.Totals:
-        """What the collectives of this process have cost, of all replicas."""
+        """Returns the totals of this process's collectives, of all replicas."""
         context = runtime.context()
         with self._lock:
             lanes = [
@@ -256,7 +253,7 @@ class Watchdog:
         while True:
             context = runtime.context()
             with self._lock:
-                # Variables of a context that was reset can't be read any more.
+                # Variables of a context that was reset can no longer be read.
                 self._waiting = {
                     key: one
                     for key, one in self._waiting.items()
@@ -269,10 +266,12 @@ class Watchdog:
                 batches = list(self.batches)
             try:
                 message = _overdue(waiting, lanes, batches, clock.seconds)
-            except Exception as error:  # Without this thread, no timeout.
+            except Exception as error:
+                # Collectives have no timeout without this thread, so its
+                # failure ends them.
                 message = f"The watchdog of collectives failed: {error}"
                 if runtime.context() is not context:
-                    message = None  # It was reset while the counters were read.
+                    message = None  # The context was reset during the reads.
             if message:
                 message += " Restart the program."
                 logging.error(message)
@@ -298,7 +297,7 @@ def _overdue(
     batches: Sequence[WatchedBatch],
     now: float,
 ) -> str | None:
-    """An error message for what is overdue at a time, or None."""
+    """Returns an error message for what is overdue at a time, or None."""
     overdue = [one.lane for one in waiting if one.is_overdue(now)]
     stuck = []
     if batches:
@@ -332,7 +331,7 @@ def run(
     """Runs a collective with a timeout, eagerly or in a graph.
 
     The timeout starts when the input, `after`, is available. Collectives of one
-    lane run one after another. After the timeout all collectives of this
+    lane run one after another. After the timeout, all collectives of this
     process fail with a DeadlineExceededError.
     """
     waiting = WATCHDOG.waiting(device, lane, timeout_seconds)
@@ -340,7 +339,7 @@ def run(
         begin = waiting.begin()
         waiting.lane.counters.begin()
     try:
-        # In eager mode it has already run; there is nothing to depend on.
+        # In eager mode, `begin` is None, since the operation has already run.
         with tf.control_dependencies([] if begin is None else [begin]):
             result = collective()
     except BaseException:

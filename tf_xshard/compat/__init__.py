@@ -1,11 +1,10 @@
-"""The documented TF1 optimizers: see `tf_xshard.compat.v1`.
+"""TF1's optimizers, adapted to the stages of `reduction` and `optimizers`.
 
-Enters: TF1 graphs, `tf.function` and eager code with optimizers of
-`tf.compat.v1.train`. Leaves: the operations or updates that the originals
-document. Adapters over the stages of `reduction` and `optimizers`, which it
-imports, and what is above; no arithmetic of its own.
+Enters: TF1 graphs, `tf.function`s and eager code with optimizers of
+`tf.compat.v1.train`. Leaves: the operations or updates that TF1 documents. The
+folder has no arithmetic. Imports `reduction`, `optimizers` and above.
 
-- `v1`: one room for each of the originals' subjects.
+- `v1`: a folder for each subject of TF1, such as `shard` or TPUEstimator.
 """
 
 from tf_xshard.compat import v1

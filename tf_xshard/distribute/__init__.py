@@ -1,14 +1,14 @@
-"""A replica's view of itself, and its own copies of variables.
+"""Finds the current replica, and handles its own values of variables.
 
-Enters: the current `tf.distribute` context. Leaves: a `Site` (which strategy,
-which replica, which process), this replica's values, and gradients as
-IndexedSlices. Nothing here communicates. Imports `private`.
+Enters: the current `tf.distribute` context. Leaves: a `Site` (strategy, replica
+and process), this replica's values, and gradients as IndexedSlices. No module
+of this folder communicates. Imports `private`.
 
-- `site`: where code runs; the only reader of `tf.distribute`'s context.
-- `replica_variables`: variables with a value of their own on each replica, and
-  the dtype of accumulators.
-- `variable_role`: what a variable's gradient is, and what may be done with it.
-- `indexed_slices`: gradients of some rows of a variable.
-- `shards`: how a tensor is split over the replicas of a group.
-- `reduction_guard`: notices an inner optimizer that reduces by itself.
+- `site`: which strategies are supported; finds the replica and the process.
+- `replica_variables`: creates, reads and writes variables that differ by
+  replica; the dtype of accumulators.
+- `variable_role`: which variables' gradients are reduced, sharded and clipped.
+- `indexed_slices`: converts, deduplicates and adds IndexedSlices.
+- `shards`: splits a tensor over the replicas of a group, and joins shards.
+- `reduction_guard`: raises if an inner optimizer reduces gradients itself.
 """

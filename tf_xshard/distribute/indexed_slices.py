@@ -1,4 +1,4 @@
-"""IndexedSlices: gradients of some rows of a variable."""
+"""Converts and adds IndexedSlices, the gradients of some rows of a variable."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Gradient: TypeAlias = Any
 class UniqueSlices(tf.IndexedSlices):
     """IndexedSlices in which each index appears once.
 
-    The type spares later stages from checking again. It is lost where
-    TensorFlow decomposes a composite tensor, which only costs a second check.
+    The type saves later stages a check. TensorFlow loses the type where it
+    decomposes a composite tensor, which only costs a second check.
     """
 
 
 def converted(gradient: Any, variable: Any) -> Gradient:
-    """A gradient of any type as a tensor, or as IndexedSlices of tensors."""
+    """Converts a gradient to a tensor, or to IndexedSlices of tensors."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.convert_to_tensor(gradient)
     values, indices = gradient.values, gradient.indices
@@ -44,14 +44,8 @@ def converted(gradient: Any, variable: Any) -> Gradient:
 def unique(slices: tf.IndexedSlices) -> UniqueSlices:
     """Sums rows with the same index, so that each index appears once.
 
-    Otherwise norms, squares and the inner optimizer's moments would be computed
-    from the duplicates instead of their sum.
-
-    Args:
-      slices: Values of shape [rows, ...] and indices of shape [rows].
-
-    Returns:
-      The same gradient.
+    Otherwise, norms, squares and the inner optimizer's moments would be
+    computed from the duplicates instead of their sum.
     """
     if isinstance(slices, UniqueSlices):
         return slices
@@ -63,7 +57,7 @@ def unique(slices: tf.IndexedSlices) -> UniqueSlices:
 
 
 def dense(slices: tf.IndexedSlices, variable: Any) -> tf.Tensor:
-    """The gradient as a tensor of the variable's shape."""
+    """Converts IndexedSlices to a tensor of the variable's shape."""
     return tf.math.unsorted_segment_sum(
         slices.values, slices.indices, variable.shape[0]
     )
@@ -84,7 +78,7 @@ def map_values(function: Callable, gradient: Gradient) -> Gradient:
 
 
 def added(gradients: Sequence[Gradient], variable: Any) -> Gradient:
-    """The sum of gradients of one variable; None if all are None."""
+    """Adds gradients of one variable; returns None if all are None."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None

@@ -1,8 +1,8 @@
-"""Notices an inner optimizer that reduces gradients across replicas.
+"""Raises TypeError if an inner optimizer reduces gradients across replicas.
 
-The gradients that the inner optimizer gets are reduced already. Reading its
-code would not show a reduction in a helper, so the optimizer runs in a replica
-context that behaves as TensorFlow's, except that it refuses to reduce.
+The gradients that the inner optimizer gets are already reduced. Inspecting its
+code would miss a reduction in a helper function. So the optimizer runs in a
+replica context that behaves like TensorFlow's, but raises on a reduction.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.keras import wrapper_calls
 
 _do_not_convert = tf.autograph.experimental.do_not_convert
-# Their merge_call is for variables, such as assigning one that all replicas
-# share.
+# TensorFlow and Keras use merge_call for variables, such as assigning a
+# variable that all replicas share.
 _OF_TENSORFLOW = ("tensorflow.", "keras.src.")
 
 
 class _Guard:
-    """The part of a replica context that refuses to reduce.
+    """The methods of a replica context that raise on a reduction.
 
-    Attributes:
-      culprit: The name of the optimizer's class.
-      lifted_sums: The names of the sums that this package has made meanwhile.
-      base: TensorFlow's class of the context.
+    `culprit` names the optimizer's class, `lifted_sums` the sums that this
+    package has made meanwhile. `base` is TensorFlow's class of the context.
     """
 
     culprit: str
@@ -38,19 +36,19 @@ class _Guard:
 
     @_do_not_convert
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses."""
+        """Raises TypeError."""
         _refuse(self.culprit, "all_reduce")
 
     @_do_not_convert
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses."""
+        """Raises TypeError."""
         _refuse(self.culprit, "all_gather")
 
     @_do_not_convert
     def merge_call(
         self, merge_fn: Callable, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """TensorFlow's, for what does not reduce."""
+        """Calls TensorFlow's merge_call, in which users can't reduce."""
         if not str(getattr(merge_fn, "__module__", "")).startswith(
             _OF_TENSORFLOW
         ):
@@ -61,7 +59,7 @@ class _Guard:
 
 
 class _Extended:
-    """A strategy's `extended` that refuses to reduce."""
+    """A strategy's `extended` that raises on a reduction."""
 
     def __init__(
         self, extended: tf.distribute.StrategyExtended, culprit: str
@@ -73,16 +71,16 @@ class _Extended:
         return getattr(self._extended, name)
 
     def reduce_to(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses."""
+        """Raises TypeError."""
         _refuse(self._culprit, "reduce_to")
 
     def batch_reduce_to(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses."""
+        """Raises TypeError."""
         _refuse(self._culprit, "batch_reduce_to")
 
 
 class _Strategy:
-    """A strategy that refuses to reduce."""
+    """A strategy that raises on a reduction."""
 
     def __init__(self, strategy: tf.distribute.Strategy, culprit: str) -> None:
         self._strategy = strategy
@@ -93,11 +91,11 @@ class _Strategy:
         return getattr(self._strategy, name)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses."""
+        """Raises TypeError."""
         _refuse(self._culprit, "reduce")
 
     def gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses."""
+        """Raises TypeError."""
         _refuse(self._culprit, "gather")
 
 
@@ -124,7 +122,7 @@ def _guarded_class(base: Any) -> type:
 
 @contextlib.contextmanager
 def guarded(optimizer: Any) -> Iterator[None]:
-    """A context in which a wrapper calls an optimizer, which can't reduce."""
+    """Makes an optimizer raise if it reduces while a wrapper calls it."""
     with wrapper_calls.inside(), _guarded(optimizer):
         yield
 
@@ -148,25 +146,26 @@ def _guarded(optimizer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lifted() -> Iterator[None]:
-    """A context in which code of this package may reduce, inside `guarded`."""
+    """Lets code of this package reduce inside a `guarded` context."""
     current: Any = tf.distribute.get_replica_context()
     base = getattr(current, "base", None)
     if base is None:
         yield
         return
     before = _sums()
-    # A new one: to enter TensorFlow's own again would make it forget the state
-    # to which it returns.
+    # Enter a new context. If TensorFlow's own context were entered again, it
+    # would forget the state to which it returns.
     with base(current.strategy, _replica_id(current)):
         yield
     current.lifted_sums |= _sums() - before
 
 
 def _sums() -> set[str]:
-    """The names of the sums across replicas in the current graph, on a TPU.
+    """Returns the names of the current graph's sums across a TPU's replicas.
 
-    Elsewhere the replicas share a graph, which does not tell whose they are. In
-    a branch, such as a LossScaleOptimizer's, a sum is not seen.
+    Under other strategies, replicas share a graph, which does not tell which
+    replica made a sum. Sums in a branch, such as a LossScaleOptimizer's, are
+    not found.
     """
     strategy = tf.distribute.get_strategy()
     if tf.executing_eagerly() or site_lib.kind_of(strategy) != "tpu":
@@ -179,6 +178,6 @@ def _sums() -> set[str]:
 
 
 def _replica_id(context: tf.distribute.ReplicaContext) -> Any:
-    """An int, or a scalar tensor where it is only known at run time."""
+    """Returns an int, or a scalar tensor if it is only known at run time."""
     value = tf.get_static_value(context.replica_id_in_sync_group)
     return context.replica_id_in_sync_group if value is None else int(value)

@@ -1,8 +1,8 @@
-"""Variables with a separate value on each replica.
+"""Creates, reads and writes variables with a separate value on each replica.
 
-State that an optimizer creates here (`make`) differs by replica. TensorFlow
-shows and saves the mean over the replicas and restores it on all of them, which
-preserves the sums that a later reduction computes.
+State that an optimizer creates with `make` differs by replica. TensorFlow shows
+and saves the mean over the replicas, and restores this mean on all replicas. A
+later reduction then computes the same sums.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tf_xshard.private.keras import shards as keras_shards
 
 
 def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
-    """A variable of zeros that each replica updates by itself."""
+    """Creates a variable of zeros that each replica updates separately."""
     is_float = tf.as_dtype(dtype).is_floating
     return keras.Variable(
         tf.zeros(shape, dtype),
         dtype=dtype,
         trainable=False,
         autocast=False,
-        # Counters are equal on all replicas.
+        # Integers are counters, which are equal on all replicas.
         aggregation="mean" if is_float else "only_first_replica",
         synchronization="on_read",
         name=name,
@@ -34,14 +34,14 @@ def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
 
 
 def read(variable: Any) -> tf.Tensor:
-    """This replica's value."""
+    """Returns this replica's value."""
     return tf.raw_ops.ReadVariableOp(
         resource=_handle(variable), dtype=variable.dtype
     )
 
 
 def assign(variable: Any, value: Any) -> None:
-    """Sets this replica's value, to a tensor of the variable's shape."""
+    """Sets this replica's value to a tensor of the variable's shape."""
     tf.raw_ops.AssignVariableOp(
         resource=_handle(variable), value=tf.cast(value, variable.dtype)
     )
@@ -54,7 +54,7 @@ def assign_all(targets: Sequence, sources: Sequence) -> None:
 
 
 def add(variable: Any, value: Any) -> None:
-    """Adds a tensor of its shape, or IndexedSlices, to this replica's value."""
+    """Adds a tensor of the same shape, or IndexedSlices, on this replica."""
     handle = _handle(variable)
     if isinstance(value, tf.IndexedSlices):
         tf.raw_ops.ResourceScatterAdd(
@@ -69,10 +69,8 @@ def add(variable: Any, value: Any) -> None:
 
 
 def accumulator_of(variable: Any, name: str) -> keras.Variable:
-    """Zeros of a variable's shape, for sums of its gradients.
-
-    float32 for 16-bit variables, whose sums would lose digits.
-    """
+    """Creates zeros of a variable's shape, for sums of its gradients."""
+    # Sums of a 16-bit variable's gradients are float32, to keep their digits.
     dtype = tf.as_dtype(variable.dtype)
     return make(
         variable.shape, "float32" if dtype.size < 4 else dtype.name, name
@@ -80,11 +78,8 @@ def accumulator_of(variable: Any, name: str) -> keras.Variable:
 
 
 def copy_of(variable: Any) -> keras.Variable:
-    """A variable with the same path, constraint, and value on each replica.
-
-    The path matters to optimizers that select variables by name
-    (MultiOptimizer, weight decay).
-    """
+    """Creates a variable with the same path, constraint and values."""
+    # Optimizers may select variables by path (MultiOptimizer, weight decay).
     *scopes, name = _path(variable).split("/")
     with contextlib.ExitStack() as stack:
         for scope in scopes:
@@ -102,7 +97,7 @@ def copy_of(variable: Any) -> keras.Variable:
 
 
 def copy(source: Any, target: Any, strategy: tf.distribute.Strategy) -> None:
-    """Copies one variable's value to another, on each replica."""
+    """Copies each replica's value of one variable to another variable."""
     if tf.distribute.in_cross_replica_context():
         strategy.extended.update(
             tensorflow_variable(target),
@@ -148,7 +143,7 @@ def cond(predicate: tf.Tensor, function: Callable[[], Any]) -> None:
 
 
 def flat_name(variable: Any) -> str:
-    """A variable's path as a flat name, for variables derived from it."""
+    """Returns a variable's path as a flat name, for names of its state."""
     return _path(variable).replace("/", "_")
 
 
@@ -158,7 +153,7 @@ def _path(variable: Any) -> str:
 
 
 def tensorflow_variable(variable: Any) -> Any:
-    """The TensorFlow variable of a Keras or TensorFlow variable."""
+    """Returns the TensorFlow variable of a Keras or TensorFlow variable."""
     if isinstance(variable, keras_shards.Sharded):
         return variable.shards
     return variable.value if isinstance(variable, keras.Variable) else variable
@@ -170,9 +165,9 @@ def _handle(variable: Any) -> tf.Tensor:
 
 
 def copies(variable: Any) -> tuple[tf.Variable, ...]:
-    """The copies of a variable on this process's replicas, in their order.
+    """Returns the copies of a variable on this process's replicas, in order.
 
-    One copy if it was created outside of a strategy's scope.
+    A variable that was created outside of any strategy's scope has one copy.
     """
     value = tensorflow_variable(variable)
     if isinstance(value, tf.distribute.DistributedValues):
@@ -181,15 +176,15 @@ def copies(variable: Any) -> tuple[tf.Variable, ...]:
 
 
 def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
-    """The strategy in whose scope a variable was created, or None."""
+    """Returns the strategy in whose scope a variable was created, or None."""
     value = tensorflow_variable(variable)
     return getattr(value, "distribute_strategy", None)
 
 
 def may_differ(variables: Sequence) -> bool:
-    """Whether replicas may hold different values of any of several variables.
+    """Returns True if replicas may hold different values of any variable.
 
-    Other processes are not asked; their values are assumed to differ.
+    Values of other processes are not read, but assumed to differ.
     """
     for variable in variables:
         if isinstance(variable, keras_shards.Sharded):

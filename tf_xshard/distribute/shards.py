@@ -1,8 +1,8 @@
-"""A tensor split evenly over the replicas of a group, element by element.
+"""Splits a tensor evenly over the replicas of a group, element by element.
 
-With n elements and g replicas, a replica's shard has ceil(n / g) elements, in
-the order of the replicas' ids. The last shards are padded with zeros, which are
-cut off again: n = 5, g = 3 gives [a b] [c d] [e 0].
+With n elements and g replicas, a shard has ceil(n / g) elements. Shards are in
+the order of replica ids. Zeros pad the last shards, and joining removes them.
+For example, n = 5 and g = 3 give [a b] [c d] [e 0].
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one tensor is split in each group.
-
-    Attributes:
-      shape: The shape of the whole tensor.
-      groups: The groups of replicas.
-    """
+    """The split of a tensor of `shape` over the replicas of each group."""
 
     shape: tuple[int, ...]
     groups: group_assignment_lib.GroupAssignment
@@ -39,20 +34,18 @@ class Layout:
         return max(1, -(-self.num_elements // self.groups.group_size))
 
     def position_of(self, replica_id: int) -> int:
-        """Which shard a replica has."""
+        """Returns the position of a replica's shard."""
         return self.members_of(replica_id).index(replica_id)
 
     def members_of(self, replica_id: int) -> tuple[int, ...]:
-        """The replicas of a replica's group, in the order of their shards.
-
-        By ids, since TensorFlow's collectives order them by device.
-        """
+        """Returns the replicas of a group, in the order of their shards."""
+        # Sort by id, since TensorFlow's collectives order replicas by device.
         return tuple(
             sorted(tuple(self.groups)[self.groups.group_of(replica_id)])
         )
 
     def split(self, whole: Any) -> tf.Tensor:
-        """All shards of a tensor, [group_size, size]."""
+        """Returns all shards of a tensor, of shape [group_size, size]."""
         num_replicas = self.groups.group_size
         flat = _padded(
             tf.reshape(whole, [-1]),
@@ -61,15 +54,7 @@ class Layout:
         return tf.reshape(flat, [num_replicas, self.size])
 
     def shard(self, whole: Any, position: int | tf.Tensor) -> tf.Tensor:
-        """One shard of a tensor.
-
-        Args:
-          whole: A tensor of `shape`.
-          position: Which shard, an int or a scalar tensor.
-
-        Returns:
-          A tensor of shape [size].
-        """
+        """Returns the shard at a position, of shape [size]."""
         if tf.is_tensor(position):
             return tf.gather(self.split(whole), position)
         begin = min(position * self.size, self.num_elements)
@@ -78,20 +63,13 @@ class Layout:
         return _padded(own, self.size - (end - begin))
 
     def shard_of_rows(self, rows: tf.IndexedSlices, position: int) -> tf.Tensor:
-        """The shard of a gradient of some rows.
+        """Returns the shard of a gradient of some rows, of shape [size].
 
         Takes the memory of the shard, not of the whole tensor.
-
-        Args:
-          rows: IndexedSlices.
-          position: Which shard.
-
-        Returns:
-          A tensor of shape [size].
         """
         row_size = math.prod(self.shape[1:])
         first_row, offset = divmod(position * self.size, max(row_size, 1))
-        # The rows that the shard has elements of.
+        # The shard has elements of this many rows.
         num_rows = -(-(offset + self.size) // max(row_size, 1))
         index = tf.cast(rows.indices, tf.int64) - first_row
         is_own = tf.logical_and(index >= 0, index < num_rows)
@@ -105,14 +83,7 @@ class Layout:
         )
 
     def join(self, shards: Any) -> tf.Tensor:
-        """Reverses `split`.
-
-        Args:
-          shards: A tensor of shape [group_size, size].
-
-        Returns:
-          A tensor of `shape`.
-        """
+        """Joins shards, of shape [group_size, size], to a tensor of `shape`."""
         flat = tf.reshape(shards, [-1])
         return tf.reshape(flat[: self.num_elements], self.shape)
 

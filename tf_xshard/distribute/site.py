@@ -1,4 +1,4 @@
-"""Where code runs, by TensorFlow: strategy, replica count, replica id."""
+"""Finds the strategy, the replica and the process on which code runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUPPORTED = (
 
 
 def kind_of(strategy: tf.distribute.Strategy) -> str:
-    """`"single"`, `"mirrored"`, `"multi_worker"` or `"tpu"`."""
+    """Returns `"single"`, `"mirrored"`, `"multi_worker"` or `"tpu"`."""
     if isinstance(strategy, _MULTI_WORKER):
         return "multi_worker"
     if isinstance(strategy, _MIRRORED):
@@ -50,9 +50,9 @@ def kind_of(strategy: tf.distribute.Strategy) -> str:
 
 
 def check_devices(strategy: tf.distribute.Strategy) -> None:
-    """Refuses a MirroredStrategy on devices that do not exist.
+    """Raises ValueError for a MirroredStrategy on devices that do not exist.
 
-    TensorFlow accepts it, and its collectives wait forever.
+    TensorFlow accepts such a strategy, whose collectives then wait forever.
     """
     if kind_of(strategy) != "mirrored":
         return
@@ -75,10 +75,7 @@ def _device(name: str) -> str:
 
 
 def spans_processes(strategy: tf.distribute.Strategy) -> bool:
-    """Whether a strategy's replicas are spread over several processes.
-
-    Only MultiWorkerMirroredStrategy's are; nothing is assumed of others.
-    """
+    """Returns True for a MultiWorkerMirroredStrategy of several processes."""
     return (
         isinstance(strategy, _MULTI_WORKER)
         and len(strategy.extended.worker_devices)
@@ -87,7 +84,7 @@ def spans_processes(strategy: tf.distribute.Strategy) -> bool:
 
 
 def local_replica_ids(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
-    """The ids of the replicas that this process drives, in their order."""
+    """Returns the ids of the replicas that this process drives, in order."""
     ids = strategy.experimental_local_results(
         strategy.experimental_distribute_values_from_function(
             lambda context: int(context.replica_id_in_sync_group)
@@ -97,20 +94,20 @@ def local_replica_ids(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
 
 
 def rank(strategy: tf.distribute.Strategy) -> int:
-    """The rank of this process; the chief's is 0."""
+    """Returns the rank of this process; the chief's is 0."""
     ids = local_replica_ids(strategy)
     return ids[0] // len(ids)
 
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this is the strategy of code outside any scope."""
-    # The default strategy's class is not exported, but the object is: it is
-    # what get_strategy returns outside any scope.
+    """Returns True if this is the strategy of code outside any scope."""
+    # TensorFlow does not export the default strategy's class. But get_strategy
+    # returns the default strategy outside any scope.
     return strategy is _default_strategy()
 
 
 def other_scope(strategy: tf.distribute.Strategy) -> str:
-    """Where something was created that is used elsewhere, for errors."""
+    """Describes the scope in which something was created, for errors."""
     if is_default(strategy):
         return "outside any strategy's scope"
     return f"in the scope of another {type(strategy).__name__}"
@@ -124,7 +121,7 @@ def _default_strategy() -> tf.distribute.Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Where the calling code runs, in terms of `tf.distribute`.
+    """The strategy, replica and process on which the calling code runs.
 
     Attributes:
       strategy: The current `tf.distribute.Strategy`.
@@ -132,10 +129,10 @@ class Site:
       num_replicas: `strategy.num_replicas_in_sync`.
       replica_id: `replica_id_in_sync_group`, or None if it is only known at run
         time (TPUStrategy traces one program for all replicas).
-      device: The replica's device, a string; empty if there is no single one.
-      num_local_replicas: How many of the replicas this process drives.
+      device: The replica's device; empty on one replica and on TPUs.
+      num_local_replicas: The number of replicas that this process drives.
       graph: The graph of the replica function if replicas are traced one by
-        one, else None. Code in `tf.cond` is traced in a graph inside it.
+        one, else None. `tf.cond` traces in a graph inside it.
     """
 
     strategy: Any
@@ -148,7 +145,7 @@ class Site:
 
     @property
     def num_processes(self) -> int:
-        """How many processes the replicas are spread over."""
+        """The number of processes that drive the replicas."""
         return self.num_replicas // self.num_local_replicas
 
     @property
@@ -158,7 +155,7 @@ class Site:
 
 
 def refuse_replica_context(what: str) -> None:
-    """Checks that code runs outside of `strategy.run`."""
+    """Raises RuntimeError if code runs inside `strategy.run`."""
     if tf.distribute.has_strategy() and not (
         tf.distribute.in_cross_replica_context()
     ):
@@ -169,18 +166,19 @@ def refuse_replica_context(what: str) -> None:
 
 
 def outermost_graph() -> tf.Graph | None:
-    """The graph of the outermost function that is being traced."""
+    """Returns the graph of the outermost function that is being traced."""
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    # Only a function's graph has one; the last is the surrounding program's.
+    # Only a function's graph has an outer graph. The last outer graph belongs
+    # to the surrounding program.
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     return graph
 
 
 def function_graph() -> tf.Graph | None:
-    """The graph of the innermost function that is being traced.
+    """Returns the graph of the innermost function that is being traced.
 
     Branches and loops belong to the function around them.
     """
@@ -193,7 +191,7 @@ def function_graph() -> tf.Graph | None:
 
 
 def current() -> Site:
-    """Where the calling code runs."""
+    """Returns the `Site` of the calling code."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise RuntimeError(
@@ -224,10 +222,10 @@ def current() -> Site:
 
 
 def device_names(site: Site) -> tuple[str, ...]:
-    """A name for the device of every replica, equal in all processes.
+    """Returns a name for every replica's device, equal in all processes.
 
-    Collective group keys are derived from these, so two strategies share a
-    group key exactly if the group has the same devices.
+    Group keys are hashes of these names, so two strategies share a group key
+    exactly if the group has the same devices.
     """
     local = site.strategy.extended.worker_devices
     if site.num_processes == 1:
@@ -242,7 +240,7 @@ def device_names(site: Site) -> tuple[str, ...]:
 
 
 def _replica_graph() -> tf.Graph | None:
-    """The graph of the replica function, None in eager mode."""
+    """Returns the graph of the replica function; None in eager mode."""
     if tf.executing_eagerly():
         return None
     replica_graph = tracing.replica_graph()
@@ -250,7 +248,7 @@ def _replica_graph() -> tf.Graph | None:
     while graph is not replica_graph:
         if tracing.is_loop_body(graph):
             # A collective's key contains the name of its loop, which differs
-            # between replicas: they would wait forever.
+            # between replicas. The replicas would wait forever.
             raise RuntimeError(
                 "Replicas cannot communicate inside a loop (tf.while_loop, or"
                 " `for` over tf.range) in the replica function, where gradients"

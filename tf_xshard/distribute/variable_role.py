@@ -1,4 +1,4 @@
-"""What a variable's gradient is, and what may be done with it."""
+"""Says what a variable's gradient is, and what may be done with it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tf_xshard.distribute import replica_variables
 
 @dataclasses.dataclass(frozen=True)
 class VariableRole:
-    """One of three roles.
+    """One of the three roles of a variable.
 
     Attributes:
       name: `"trained"`, `"overwritten"` or `"local"`.
-      has_loss_gradient: Whether what arrives as its gradient is one of the
-        loss, which was divided by N, and which hooks, clipping, error feedback,
-        sharding and the reduction of the optimizer apply to. If not, the
-        replicas' values are averaged, exactly.
-      kind_of_state: Its kind in `GroupState`; None for that of a weight, or of
-        a statistic if it is not trainable.
+      has_loss_gradient: True if its gradient belongs to the loss, which was
+        divided by N (replicas). Hooks, clipping, error feedback, sharding and
+        the optimizer's reduction then apply. If False, the replicas' values are
+        averaged exactly.
+      kind_of_state: Its kind in `GroupState`. None means a weight if it is
+        trainable, and a statistic if not.
     """
 
     name: str
@@ -30,16 +30,16 @@ class VariableRole:
 
 
 TRAINED = VariableRole("trained", True)
-# Keras assigns it its "gradient", a statistic of the replica, in float8
-# training.
+# In float8 training, Keras assigns such a variable its "gradient", a statistic
+# of the replica.
 OVERWRITTEN = VariableRole("overwritten", False, "statistic")
-# Each replica's own; TensorFlow combines the values when it reads it. Its
-# gradient is reduced like any other.
+# Each replica has its own value of such a variable. TensorFlow combines the
+# values when it reads the variable. The gradient is reduced like any other.
 LOCAL = VariableRole("local", True, "local")
 
 
 def role_of(variable: Any) -> VariableRole:
-    """The role of a Keras or TensorFlow variable."""
+    """Returns the role of a Keras or TensorFlow variable."""
     if getattr(variable, "overwrite_with_gradient", False):
         return OVERWRITTEN
     held = replica_variables.tensorflow_variable(variable)
@@ -49,6 +49,6 @@ def role_of(variable: Any) -> VariableRole:
 
 
 def kind_of_state(variable: Any) -> str:
-    """The kind of a variable that is held by itself in `GroupState`."""
+    """Returns the kind in `GroupState` of a variable outside of any layer."""
     plain = "weight" if variable.trainable else "statistic"
     return role_of(variable).kind_of_state or plain

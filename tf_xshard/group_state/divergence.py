@@ -1,4 +1,4 @@
-"""How far replicas have diverged, and which differ unexpectedly."""
+"""Measures how far replicas have diverged, and repairs differences."""
 
 from __future__ import annotations
 
@@ -46,11 +46,8 @@ def unequal(
     replicas: replica_io.ReplicaValues,
     repair: bool,
 ) -> table_lib.Table:
-    """Finds unexpected differences between replicas of one group. Collective.
-
-    Compares only what should be equal: trainable weights, slots and AGN's
-    center. If nothing differs, only checksums are communicated.
-    """
+    """Finds unexpected differences between a group's replicas. Collective."""
+    # If nothing differs, only checksums are communicated.
     variables = catalog.variables(inventory.EQUAL_IN_A_GROUP)
     digests = replicas.digests([one.variable for one in variables])
     rows = table_lib.Table()

@@ -14,11 +14,7 @@ from tf_xshard.private.keras import fit_internals
 
 
 class Ensemble(keras.Model):
-    """A model whose outputs are the mean of several models' outputs.
-
-    It uses the loss and metrics of the original model, and the mean of the
-    members' regularization losses.
-    """
+    """A model that averages its members' outputs and regularization losses."""
 
     def __init__(self, model: keras.Model, num_members: int) -> None:
         super().__init__(name=f"{model.name}_ensemble")
@@ -53,7 +49,7 @@ class Ensemble(keras.Model):
         self.compile()
 
     def is_of(self, model: keras.Model) -> bool:
-        """Whether the model still has these variables and metrics."""
+        """Returns True if the model still has these variables and metrics."""
         return _are(self._variables_of, _ordered(model)) and _are(
             self._metrics_of, model.metrics
         )
@@ -71,7 +67,7 @@ class Ensemble(keras.Model):
                     variable.assign(of_weight[id(like)])
 
     def _outputs_and_losses(self, x: Any) -> tuple[Any, list]:
-        """The means of the outputs and of the regularization losses."""
+        """Returns the mean outputs and the mean regularization losses."""
         outputs, losses = [], []
         for member in self._members:
             mapping = zip(self._variables_of, member, strict=True)
@@ -85,7 +81,7 @@ class Ensemble(keras.Model):
         return mean, [_mean(*parts) for parts in zip(*losses, strict=True)]
 
     def call(self, x: Any) -> Any:
-        """The mean of the members' outputs."""
+        """Returns the mean of the members' outputs."""
         return self._outputs_and_losses(x)[0]
 
     @property
@@ -94,7 +90,7 @@ class Ensemble(keras.Model):
         return self._of.metrics
 
     def test_step(self, data: Any) -> dict:
-        """One step of `evaluate`."""
+        """Computes a batch's metrics, with the original model's loss."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         outputs, losses = self._outputs_and_losses(x)
         with fit_internals.losses_instead(self._of, losses):

@@ -1,4 +1,4 @@
-"""Each group's metrics and predictions, and the ensemble's."""
+"""Computes the metrics and predictions of each group and of the ensemble."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tf_xshard.multi_worker import fit
 
 
 def refuse_generator(data: Any) -> None:
-    """Checks that data can be read several times."""
+    """Raises TypeError for a generator, which can be read only once."""
     if inspect.isgenerator(data):
         raise TypeError(
             "The data are read once for each group, but a generator can be read"
@@ -27,7 +27,7 @@ def refuse_generator(data: Any) -> None:
 
 
 class GroupEvaluation:
-    """Computes with each group's weights in turn, on all replicas."""
+    """Evaluates and predicts with each group's weights, on all replicas."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class GroupEvaluation:
         self._model = model
         self._catalog = catalog
         self._replicas = replicas
-        # Created once, so that its functions are traced once.
+        # The ensemble is created once, so that its functions are traced once.
         self.ensemble = ensemble
 
     def evaluate(
         self, data: Any, with_ensemble: bool, options: dict[str, Any]
     ) -> table.Table:
-        """See `GroupState.evaluate`; `options` are `keras.Model.evaluate`'s."""
+        """See `GroupState.evaluate`; `options` go to `keras.Model.evaluate`."""
         rows = table.Table()
         groups = range(self._catalog.groups.num_groups)
         with self.preserved():
@@ -63,7 +63,7 @@ class GroupEvaluation:
     def predict(
         self, data: Any, group: int | None, options: dict[str, Any]
     ) -> Any:
-        """See `GroupState.predict`; `options` are `keras.Model.predict`'s."""
+        """See `GroupState.predict`; `options` go to `keras.Model.predict`."""
         with self.preserved():
             if group is not None:
                 self._assign(self._weights(group))
@@ -76,14 +76,14 @@ class GroupEvaluation:
 
     @contextlib.contextmanager
     def with_weights_of(self, group: int) -> Iterator[None]:
-        """The model holds a group's weights inside this context."""
+        """Puts a group's weights into the model inside a `with` block."""
         with self.preserved():
             self._assign(self._weights(group))
             yield
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restores the model's variables at the end, including metrics."""
+        """Restores all variables, including metrics, after a `with` block."""
         kept = [
             (variable, self._replicas.local(variable))
             for variable in (
@@ -112,7 +112,7 @@ class GroupEvaluation:
         )
 
     def _assign(self, weights: Sequence[np.ndarray]) -> None:
-        """Puts weights into the model, on all replicas."""
+        """Assigns weights to the model, on all replicas."""
         if len(weights) != len(self._model.weights):
             raise ValueError(
                 f"The model {self._model.name!r} has layers that have not been"

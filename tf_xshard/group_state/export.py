@@ -1,4 +1,4 @@
-"""A group as an ordinary `.keras` model."""
+"""Saves a group as an ordinary `.keras` model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def export(
 
 
 def _save(model: keras.Model, path: str) -> None:
-    """Replaces a file when the new one is complete, and leaves no other."""
+    """Replaces a file once the new file is complete; leaves no partial file."""
     new = f"{path}.unfinished.keras"
     try:
         model.save(new)
@@ -65,7 +65,7 @@ def _save(model: keras.Model, path: str) -> None:
 def with_plain_optimizer(
     model: keras.Model, value_of: Callable[[Any], np.ndarray]
 ) -> Iterator[keras.Model]:
-    """Inside this context the model is saved without any trace of tf_xshard."""
+    """Compiles a model without tf_xshard's wrappers inside a `with` block."""
     optimizer = getattr(model, "optimizer", None)
     config = model.get_compile_config() if optimizer is not None else None
     if not config or not stack.is_wrapper(optimizer):
@@ -87,8 +87,8 @@ def with_plain_optimizer(
 
 def _paired(optimizer: Any, other: Any) -> Iterator[tuple]:
     """Pairs the variables of two optimizers of one class."""
-    # By name, since layers may have been frozen after the first was built, and
-    # the exported optimizer has to fit the model as it is now.
+    # Pair them by name, since layers may have been frozen after the first
+    # optimizer was built. The exported optimizer must fit the model as it is.
     by_name = collections.defaultdict(list)
     for variable in inventory.of_optimizer(optimizer):
         by_name[_last(variable)].append(variable)
@@ -102,7 +102,7 @@ def _last(variable: Any) -> str:
 
 
 def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:
-    """The optimizer in a stack of wrappers that updates the model."""
+    """Returns the innermost optimizer, which updates the model."""
     while stack.is_wrapper(optimizer):
         optimizer = getattr(
             optimizer, "local_optimizer", optimizer.inner_optimizer

@@ -1,8 +1,4 @@
-"""What a model holds now: its variables, optimizers and groups.
-
-Each call of `GroupState` makes a `Catalog` by one walk over the model, since
-the model may have been compiled again in between. Making it changes nothing.
-"""
+"""Finds the variables, optimizers and groups that a model has now."""
 
 from __future__ import annotations
 
@@ -26,19 +22,19 @@ from tf_xshard.private.keras import optimizer_state
 
 @dataclasses.dataclass(frozen=True)
 class StateVariable:
-    """One variable of the state.
+    """A variable of the state.
 
     Attributes:
-      part: The part that it belongs to: `"model"`, `"optimizer"`, or a name
-        that the user gave.
-      name: Its path.
+      part: The part that holds the variable, `"model"`, `"optimizer"`, or a
+        name that the user gave.
+      name: The variable's path.
       variable: A Keras or TensorFlow variable.
       kind: `"weight"`; `"slot"`, of an optimizer; `"center"`, of AGNOptimizer;
-        `"local"`: a replica's own (what AGN trains, open rounds of towers,
-        counters); `"statistic"`: not trained, may differ by replica in Keras;
-        `"random"`: a generator's state; `"metric"`.
-      of_optimizer: Whether it belongs to an optimizer, in which case its name
-        contains that of another variable.
+        `"local"`, a replica's own state (what AGN trains, open rounds of
+        towers, counters); `"statistic"`, untrained state that Keras lets differ
+        by replica; `"random"`, a generator's state; or `"metric"`.
+      of_optimizer: Whether an optimizer holds the variable. Its name then
+        contains another variable's name.
     """
 
     part: str
@@ -49,43 +45,39 @@ class StateVariable:
 
     @property
     def key(self) -> int:
-        """A key that is equal for two entries of one variable."""
+        """A key that all entries of one variable share."""
         return id(replica_variables.tensorflow_variable(self.variable))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The variable's shape."""
         return tuple(int(n) for n in self.variable.shape)
 
     @property
     def numpy_type(self) -> np.dtype:
-        """Its NumPy dtype."""
+        """The variable's NumPy dtype."""
         dtype = replica_variables.copies(self.variable)[0].dtype
         return np.dtype(dtype.as_numpy_dtype)
 
     @property
     def dtype(self) -> str:
-        """The name of its dtype."""
+        """The name of the variable's dtype."""
         return replica_variables.copies(self.variable)[0].dtype.name
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of the objects that a user gave.
-
-    Attributes:
-      holder: The object itself.
-      held: What it holds at any depth, with paths.
-      optimizers: The optimizers that it is or holds, without nested ones.
-    """
+    """An object that a user gave, with everything that it holds."""
 
     holder: Any
+    # Paths and objects, at any depth.
     held: tuple[tuple[str, Any], ...]
+    # The optimizers that the holder is or holds, without inner optimizers.
     optimizers: tuple[keras.optimizers.Optimizer, ...]
 
 
 def parts_of(holder: Any) -> dict[str, Part]:
-    """What a user gave, by names, each walked over once."""
+    """Walks once over each object that a user gave, and names the parts."""
     if isinstance(holder, keras.Model):
         found = tuple(held(holder))
         return {
@@ -109,7 +101,7 @@ def parts_of(holder: Any) -> dict[str, Part]:
 
 def _part(holder: Any) -> Part:
     found = tuple(held(holder))
-    # A model's optimizers would be separate parts.
+    # A model's optimizers are separate parts.
     optimizers = [
         one
         for one in (holder, *(one for _, one in found))
@@ -122,10 +114,9 @@ def _part(holder: Any) -> Part:
 def _optimizers_of(
     held_by_model: tuple[tuple[str, Any], ...],
 ) -> dict[str, keras.optimizers.Optimizer]:
-    """A model's optimizers, by attribute path.
-
-    There may be several, in attributes, lists or nested models, as in a GAN.
-    """
+    """Returns the optimizers that a model uses, by attribute path."""
+    # A model such as a GAN may have several optimizers, in attributes, lists or
+    # nested models.
     found = {
         path: one
         for path, one in held_by_model
@@ -145,10 +136,7 @@ def _optimizers_of(
 
 
 def held(holder: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds in attributes, lists and dicts, at any depth.
-
-    Does not descend into optimizers, metrics, variables and random generators.
-    """
+    """Yields the path and value of all that an object holds, at any depth."""
     waiting, seen = [("", holder)], set()
     for path, one in waiting:
         if id(one) in seen:
@@ -162,7 +150,7 @@ def held(holder: Any) -> Iterator[tuple[str, Any]]:
             waiting += [
                 (f"{path}.{name}" if path else name, value)
                 for name, value in sorted(
-                    # The user's names come before Keras' own lists.
+                    # The user's names come before Keras's own lists.
                     vars(one).items(),
                     key=lambda item: item[0].startswith("_"),
                 )
@@ -176,8 +164,8 @@ def held(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def of_optimizer(optimizer: keras.optimizers.Optimizer) -> list:
-    """All variables of an optimizer and of nested ones, each once."""
-    # Only some optimizers list the variables of nested ones.
+    """Lists once each variable of an optimizer and its nested optimizers."""
+    # Only some optimizers list the variables of nested optimizers.
     found = {
         id(v): v
         for one in stack.with_local_optimizers(optimizer)
@@ -189,7 +177,7 @@ def of_optimizer(optimizer: keras.optimizers.Optimizer) -> list:
 def variables_of(
     name: str, holder: Any, found: tuple[tuple[str, Any], ...] | None = None
 ) -> Iterator[StateVariable]:
-    """The variables of a part, or of an object in it."""
+    """Yields the variables of a part, or of an object in the part."""
 
     def one_of(variable: Any, kind: str) -> StateVariable:
         if replica_variables.copies(variable)[0].dtype == tf.string:
@@ -212,7 +200,7 @@ def variables_of(
             entry = dataclasses.replace(
                 one_of(variable, kind), of_optimizer=True
             )
-            # A center has the path of its weight, as optimizers expect.
+            # A center has its weight's path, as optimizers expect.
             if id(variable) in centers:
                 entry = dataclasses.replace(entry, name=f"center/{entry.name}")
             yield entry
@@ -253,7 +241,7 @@ def variables_of(
 
 # State that Keras does not list among a layer's variables.
 _HOLDERS = (tf.Variable, tf.random.Generator, keras.random.SeedGenerator)
-# Objects that are listed, or not, as a whole.
+# The walk lists these objects as a whole, and does not descend into them.
 _WHOLE = (
     *_HOLDERS,
     keras.Variable,
@@ -265,10 +253,7 @@ _WHOLE = (
 def _attributes(
     name: str, holder: Any, found: tuple[tuple[str, Any], ...] | None
 ) -> Iterator[StateVariable]:
-    """TensorFlow's variables and generators in attributes, at any depth.
-
-    For a tf.Module everything, for Keras layers what Keras does not list.
-    """
+    """Yields all state of a tf.Module, or a layer's state that Keras omits."""
     wanted: tuple = _HOLDERS
     if not isinstance(holder, keras.Layer):
         wanted = (*_WHOLE, keras.Layer)
@@ -280,7 +265,7 @@ def _attributes(
 def _joined_groups(
     optimizers: Mapping[str, Sequence], num_replicas: int, where: str
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups that the nested optimizers of a model make together."""
+    """Returns the groups that a model's nested optimizers make together."""
     given = _given(one for of_part in optimizers.values() for one in of_part)
     found = {}
     for name, of_part in optimizers.items():
@@ -307,7 +292,7 @@ def _joined_groups(
 def _given(
     optimizers: Iterable,
 ) -> dict[int, group_assignment_lib.GroupAssignment | None]:
-    """The groups of optimizers that reduce, by the optimizers' ids."""
+    """Returns the groups of every optimizer that reduces, by its id."""
     held = list(optimizers)
     inside = {
         id(one)
@@ -324,9 +309,9 @@ def _given(
     }
 
 
-# Equal on all replicas of one group, unless something is wrong.
+# These kinds are equal on all replicas of one group, unless there is an error.
 EQUAL_IN_A_GROUP = ("weight", "slot", "center")
-# Learned state, as opposed to state that a step only uses.
+# Training learns these kinds of state; a step only uses the other kinds.
 LEARNED = (*EQUAL_IN_A_GROUP, "local", "statistic")
 
 Optimizers = tuple[keras.optimizers.Optimizer, ...]
@@ -334,18 +319,18 @@ Optimizers = tuple[keras.optimizers.Optimizer, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Catalog:
-    """What a model, or another object given by the user, holds at one moment.
+    """A snapshot of all that a model, or another object of the user, holds.
 
     Attributes:
-      holders: What the user gave, by names of parts. A model's optimizers are
-        separate parts.
-      optimizers: For each part its optimizers, including nested ones.
+      holders: The user's objects, by the names of parts. A model's optimizers
+        are separate parts.
+      optimizers: Each part's optimizers, including nested optimizers.
       strategy: The strategy of the variables.
-      groups: Which replicas are in which group.
-      entries: Every variable of every part, in a deterministic order; a
-        variable held by two parts is listed twice.
-      centers: The variable that holds a group's value instead of a local
-        variable trained by AGNOptimizer, by the id of the latter.
+      groups: The group assignment of the replicas.
+      entries: Every variable of every part, in a deterministic order. A
+        variable that two parts hold is listed twice.
+      centers: The center of each local variable that AGNOptimizer trains, by
+        the local variable's id.
     """
 
     holders: Mapping[str, Any]
@@ -358,16 +343,7 @@ class Catalog:
     def variables(
         self, kinds: Collection[str] | None = None, each_once: bool = True
     ) -> list[StateVariable]:
-        """All variables, or those of some kinds.
-
-        Args:
-          kinds: Kinds of `StateVariable`; None for all.
-          each_once: Whether to list a variable of several parts only with the
-            first.
-
-        Returns:
-          A list, in the order of `entries`.
-        """
+        """See `GroupState.variables`."""
         seen: set[int] = set()
         result = []
         for one in self.entries:
@@ -379,24 +355,14 @@ class Catalog:
         return result
 
     def shown(self, variables: Sequence[StateVariable]) -> list:
-        """The variables that hold a group's values: for AGN, the center."""
+        """Replaces the local variables that AGN trains by their centers."""
         return [
             self.centers.get(id(one.variable), one.variable)
             for one in variables
         ]
 
     def checked_group(self, group: Any) -> int:
-        """Checks a group's index.
-
-        Args:
-          group: The value given.
-
-        Returns:
-          The index as an int.
-
-        Raises:
-          ValueError: If there is no such group.
-        """
+        """Returns a group's index as an int, or raises ValueError."""
         num_groups = self.groups.num_groups
         if (
             isinstance(group, bool)
@@ -410,15 +376,7 @@ class Catalog:
         return int(group)
 
     def check_built(self, is_model: bool) -> None:
-        """Checks that there are variables, and that layers have theirs.
-
-        Args:
-          is_model: Whether the user gave a model, whose own optimizer can be
-            built later.
-
-        Raises:
-          ValueError: If something has not been built, or there are none.
-        """
+        """Raises ValueError if a part is not built, or without variables."""
         for name, part in self.holders.items():
             if getattr(part, "built", True):
                 continue
@@ -428,6 +386,7 @@ class Catalog:
                     " variables. Give it an Input, or call it on a batch"
                     " first."
                 )
+            # A model's own optimizer can be built later.
             if isinstance(part, keras.optimizers.Optimizer) and not (
                 is_model and name == "optimizer"
             ):
@@ -442,7 +401,7 @@ class Catalog:
             )
 
     def communication(self) -> communication_lib.Communication:
-        """That of the first optimizer that has one."""
+        """Returns the first optimizer's `Communication`, or the default."""
         for found in self.optimizers.values():
             for one in found:
                 if hasattr(one, "communication"):
@@ -450,7 +409,7 @@ class Catalog:
         return communication_lib.Communication()
 
     def optimizer_classes(self) -> dict[str, list[str]]:
-        """The classes of each part's optimizers, including nested ones."""
+        """Names the classes of each part's optimizers, at any depth."""
         return {
             name: [type(one).__name__ for one in found]
             for name, found in self.optimizers.items()
@@ -462,7 +421,9 @@ def of(
     holder: Any,
     groups: group_assignment_lib.GroupAssignment | None = None,
 ) -> Catalog:
-    """A catalog of what a user gave, as it is now."""
+    """Makes a catalog of an object of the user, without changing the object."""
+    # Each call of `GroupState` makes a new catalog, since the model may have
+    # been compiled again.
     parts, optimizers = _walked(holder)
     kinds: dict[int, str] = {}
     centers: dict[int, Any] = {}
@@ -490,7 +451,7 @@ def of(
 def groups_of(
     holder: Any, strategy: tf.distribute.Strategy
 ) -> group_assignment_lib.GroupAssignment:
-    """The groups that the optimizers make, without a catalog of the rest."""
+    """Returns the groups of an object's optimizers, without a catalog."""
     return _joined_groups(
         _walked(holder)[1],
         strategy.num_replicas_in_sync,
@@ -501,7 +462,7 @@ def groups_of(
 def _walked(
     holder: Any,
 ) -> tuple[dict[str, Part], dict[str, Optimizers]]:
-    """The parts, and the optimizers of each, those inside others included."""
+    """Returns the parts, and each part's optimizers at any depth."""
     parts = parts_of(holder)
     return parts, {
         name: tuple(
@@ -532,7 +493,7 @@ def _strategy(
     entries: Sequence[StateVariable],
     optimizers: Mapping[str, Optimizers],
 ) -> tf.distribute.Strategy:
-    """The one strategy of all that was found."""
+    """Returns the strategy of all variables and optimizers."""
     found = [replica_variables.strategy_of(one.variable) for one in entries]
     found += [
         optimizer_state.strategy_of(one)

@@ -1,4 +1,4 @@
-"""Combines values of several replicas or groups into one; NumPy only."""
+"""Averages, converts and compares values of replicas and groups in NumPy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Whether values of a dtype can be averaged."""
-    # NumPy has no kind for the types of ml_dtypes (bfloat16).
+    """Returns True if values of a dtype can be averaged."""
+    # NumPy gives the types of ml_dtypes, such as bfloat16, the kind "V".
     return np.dtype(dtype).kind in "fcV"
 
 
@@ -22,7 +22,7 @@ def as_type(value: Any, like: np.dtype, name: str) -> np.ndarray:
     if is_floating(like):
         allowed = "biufV" + ("c" if like.kind == "c" else "")
     if value.dtype.kind not in allowed or (
-        # Structured types have the same kind.
+        # Structured types also have the kind "V".
         value.dtype.kind == "V" and value.dtype.names
     ):
         raise ValueError(
@@ -39,7 +39,7 @@ def one_per_group(
     shape: tuple[int, ...],
     name: str,
 ) -> list[np.ndarray]:
-    """Converts a user's values of one variable, one for each group."""
+    """Converts a user's values for one variable, one value per group."""
     arrays = [as_type(value, dtype, name) for value in values]
     if len(arrays) != num_groups or any(
         array.shape != shape for array in arrays
@@ -54,17 +54,14 @@ def one_per_group(
 def combined(
     values: Sequence[np.ndarray], weights: Sequence[float] | None = None
 ) -> np.ndarray:
-    """The weighted mean of several values.
-
-    Bitwise equal values are returned unchanged. For values that can't be
-    averaged (counters, random states) it is the value with the largest weight,
-    or the first of equal weights.
-    """
+    """Returns the weighted mean of values; equal values stay unchanged."""
     if weights is not None and max(weights) == 1:
         return values[list(weights).index(1)]
     first = values[0]
     if all(_same_bits(first, other) for other in values[1:]):
         return first
+    # Counters and random states have no mean. Return the value with the largest
+    # weight, or the first such value.
     if not is_floating(first.dtype):
         return first if weights is None else values[int(np.argmax(weights))]
     wide = np.complex128 if first.dtype.kind == "c" else np.float64
@@ -80,15 +77,12 @@ def combined(
 def by_group(
     values: Sequence[np.ndarray], groups: Iterable[Sequence[int]]
 ) -> list[np.ndarray]:
-    """One value per group, from one value per replica."""
+    """Combines one value per replica into one value per group."""
     return [combined([values[r] for r in members]) for members in groups]
 
 
 def largest_difference(values: Sequence[np.ndarray]) -> float:
-    """The largest absolute difference between any two of several arrays.
-
-    Two nans do not differ; nan and a number differ by infinity.
-    """
+    """Returns the largest absolute difference between any two arrays."""
     first = values[0]
     others = [v for v in values[1:] if not _same_bits(first, v)]
     if not others or not first.size:
@@ -103,10 +97,11 @@ def largest_difference(values: Sequence[np.ndarray]) -> float:
         )
     stacked = np.stack([first, *others])
     if first.dtype.kind in "iub":
-        # float64 can't distinguish neighbouring large integers (seeds).
+        # float64 can't distinguish neighboring large integers (seeds).
         spread = stacked.max(0).astype(object) - stacked.min(0).astype(object)
         return float(np.max(spread))
     stacked = stacked.astype(np.float64)
+    # Two nans do not differ. A nan and a number differ by infinity.
     is_nan = np.isnan(stacked)
     high, low = stacked.max(0), stacked.min(0)
     with np.errstate(invalid="ignore"):
@@ -122,7 +117,7 @@ def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 def merge_weights(
     how: Any, num_groups: int, checked_group: Callable[[Any], int]
 ) -> list[float] | None:
-    """The weights of a merge."""
+    """Converts the argument of `GroupState.merge` to weights, or None."""
     if isinstance(how, str):
         if how != "mean":
             raise ValueError(

@@ -1,10 +1,4 @@
-"""Reads and writes each replica's values, outside of `strategy.run`.
-
-TensorFlow shows replica 0's value of a distributed variable and writes a value
-to all replicas. Here each replica's own value is read and written, bit by bit;
-values of other processes are communicated by the strategy's collectives, as
-gradients are.
-"""
+"""Reads and writes each replica's own value, bit by bit, outside of a step."""
 
 from __future__ import annotations
 
@@ -24,16 +18,19 @@ from tf_xshard.group_state import merge
 from tf_xshard.optimizers.update import slots
 from tf_xshard.private.keras import shards as keras_shards
 
-# Values are communicated between processes in chunks of about this many bytes
-# (a larger variable is one chunk), to limit the memory in use.
+# The strategy's collectives communicate values between processes in chunks of
+# about this many bytes (a larger variable is one chunk), to limit the memory in
+# use.
 _CHUNK_BYTES = 32 << 20
 
 
+# TensorFlow reads replica 0's value of a distributed variable, and writes one
+# value to all replicas.
 class ReplicaValues:
     """Reads and writes variables of a strategy, replica by replica.
 
-    With several processes, the methods marked "Collective" must be called by
-    all of them, with the same variables.
+    All processes must call the methods marked "Collective", with the same
+    variables.
     """
 
     def __init__(
@@ -45,38 +42,35 @@ class ReplicaValues:
         self.num_replicas = strategy.num_replicas_in_sync
         self.communication = communication
         self._processes = process_gather.ProcessGather(strategy, communication)
-        # In the order of `copies`.
+        # In the order of `replica_variables.copies`.
         self.local_ids = self._processes.local_ids
         self.num_processes = self._processes.num_processes
         self.rank = self._processes.rank
 
     def rank_of(self, replica_id: int) -> int:
-        """The rank of the process that drives a replica."""
+        """Returns the rank of the process that drives a replica."""
         return replica_id // len(self.local_ids)
 
     def local(self, variable: Any) -> list[np.ndarray]:
-        """This process's values, one for each of `local_ids`.
-
-        Collective for a variable of which each replica holds a shard.
-        """
+        """Returns the values of `local_ids`; collective if they are sharded."""
         if isinstance(variable, keras_shards.Sharded):
             [values] = self.gather([variable], self.local_ids)
             return values
         return self._copies(variable)
 
     def _copies(self, variable: Any) -> list[np.ndarray]:
-        """What each of `local_ids` holds: its value, or its shard of it."""
+        """Returns the value, or the shard, that each of `local_ids` holds."""
         values = [
             np.asarray(copy) for copy in replica_variables.copies(variable)
         ]
         return values if len(values) > 1 else values * len(self.local_ids)
 
     def assign(self, variable: Any, values: Sequence[np.ndarray]) -> None:
-        """Writes this process's values, one for each of `local_ids`."""
+        """Writes one value for each of `local_ids`."""
         if isinstance(variable, keras_shards.Sharded):
             slots.assign(variable, values, self.local_ids)
             return
-        # With one copy, all replicas share one value.
+        # If the variable has one copy, all replicas share one value.
         for copy, value in zip(
             replica_variables.copies(variable), values, strict=False
         ):
@@ -87,7 +81,7 @@ class ReplicaValues:
         self.assign(variable, [value] * len(self.local_ids))
 
     def gather_json(self, value: Any) -> list:
-        """The same for values that JSON can represent. Collective."""
+        """Gathers a JSON value from each process, by rank. Collective."""
         return [
             json.loads(payload)
             for payload in self._processes.gather(json.dumps(value).encode())
@@ -113,8 +107,8 @@ class ReplicaValues:
     def gather(
         self, variables: Sequence, replica_ids: Sequence[int]
     ) -> Iterator[list[np.ndarray]]:
-        """The values of some replicas, variable by variable. Collective."""
-        # Of a sharded variable, whole values are joined from all shards.
+        """Yields each variable's values on some replicas. Collective."""
+        # The whole values of a sharded variable are joined from all shards.
         every = range(self.num_replicas)
         wanted = [
             every if isinstance(one, keras_shards.Sharded) else replica_ids
@@ -132,7 +126,7 @@ class ReplicaValues:
     def _held(
         self, variables: Sequence, wanted: Sequence[Sequence[int]]
     ) -> Iterator[list[np.ndarray]]:
-        """What replicas hold of each variable: values, or shards of them."""
+        """Yields what replicas hold of each variable, values or shards."""
         if self.num_processes == 1:
             for variable, replica_ids in zip(variables, wanted, strict=True):
                 local = self._copies(variable)
@@ -150,7 +144,7 @@ class ReplicaValues:
     def _exchanged(
         self, variables: Sequence, wanted: Sequence[Sequence[int]]
     ) -> Iterator[list[np.ndarray]]:
-        """`_held` for a few variables, in one exchange between processes."""
+        """Yields the same as `_held`, for variables gathered together."""
         parts = []
         for variable, replica_ids in zip(variables, wanted, strict=True):
             local = dict(
@@ -164,7 +158,7 @@ class ReplicaValues:
             shape = tuple(copy.shape)
             count = int(np.prod(shape))
             found = []
-            # A process sends those of its replicas in this order.
+            # A process sends its replicas' values in this order.
             for r in replica_ids:
                 rank = self.rank_of(r)
                 found.append(
@@ -181,7 +175,7 @@ class ReplicaValues:
     def of_group(
         self, variables: Sequence, members: Sequence[int]
     ) -> list[np.ndarray]:
-        """One value of each variable for a group of replicas. Collective."""
+        """Returns one value of each variable for a group. Collective."""
         return [
             merge.combined(values) for values in self.gather(variables, members)
         ]
@@ -211,10 +205,7 @@ class ReplicaValues:
         )
 
     def digests(self, variables: Sequence) -> list[list[str]]:
-        """A digest of the value of every variable on every replica.
-
-        Equal digests mean equal bits. Collective.
-        """
+        """Digests the bits of each variable on each replica. Collective."""
         own = []
         for variable in variables:
             seen = {}
@@ -237,7 +228,7 @@ class ReplicaValues:
 
 
 def _of_groups(variable: keras_shards.Sharded, shards: list[str]) -> list[str]:
-    """Digests of whole values, from those of the replicas' shards."""
+    """Computes digests of whole values from the digests of their shards."""
     layout = variable.layout
     return [
         _digest(

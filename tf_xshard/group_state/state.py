@@ -1,4 +1,4 @@
-"""GroupState: what each group holds, read, saved, restored and merged."""
+"""`GroupState`, which reads, saves, restores and merges groups' values."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tf_xshard.group_state.checkpoint import checkpoint
 
 
 class GroupState:
-    """What each group of replicas holds: read, evaluate, save, restore, merge.
+    """Reads, evaluates, saves, restores and merges the values of each group.
 
-    With several groups, and with AGNOptimizer between exchanges, replicas hold
-    different values by design. TensorFlow and Keras show, save and restore
-    those of replica 0. GroupState covers every replica.
+    Replicas hold different values by design if there are several groups, or
+    between AGNOptimizer's exchanges. TensorFlow and Keras show, save and
+    restore only replica 0's values. GroupState covers every replica.
 
     ```
                  group 0            group 1
@@ -41,28 +41,28 @@ class GroupState:
     save()       a, m, s0, s1, b, n, s2, s3: every distinct value, once
     ```
 
-    A group has one value of each variable: the replicas' value where they are
-    bitwise equal, else (moving statistics, AGN's local slots) their mean, or
-    the first replica's value where there is no mean (counters). The weights of
-    a model that AGNOptimizer trains are the center.
+    A group's value of a variable is the value that its replicas share. If the
+    replicas differ bitwise (moving statistics, AGN's local slot variables), it
+    is their mean, or the first replica's value of a counter, which has no mean.
+    The weights of a model that AGNOptimizer trains are the center.
 
-    Each call sees what the model holds at that moment, even after another
-    `compile`, and reading changes nothing. `save`, `restore`, `set_weights` and
-    `merge` build the model's optimizer if it has not been built.
+    Each call reads the model as it is then, even after another `compile`, and
+    reading changes nothing. `save`, `restore`, `set_weights` and `merge` build
+    the model's optimizer if it has not been built.
 
-    Call it outside of `strategy.run`, and with several processes
-    (MultiWorkerMirroredStrategy) in all of them: values are communicated by the
-    strategy's own collectives. Only `save` and `restore` need a directory that
-    all processes share.
+    Call it outside of `strategy.run`. With several processes
+    (MultiWorkerMirroredStrategy), call it in all of them, since the strategy's
+    collectives communicate the values. Only `save` and `restore` need a
+    directory that all processes share.
 
     Args:
-      model: A built `keras.Model`, with the optimizer that it is compiled with.
-        For custom training loops, a dict from names to objects that hold
-        variables (models, layers, optimizers, metrics, variables, `tf.Module`s,
-        random number generators, and lists of these), or a list of variables.
+      model: A built `keras.Model`, whose optimizer is then included. For custom
+        training loops, a list of variables, or a dict from names to objects
+        that hold variables (models, layers, optimizers, metrics, variables,
+        `tf.Module`s, random number generators, and lists of these).
       group_assignment: A `GroupAssignment`, or a `[num_groups,
-        replicas_per_group]` nested list of replica ids. None (default) for that
-        of the model's optimizer; for nested wrappers, their combined groups.
+        replicas_per_group]` nested list of replica ids. Default: None, the
+        groups of the model's optimizer, combined if wrappers are nested.
 
     Raises:
       TypeError: If `model` holds no variables.
@@ -78,8 +78,9 @@ class GroupState:
     >>> state.num_groups, [w.shape for w in state.get_weights(0)["model"]]
     (1, [(2, 1), (1,)])
 
-    Source: "save, restore, merge" of the groups that `group_assignment` of
-    `tf.compat.v1.tpu.CrossShardOptimizer` makes; TensorFlow has no counterpart.
+    Source: the groups that `group_assignment` of
+    `tf.compat.v1.tpu.CrossShardOptimizer` makes. TensorFlow can't save, restore
+    or merge them.
     """
 
     _ensemble: ensemble_lib.Ensemble | None = None
@@ -106,21 +107,21 @@ class GroupState:
 
     @property
     def group_assignment(self) -> group_assignment_lib.GroupAssignment:
-        """Which replicas are in which group, as the model is compiled now."""
+        """The group assignment of the model, as it is compiled now."""
         return self._given_groups or inventory.groups_of(
             self._holder, self.replicas.strategy
         )
 
     @property
     def num_groups(self) -> int:
-        """Number of groups."""
+        """The number of groups."""
         return self.group_assignment.num_groups
 
     def group_of(self, replica_id: int) -> int:
-        """The group that a replica is in.
+        """Returns the group of a replica.
 
         Args:
-          replica_id: A replica id.
+          replica_id: The replica's id.
 
         Returns:
           The group's index.
@@ -129,11 +130,11 @@ class GroupState:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes shared files."""
+        """True in the process that writes shared files."""
         return self.replicas.rank == 0
 
     def catalog(self) -> inventory.Catalog:
-        """What the model holds now: variables, optimizers and groups.
+        """Lists the variables, optimizers and groups that the model has now.
 
         Returns:
           A frozen `Catalog`.
@@ -153,7 +154,7 @@ class GroupState:
         return catalog
 
     def _built_catalog(self) -> inventory.Catalog:
-        """The same, after a model's optimizer has been built."""
+        """Builds a model's optimizer if needed, and returns the catalog."""
         catalog = self.catalog()
         if not isinstance(self._holder, keras.Model):
             return catalog
@@ -167,13 +168,13 @@ class GroupState:
     def variables(
         self, kinds: Collection[str] | None = None, each_once: bool = True
     ) -> list[inventory.StateVariable]:
-        """All variables, or those of some kinds, as they are now.
+        """Lists all variables, or the variables of some kinds.
 
         Args:
           kinds: Kinds of `StateVariable`, such as "weight", "slot" and
-            "statistic". Default: None, all.
-          each_once: Whether to list a variable of several parts only with the
-            first. Default: True.
+            "statistic". Default: None, all kinds.
+          each_once: Whether to list a variable of several parts only once, in
+            the first part. Default: True.
 
         Returns:
           A list of `StateVariable`, in a deterministic order.
@@ -183,17 +184,18 @@ class GroupState:
     # One value per group.
 
     def get_weights(self, group: int) -> dict[str, list[np.ndarray]]:
-        """What a group has learned.
+        """Returns a group's learned values.
 
         Args:
           group: The group's index.
 
         Returns:
-          A dict from parts to lists of arrays: `"model"`, in the order of
-          `model.get_weights()`, with BatchNormalization's moving statistics,
-          and `"optimizer"`, in the order of `optimizer.variables`; or the names
-          of the dict given to the constructor.
-          An optimizer that has not been built is left out.
+          A dict from names of parts to lists of arrays. For a model, `"model"`
+          has the order of `model.get_weights()`, including BatchNormalization's
+          moving statistics, and `"optimizer"` has the order of
+          `optimizer.variables`. Otherwise the names are the keys of the dict
+          given to the constructor, or `"variables"` for a list. An optimizer
+          that has not been built is left out.
 
         Raises:
           ValueError: If there is no such group, or something is not built.
@@ -208,7 +210,7 @@ class GroupState:
         members = catalog.groups.to_list()[catalog.checked_group(group)]
         variables = catalog.variables(inventory.LEARNED, each_once=False)
         values = self.replicas.of_group(catalog.shown(variables), members)
-        # What an unbuilt optimizer has is less than `set_weights` would need.
+        # An unbuilt optimizer has fewer values than `set_weights` needs.
         result: dict[str, list] = {
             name: []
             for name, part in catalog.holders.items()
@@ -222,14 +224,15 @@ class GroupState:
     def set_weights(
         self, group: int, weights: Mapping[str, Sequence[np.ndarray]]
     ) -> None:
-        """Sets the values of all replicas of a group; others keep theirs.
+        """Sets the values of a group's replicas. Other groups do not change.
 
         Args:
           group: The group's index.
-          weights: As from `get_weights`; parts can be left out.
+          weights: A dict as from `get_weights`. Parts can be left out.
 
         Raises:
-          ValueError: If something does not match; then nothing is changed.
+          ValueError: If the group, a part, a dtype, a shape or the number of
+            values does not match. Then nothing is changed.
 
         Example:
 
@@ -267,10 +270,10 @@ class GroupState:
                         f" shape {value.shape}."
                     )
                 assignments.append((one.variable, value))
-                # AGN's workers continue from the center.
+                # AGN's replicas continue from the center.
                 if shown is not one.variable:
                     assignments.append((shown, value))
-        # The optimizer's given values, the center included, take precedence.
+        # The optimizer's given values, including the center, take precedence.
         for variable, value in assignments:
             self.replicas.assign_groups(
                 variable, catalog.groups, {group: value}
@@ -279,9 +282,8 @@ class GroupState:
     def assign(self, variable: Any, values: Sequence) -> None:
         """Gives each group its own value of one variable.
 
-        Such as the learning rate: `state.assign(optimizer.learning_rate,
-        [0.1, 0.03, 0.01, 0.003])` trains four groups with four rates in one
-        `fit`.
+        For example, `state.assign(optimizer.learning_rate, [0.1, 0.03, 0.01,
+        0.003])` trains four groups with four learning rates in one `fit`.
 
         Args:
           variable: A Keras or TensorFlow variable, created in the strategy's
@@ -289,9 +291,9 @@ class GroupState:
           values: One value for each group.
 
         Raises:
-          TypeError: If it is not a variable (a schedule, for example).
-          ValueError: If the number of values or a shape is wrong, or several
-            groups share the variable's only copy.
+          TypeError: If `variable` is not a variable (a schedule, for example).
+          ValueError: If the number of values, a dtype or a shape is wrong, or
+            if several groups share the variable's only copy.
 
         Example:
 
@@ -325,14 +327,14 @@ class GroupState:
     def merge(self, how: str | int | Sequence[float] = "mean") -> None:
         """Makes all replicas of all groups equal.
 
-        Weights, moving statistics, and all optimizer state become the groups'
-        (weighted) mean. Counters and random states, which have no mean, become
-        those of the group with the largest weight, or of the first group.
+        Weights, moving statistics and all optimizer state become the groups'
+        (weighted) mean. Counters and random states have no mean, and take the
+        values of the group with the largest weight, or of the first group.
 
         Args:
-          how: `"mean"` (default); the index of the group whose values all take;
-            or one nonnegative weight for each group, which are divided by
-            their sum.
+          how: `"mean"` (default), the index of the group whose values all
+            groups take, or a list of one nonnegative weight for each group. The
+            weights are divided by their sum.
 
         Raises:
           ValueError: If `how` is none of these.
@@ -362,20 +364,20 @@ class GroupState:
     ) -> None:
         """Saves every variable of every replica, atomically.
 
-        Everything that a training step reads: weights, moving statistics,
-        random states, metrics, and all optimizer state. Equal values of several
-        replicas are saved once. A crash leaves the previous save or this one.
+        A save holds all that a training step reads: weights, moving statistics,
+        random states, metrics and all optimizer state. Equal values of several
+        replicas are saved once. A crash leaves the previous save or this save.
 
         Args:
-          directory: A path, created if missing. It holds one save, the latest.
-            All processes must see the same directory.
+          directory: A path that all processes share, created if missing. It
+            holds only the latest save.
           epoch: The number of completed epochs. Default: 0.
           step: The number of completed steps of the next epoch. Default: 0.
 
         Raises:
-          OSError, tf.errors.OpError or ValueError: If it can't be written, or
-            the processes don't share the directory; the previous save is kept,
-            and with several processes the others raise a RuntimeError.
+          OSError, tf.errors.OpError or ValueError: If the directory can't be
+            written, or the processes do not share it. The previous save is
+            kept, and the other processes raise a RuntimeError.
 
         Example:
 
@@ -404,30 +406,28 @@ class GroupState:
         *,
         regroup: str | Mapping[int, int] | None = None,
     ) -> checkpoint.Position:
-        """Restores what `save` saved, on every replica, bit by bit.
+        """Restores a save on every replica, bit by bit.
 
-        Everything is read and checked before anything changes. Metrics that are
-        not built yet are left out.
+        Everything is read and checked before anything changes. Metrics are left
+        out if they are not built yet, or if `regroup` is given.
 
         Args:
           directory: The directory of the save.
-          regroup: None (default) if groups and replicas are those of the save.
-            Otherwise `"mean"`: every group takes the mean of the saved groups;
-            `"first"`: every group takes the values of the first saved group; or
-            a dict from every group to the saved group that it takes.
+          regroup: None (default) if the save has the same groups and replicas.
+            `"mean"` gives every group the mean of the saved groups, and
+            `"first"` the values of the first saved group. A dict {group: saved
+            group} gives every group the values of the saved group.
 
         Returns:
           A `Position` with the `epoch` and `step` given to `save`.
 
         Raises:
           FileNotFoundError: If nothing was saved there.
-          ValueError: If the save is damaged, or of another model or other
-            groups; the message names what differs.
-          RuntimeError: If it failed on another process.
+          ValueError: If `regroup` is invalid, or the save is damaged or belongs
+            to another model or other groups. The message names the difference.
+          RuntimeError: If restoring failed on another process.
 
-        Example:
-
-        See `save`.
+        Example: See `save`.
         """
         return checkpoint.restore(
             self._built_catalog(), self.replicas, os.fspath(directory), regroup
@@ -435,15 +435,15 @@ class GroupState:
 
     @staticmethod
     def position(directory: str | os.PathLike) -> checkpoint.Position:
-        """How far training was when a state was saved.
+        """Returns how far training was when a state was saved.
 
-        For an input pipeline that has to start there; needs no model.
+        An input pipeline can start at this position. No model is needed.
 
         Args:
           directory: The directory of the save.
 
         Returns:
-          A `Position`: `epoch` and `step`, ints.
+          A `Position` with the ints `epoch` and `step`.
 
         Raises:
           FileNotFoundError: If nothing was saved there.
@@ -472,15 +472,15 @@ class GroupState:
         verbose: int = 0,
         ensemble: bool = True,
     ) -> table.Table:
-        """The metrics of each group, all on the same complete data.
+        """Computes each group's metrics on the same complete data.
 
-        All replicas evaluate one group after the other, with `model.evaluate`;
-        then the model's values are restored.
+        All replicas evaluate one group after another with `model.evaluate`.
+        Then the model's values are restored.
 
         Args:
           data: A `tf.data.Dataset`, arrays, or a tuple `(x, y)` or `(x, y,
-            sample_weight)`; not a generator, which can be read only once. With
-            `steps`, its order must be the same each time.
+            sample_weight)`. Not a generator, which can be read only once. With
+            `steps`, the order of the data must be the same each time.
           y: The targets, if `data` is arrays of inputs.
           batch_size: See `keras.Model.evaluate`.
           sample_weight: See `keras.Model.evaluate`.
@@ -488,17 +488,17 @@ class GroupState:
           verbose: See `keras.Model.evaluate`. Default: 0.
           ensemble: Whether to add a row for the ensemble, whose outputs are the
             mean of the groups' `model(x)`. Each replica then holds the weights
-            of all groups. Default: True. Ignored if there is one group or the
-            model overrides `test_step`.
+            of all groups. Default: True. Ignored if there is only one group, or
+            if the model overrides `test_step`.
 
         Returns:
-          A row for each group, with `group` and the metrics, and a row whose
-          `group` is "ensemble". It prints as a table.
+          A list of rows that prints as a table. Each group's row is a dict with
+          `group` and the metrics; the ensemble's `group` is "ensemble".
 
         Raises:
           TypeError: If `data` is a generator.
-          ValueError: If there is no compiled model, or `sample_weight` is given
-            both in `data` and as an argument.
+          ValueError: If there is no compiled model, or if `data` and an
+            argument both give a `sample_weight`.
 
         Example:
 
@@ -542,15 +542,15 @@ class GroupState:
         steps: int | None = None,
         verbose: int = 0,
     ) -> Any:
-        """The predictions of a group, or of the ensemble of all groups.
+        """Computes the predictions of a group, or of all groups' ensemble.
 
-        All replicas compute with the group's weights; then the model's values
+        All replicas compute with the group's weights. Then the model's values
         are restored.
 
         Args:
-          data: Inputs, see `keras.Model.predict`.
-          group: The group's index, or None (default) for the ensemble: the mean
-            of the groups' outputs (of `model(x)`, if `predict_step` is
+          data: The inputs, as for `keras.Model.predict`.
+          group: The group's index. Default: None, the ensemble, which averages
+            the groups' outputs (of `model(x)`, even if `predict_step` is
             overridden).
           batch_size: See `keras.Model.predict`.
           steps: See `keras.Model.predict`.
@@ -599,15 +599,15 @@ class GroupState:
         )
 
     def divergence(self) -> table.Table:
-        """How far replicas have diverged, variable by variable.
+        """Measures how far replicas have diverged, variable by variable.
 
         Returns:
-          A row per variable; it prints as a table. For trainable weights, slots
-          and AGN's center: `within_group`, the largest absolute difference
-          between replicas of one group (expected to be 0), and
-          `between_groups`. State that differs by design has its own columns,
-          over the replicas of a group: `local` (what AGN trains, open rounds of
-          towers) and `statistic` (moving statistics).
+          A list with a row per variable, which prints as a table. For trainable
+          weights, slot variables and AGN's center, `within_group` is the
+          largest absolute difference between replicas of one group (expected to
+          be 0), and `between_groups` between groups. `local` (what AGN trains,
+          open rounds of towers) and `statistic` (moving statistics) are the
+          differences within a group of state that differs by design.
 
         Example:
 
@@ -620,22 +620,22 @@ class GroupState:
     def export(self, group: int, path: str | os.PathLike) -> None:
         """Saves a group as an ordinary `.keras` model.
 
-        It loads anywhere, without a strategy or tf_xshard. It is compiled with
-        the optimizer inside the wrappers (for AGN, the local optimizer), with
-        the group's state. With several processes the chief writes. An earlier
-        file is replaced when the new one is complete.
+        The file loads without a strategy or tf_xshard. The model is compiled
+        with the optimizer inside the wrappers (for AGN, the local optimizer)
+        and the group's optimizer state. With several processes, the chief
+        writes. An earlier file is replaced when the new file is complete.
 
         Args:
           group: The group's index.
           path: A path that ends in `.keras`.
 
         Raises:
-          ValueError: If there is no such group, no model, or the path does not
-            end in `.keras`.
-          NotImplementedError: If the model can't be created from a config, see
-            `keras.Model.save`, which writes the file.
-          OSError: If the file can't be written; with several processes,
-            RuntimeError on those that do not write it.
+          ValueError: If there is no such group or no model, or the path does
+            not end in `.keras`.
+          NotImplementedError: If the model can't be created from a config, as
+            `keras.Model.save` requires.
+          OSError: If the file can't be written. Processes other than the chief
+            raise RuntimeError.
 
         Example:
 

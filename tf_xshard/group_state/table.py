@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tf_xshard import text_table
+
 
 class Table(list):
     """A list of dicts with the same keys that prints as a table.
@@ -27,19 +29,12 @@ class Table(list):
         cells = [columns] + [
             [_shown(row[column]) for column in columns] for row in self
         ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width)
-                for cell, width in zip(row, widths, strict=True)
-            ).rstrip()
-            for row in cells
-        )
+        return "\n".join(text_table.aligned(cells))
 
     __str__ = __repr__
 
     def column(self, name: str) -> list:
-        """The values of one column.
+        """Returns the values of one column.
 
         Args:
           name: A key of the rows.
@@ -51,11 +46,11 @@ class Table(list):
 
 
 def row_of(group: Any, values: Mapping[str, Any]) -> dict:
-    """A row that starts with its group; scalars become floats, else arrays."""
+    """Returns a row that starts with its group, with scalars as floats."""
     row = {"group": group}
     for name, value in values.items():
         value = np.asarray(value)
-        # A metric of that name must not overwrite the group's number.
+        # A metric named "group" must not overwrite the group's index.
         name = "group (metric)" if name == "group" else name
         row[name] = float(value) if value.ndim == 0 else value
     return row

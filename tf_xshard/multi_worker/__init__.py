@@ -1,13 +1,13 @@
-"""All that knows several processes: `fit` over them, and starting them.
+"""Starts several processes, and makes Keras's `fit` work across them.
 
 Enters: a script, or a call of `fit`. Leaves: processes with TF_CONFIG, and
-Keras' loops as they should be. `launch` and `local_cluster` import no
+Keras's training loops, fixed. `launch` and `local_cluster` import no
 TensorFlow. Imports `reduction` and above.
 
-- `fit`: `multi_worker_fit`: Keras' `fit` over several processes.
-- `chief_callbacks`: callbacks that write files, on one process only.
-- `processes`: which process this is, and waiting for the others.
-- `launch`: `python -m tf_xshard launch`: exit codes, restarts.
-- `worker_process`: one worker's process, and its signals.
-- `local_cluster`: a cluster of processes on this machine.
+- `fit`: `multi_worker_fit`, which fixes Keras's training loops.
+- `chief_callbacks`: keeps workers from writing the chief's files.
+- `processes`: `rank`, `is_chief` and `barrier`.
+- `launch`: `python -m tf_xshard launch`, with its exit codes and restarts.
+- `worker_process`: runs one worker, prints its output and passes on signals.
+- `local_cluster`: ports, TF_CONFIG and settings for workers on this machine.
 """

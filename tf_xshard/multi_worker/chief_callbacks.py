@@ -1,4 +1,4 @@
-"""Callbacks that write files when several processes train one model."""
+"""Keeps the callbacks of other workers from writing the chief's files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHIEF_ONLY = (
 def of_worker(
     callbacks: Sequence[keras.callbacks.Callback], rank: int
 ) -> Iterator[Sequence[keras.callbacks.Callback]]:
-    """The callbacks that a worker calls, which write no file of the chief's."""
+    """Yields a worker's callbacks, which write none of the chief's files."""
     if rank == 0:
         yield callbacks
         return
@@ -30,8 +30,8 @@ def of_worker(
     changed: list[tuple[keras.callbacks.ModelCheckpoint, str]] = []
     with tempfile.TemporaryDirectory() as directory:
         for one in callbacks:
-            # A callback that was written for tf.keras may have this attribute;
-            # Keras 3 has no such attribute.
+            # A callback that was written for tf.keras may have an attribute
+            # for "only on the chief". Keras 3 has no such attribute.
             if isinstance(
                 one, _CHIEF_ONLY
             ) or fit_internals.is_for_the_chief_only(one):

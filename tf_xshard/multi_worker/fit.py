@@ -1,4 +1,4 @@
-"""Keras' `fit`, `evaluate` and `predict` over several processes."""
+"""Makes Keras's `fit`, `evaluate` and `predict` work across processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _active: list[communication_lib.Communication] = []
 
 
 class MultiWorkerFit:
-    """What `multi_worker_fit` returns: a context manager with `undo`."""
+    """The result of `multi_worker_fit`, a context manager with `undo`."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
@@ -45,38 +45,40 @@ class MultiWorkerFit:
 def multi_worker_fit(
     communication: communication_lib.Communication | None = None,
 ) -> MultiWorkerFit:
-    """Makes Keras' training loops work over several processes.
+    """Makes Keras's training loops work across several processes.
 
     Under MultiWorkerMirroredStrategy with several processes, `fit` and
-    `evaluate` of Keras 3.12 to 3.15 fail in two places. This replaces them
-    until `undo` is called or the `with` block ends. Metrics then cover all
-    workers, and a last batch need not divide evenly between them. Nothing
-    changes for other strategies. A place that Keras has fixed is left as it is,
-    and the log says so.
+    `evaluate` of Keras 3.12 to 3.15 fail in two places. This function replaces
+    both until `undo` is called or the `with` block ends. Metrics then cover all
+    workers, and the last batch need not divide evenly between workers. Nothing
+    changes for other strategies. If Keras has fixed a place, it stays
+    unchanged, and the log says so.
 
-    Workers other than the chief print nothing unless `verbose` is given, skip
-    `CSVLogger`, `TensorBoard` and `RemoteMonitor`, and write the files of
-    `ModelCheckpoint` to a temporary directory (all workers have to take part,
-    since reading a variable can be a collective). `BackupAndRestore` gets a
-    separate directory on each of them, ending in `_worker_1` and so on; a crash
-    between two workers' writes leaves them at different epochs, which
+    Workers other than the chief print nothing unless `verbose` is given, and
+    skip `CSVLogger`, `TensorBoard` and `RemoteMonitor`. They write the files of
+    `ModelCheckpoint` to a temporary directory, since reading a variable can be
+    a collective of all workers. `BackupAndRestore` gets a separate directory on
+    each of these workers, ending in `_worker_1` and so on. A crash between two
+    workers' writes leaves the workers at different epochs, which
     `GroupCheckpoint` never does.
 
-    A batch that waits for data or for a hanging worker longer than the timeout
-    (this one or the optimizer's, whichever is longer) ends with an error, as a
-    collective does.
+    A batch that waits longer than the timeout for data or for a hanging worker
+    ends with an error, as a collective does. The timeout is the longer timeout
+    of `communication` and the optimizer.
 
     Args:
-      communication: How metrics are summed at each step, in at least float32;
-        its timeout applies to them and to a batch. None (default) for the
-        enclosing call's, else `Communication()`.
+      communication: A `Communication` for summing metrics at each step, each
+        in its own dtype (integers in float32). Its timeout applies to the
+        metrics and to a batch.
+        Default: None, the enclosing call's `communication`, or else
+        `Communication()`.
 
     Returns:
       A `MultiWorkerFit`, which is a context manager and has `undo()`.
 
     Raises:
-      RuntimeError: If this Keras has changed these places in an unknown way, or
-        if their source can't be read.
+      RuntimeError: If this version of Keras has changed these places in an
+        unknown way, or if their source can't be read.
 
     Example:
 
@@ -106,7 +108,7 @@ def multi_worker_fit(
 
 
 def _loop_of_worker(loop: Callable) -> Callable:
-    """`fit`, `evaluate` or `predict`, for one of several processes."""
+    """Wraps `fit`, `evaluate` or `predict` for one of several processes."""
     signature = inspect.signature(loop)
 
     @functools.wraps(loop)
@@ -119,14 +121,14 @@ def _loop_of_worker(loop: Callable) -> Callable:
         if rank and bound.arguments["verbose"] == "auto":
             bound.arguments["verbose"] = 0
         callbacks = bound.arguments["callbacks"]
-        # `fit` passes its own to `evaluate`.
+        # `fit` passes its own callback list to `evaluate`.
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return loop(*bound.args, **bound.kwargs)
         if isinstance(callbacks, keras.callbacks.Callback):
             callbacks = [callbacks]
         watched = _Watched(self)
         with chief_callbacks.of_worker(callbacks or (), rank) as own:
-            # First, so that the batch ends before other callbacks run.
+            # This order ends the batch before other callbacks run.
             bound.arguments["callbacks"] = [watched, *own]
             try:
                 return loop(*bound.args, **bound.kwargs)
@@ -137,7 +139,7 @@ def _loop_of_worker(loop: Callable) -> Callable:
 
 
 def _rank(strategy: tf.distribute.Strategy) -> int | None:
-    """This process's rank (0 is the chief), or None if there is only one."""
+    """Returns this process's rank, or None if there is only one process."""
     if not site_lib.spans_processes(strategy):
         return None
     return site_lib.rank(strategy)
@@ -168,7 +170,7 @@ class _Watched(keras.callbacks.Callback):
 
 
 def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
-    """The mean over all replicas of what each returned from a step."""
+    """Averages over all replicas the values that a step returned."""
     communication = _active[-1]
 
     def on_replica(parts: list) -> list[tf.Tensor]:

@@ -1,8 +1,6 @@
-"""`python -m tf_xshard launch`: the processes of one training job.
+"""Starts the processes of a training job, for `python -m tf_xshard launch`.
 
-Each is a worker of a MultiWorkerMirroredStrategy, which finds the others by the
-environment variable TF_CONFIG; TF_XSHARD_RESTART is the number of restarts so
-far. There is no shell and no ssh: each of several hosts starts its own rank.
+Each host starts its own rank, without a shell or ssh.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from collections.abc import Sequence
 from tf_xshard.multi_worker import local_cluster
 from tf_xshard.multi_worker import worker_process
 
-# After a signal from outside, while workers may save; and after one of them has
-# failed, when the others can no longer communicate.
+# Workers may run on after a signal from outside, to save, and after another
+# worker has failed, when they can no longer communicate.
 GRACE_SECONDS = 30.0
 GRACE_AFTER_FAILURE_SECONDS = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -94,7 +92,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _checked_hosts(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> list[str] | None:
-    """The addresses of --hosts, None with --workers."""
+    """Returns the addresses of --hosts, or None with --workers."""
     if options.max_restarts < 0:
         parser.error(
             f"--max-restarts {options.max_restarts}: must be 0 or more"
@@ -127,15 +125,14 @@ def _say(text: str) -> None:
 def _wait_for_ended(
     hosts: Sequence[str], rank: int | None, received: worker_process.Signals
 ) -> None:
-    """Waits until the other hosts' workers have ended, too.
-
-    New workers must not connect to old ones. Each address is seen closed once:
-    its host starts a new worker after its own wait, and that one listens some
-    seconds later. A host that was cut off from the network, however, looked
-    closed to the others: when it is back, their new workers may already listen
-    and wait for it. Hence the time limit; connecting to an old worker costs
-    both hosts one more restart.
-    """
+    """Waits until the other hosts' workers have ended."""
+    # New workers must not connect to old workers. It is enough to see each
+    # address closed once, since its host starts a new worker only after its own
+    # wait, and the new worker listens some seconds later. The wait has a time
+    # limit, since a host that was cut off from the network looked closed to the
+    # other hosts. When it is back, their new workers may already listen and
+    # wait for it. Connecting to an old worker costs both hosts one more
+    # restart.
     listening = [host for r, host in enumerate(hosts) if r != rank]
     deadline = time.monotonic() + _RESTART_MAX_SECONDS
     while listening and received.first is None:
@@ -158,7 +155,7 @@ def _listens(address: str) -> bool:
 
 
 class _Job:
-    """The workers that this machine starts, until they end."""
+    """The workers that this machine starts and waits for."""
 
     def __init__(
         self,
@@ -171,6 +168,8 @@ class _Job:
         settings = local_cluster.settings(len(ranks))
         try:
             for rank in ranks:
+                # A worker's MultiWorkerMirroredStrategy finds the other workers
+                # in TF_CONFIG. TF_XSHARD_RESTART counts the restarts so far.
                 environment = {
                     **settings,
                     **os.environ,
@@ -187,7 +186,7 @@ class _Job:
             raise
 
     def wait(self, received: worker_process.Signals) -> int:
-        """Waits until all have ended; ends the others when one fails."""
+        """Waits until all workers have ended, and returns the exit code."""
         running = list(self._workers)
         failed: worker_process.Worker | None = None
         deadline: float | None = None
@@ -197,7 +196,7 @@ class _Job:
                 for worker in running:
                     worker.send(number)
                 if number in worker_process.ENDING:
-                    # A second one kills all at once.
+                    # A second signal kills all workers at once.
                     grace = GRACE_SECONDS if deadline is None else 0.0
                     deadline = time.monotonic() + grace
             for worker in list(running):
@@ -206,7 +205,7 @@ class _Job:
                 running.remove(worker)
                 if worker.process.returncode and failed is None:
                     failed = worker
-                    # After a signal from outside the others may be saving.
+                    # After a signal from outside, other workers may be saving.
                     if deadline is None:
                         self._end(running)
                         deadline = (

@@ -11,25 +11,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, IO
 
-# glibc gives the memory of a large buffer back when it is freed, and the kernel
-# clears it page by page when it is needed again: for each message of a step.
-# With these it is kept: 208 MB took 0.84 of the time (benchmarks/README.md).
-# 32 MiB is the largest threshold that glibc takes.
+# glibc returns the memory of a large freed buffer to the kernel, which clears
+# it page by page when it is needed again, for each message of a step. With
+# these settings glibc keeps the memory, and 208 MB took 16% less time
+# (benchmarks/README.md). 32 MiB is the largest threshold that glibc accepts.
 _KEEPS_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
 
-# As subprocess.Popen takes stdout and stderr.
+# The types of stdout and stderr that subprocess.Popen accepts.
 _Output = IO[Any] | int | None
 
 
 def settings(num_workers: int) -> dict[str, str]:
-    """Environment variables for workers that share this machine.
-
-    Each gets its share of the cores: with a thread for every core in every
-    worker, 208 MB in 8-bit integers took a fifth longer on two cores.
-    """
+    """Returns environment variables for workers that share this machine."""
+    # Each worker gets its share of the cores. With a thread for every core in
+    # every worker, 208 MB in 8-bit integers took a fifth longer on two cores.
     shared = {}
     if num_workers > 1:
         threads = max(1, num_cores() // num_workers)
@@ -38,7 +36,8 @@ def settings(num_workers: int) -> dict[str, str]:
 
 
 def num_cores() -> int:
-    """Those that this process may use; macOS and Windows do not say which."""
+    """Counts the cores that this process may use."""
+    # macOS and Windows do not say which cores a process may use.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -54,12 +53,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def local_addresses(count: int) -> list[str]:
-    """Addresses for workers on this machine."""
+    """Finds addresses for workers on this machine."""
     return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def tf_config(addresses: Sequence[str], rank: int) -> str:
-    """The value of TF_CONFIG for one worker of a cluster."""
+    """Returns the value of TF_CONFIG for one worker of a cluster."""
     return json.dumps(
         {
             "cluster": {"worker": list(addresses)},

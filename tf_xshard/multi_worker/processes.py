@@ -1,4 +1,4 @@
-"""Which process this is, and waiting for the others."""
+"""Identifies this process, and waits for the other processes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tf_xshard.distribute import site as site_lib
 
 
 def rank(strategy: tf.distribute.Strategy | None = None) -> int:
-    """The number of this process among those that train together.
+    """Returns this process's number among the processes of a strategy.
 
     Args:
       strategy: The strategy that trains. None (default) for the current one.
 
     Returns:
-      An int from 0, the chief's, to the number of processes - 1.
+      An int from 0 (the chief) to the number of processes - 1.
 
     Raises:
       ValueError: If the strategy is not supported, or there is none and
@@ -35,13 +35,13 @@ def rank(strategy: tf.distribute.Strategy | None = None) -> int:
 
 
 def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
-    """Whether this process is the one that writes shared files.
+    """Returns True in the process that writes shared files.
 
     Args:
       strategy: The strategy that trains. None (default) for the current one.
 
     Returns:
-      Whether its rank is 0.
+      True if this process's rank is 0.
 
     Raises:
       ValueError: If the strategy is not supported, or there is none and
@@ -52,7 +52,7 @@ def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
     >>> tf_xshard.is_chief()
     True
 
-    Source: `TF_CONFIG`, whose first worker is the chief if no task is.
+    Source: `TF_CONFIG`, whose first worker is the chief if no task is named so.
     """
     return site_lib.rank(_checked(strategy, "is_chief")) == 0
 
@@ -61,21 +61,21 @@ def barrier(
     strategy: tf.distribute.Strategy | None = None,
     timeout_seconds: float = 300.0,
 ) -> None:
-    """Waits until every process has called it.
+    """Waits until every process has called `barrier`.
 
-    Between what one process writes and others read, for example: the chief
-    saves, all call `barrier`, all load. With one process it does nothing.
+    For example, the chief saves a file, all processes call `barrier`, and all
+    load the file. With one process it does nothing.
 
     Args:
       strategy: The strategy that trains. None (default) for the current one.
-      timeout_seconds: How long to wait for the others. Default: 300.
+      timeout_seconds: How long to wait for other processes. Default: 300.
 
     Raises:
       RuntimeError: In replica context.
       TypeError, ValueError: If an argument is invalid, the strategy is not
         supported, or there is none and TF_CONFIG names several workers.
-      tf.errors.DeadlineExceededError: If a process does not call it in time.
-        Collectives of this process fail from then on: restart it.
+      tf.errors.DeadlineExceededError: If another process does not call it in
+        time. This process's collectives then fail, so restart the process.
 
     Example:
 
@@ -101,7 +101,7 @@ def barrier(
         [total] = transport.sum([tf.constant(1.0)])
         return total
 
-    # As a graph, even with tf.config.run_functions_eagerly(True).
+    # This runs as a graph, even with tf.config.run_functions_eagerly(True).
     wait = tf.function(lambda: strategy.run(on_replica), autograph=False)
     with strategy.scope():
         [total, *_] = strategy.experimental_local_results(

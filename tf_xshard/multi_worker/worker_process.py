@@ -1,4 +1,4 @@
-"""One worker's process, and the signals that are passed on to workers."""
+"""Runs one worker's process, and receives the signals for workers."""
 
 from __future__ import annotations
 
@@ -12,33 +12,30 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, IO, TextIO
 
-# Signals that end a program; the exit code is that of the first one.
+# Signals that end a program. The exit code is the first such signal's.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALS = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _LINES_SHOWN = 60
 
 
 class Signals:
-    """Receives this process's signals for the workers, as a context manager.
-
-    Attributes:
-      first: The first signal that ends a program, None if there was none.
-      new: Signals that have not been passed on.
-    """
+    """A context manager that receives this process's signals for workers."""
 
     def __init__(self) -> None:
+        # The first signal that ends a program.
         self.first: int | None = None
+        # The signals that have not been passed on.
         self.new: list[int] = []
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Signals:
-        # Python allows handlers in the main thread only; in another thread
-        # signals are left to the caller.
+        # Python allows signal handlers only in the main thread. In another
+        # thread, signals are left to the caller.
         if threading.current_thread() is threading.main_thread():
             self._before = {
                 number: signal.signal(number, self._receive)
                 for number in _SIGNALS
-                # Under nohup SIGHUP is ignored, and stays so.
+                # nohup ignores SIGHUP, which must stay ignored.
                 if signal.getsignal(number) != signal.SIG_IGN
             }
         return self
@@ -60,18 +57,13 @@ class Signals:
 
 
 class Worker:
-    """One process, whose output is printed with its rank in front.
-
-    Attributes:
-      rank: The worker's rank.
-      last_lines: The last lines of its stderr.
-      process: The process.
-    """
+    """A worker's process, whose output is printed with its rank in front."""
 
     def __init__(
         self, rank: int, program: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         self.rank = rank
+        # The last lines of stderr.
         self.last_lines: collections.deque[str] = collections.deque(
             maxlen=_LINES_SHOWN
         )
@@ -81,8 +73,9 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
-            # Its own process group: a signal from the terminal reaches it only
-            # through this process, and its children can be killed with it.
+            # With a separate process group, a signal from the terminal reaches
+            # the worker only through this process, and the worker's children
+            # can be killed with it.
             start_new_session=True,
         )
         self._threads = [
@@ -103,12 +96,11 @@ class Worker:
                 if target is sys.stderr:
                     self.last_lines.append(text)
                 try:
-                    # One call per line keeps lines of workers apart.
+                    # One call per line keeps the lines of workers apart.
                     target.write(f"[{self.rank}] {text}\n")
                     target.flush()
                 except (OSError, ValueError):
-                    # The reader is gone. Keep emptying the pipe, or the worker
-                    # would block.
+                    # The reader is gone. Empty the pipe, or the worker blocks.
                     continue
 
     def send(self, number: int) -> None:
@@ -116,20 +108,20 @@ class Worker:
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):
-            # It has ended. PermissionError: only zombies are left, or a child
-            # runs as another user.
+            # The process has ended. PermissionError means that only zombies are
+            # left, or that a child runs as another user.
             pass
 
     def has_ended(self) -> bool:
-        """Whether it has ended. If so, kills children that outlive it."""
+        """Returns True if the process has ended, after killing its children."""
         if self.process.poll() is None:
             return False
-        # Right away, while no other process group can have its id.
+        # Do so now, while no other process group can have the process's id.
         self.send(signal.SIGKILL)
         return True
 
     def read_to_end(self) -> None:
-        """Waits until its output is printed."""
+        """Waits until the worker's output is printed."""
         for thread in self._threads:
-            # With a limit: a child may hold the pipe open.
+            # The wait has a limit, since a child may hold the pipe open.
             thread.join(1.0)

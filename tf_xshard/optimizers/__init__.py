@@ -1,21 +1,20 @@
-"""The Keras optimizers: CrossShardOptimizer, TowerOptimizer, AGNOptimizer.
+"""The Keras optimizers CrossShardOptimizer, TowerOptimizer and AGNOptimizer.
 
-Enters: gradients and variables, from `fit` or a training loop, in replica
-context. Leaves: updated variables, on this replica. Each optimizer's `_step`
-reads like its drawing, as named stages; the arithmetic is in `reduction`.
-Imports `reduction` and above.
+Takes gradients and variables, from `fit` or a training loop, in replica
+context. Updates the variables on this replica. Each `_step` follows the drawing
+of its class in named stages; the arithmetic is in `reduction`. May import
+`reduction` and the folders above it.
 
-- `base`: `GradientWrapper`, the base class of the three: forwards, builds,
-  saves, and refuses what it can't do.
-- `cross_shard`, `tower`, `agn`: the three optimizers, each in one file.
-- `stack`: walks over nested optimizers; `StackPlan` says which of them reduces,
-  over which groups, and who undoes the 1/N of the loss.
-- `arguments`: checks what all three take.
+- `base`: what all three share, such as `apply`, `build` and forwarding.
+- `cross_shard`: CrossShardOptimizer, which reduces over groups.
+- `tower`: TowerOptimizer, with rounds, `apply_towers` and `reset`.
+- `agn`: AGNOptimizer, with local steps, exchanges and `show_center`.
+- `stack`: plans which nested optimizer reduces (groups), and which undoes 1/N.
+- `arguments`: checks the arguments that all three take.
 - `hooks`: calls `pre_reduce` and `post_reduce` on unscaled gradients.
-- `accumulator`: sums over calls, of TowerOptimizer and AGNOptimizer; whole, and
-  before anything is communicated.
-- `center`: AGNOptimizer's center, beside the local variables.
-- `update`: reduced gradients -> variables, whole or sharded.
-- `saving`: a stack of optimizers in Keras' files.
-- `fit`: losses and train steps for `fit`.
+- `accumulator`: sums gradients over calls, before communication (tower, agn).
+- `center`: AGNOptimizer's center, and its swaps with the local variables.
+- `update`: updates variables with the inner optimizer, whole or sharded.
+- `saving`: nested optimizers in Keras' files, and the warning of lost state.
+- `fit`: `ScalarLoss` and `tower_train_step`.
 """

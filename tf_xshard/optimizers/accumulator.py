@@ -1,7 +1,7 @@
-"""Gradients of several calls, summed for one update.
+"""Sums of gradients over several calls, for TowerOptimizer and AGNOptimizer.
 
-TowerOptimizer and AGNOptimizer keep one accumulator per variable on each
-replica. Where possible, sums of IndexedSlices stay IndexedSlices.
+Each replica has one accumulator per variable. Where possible, sums of
+IndexedSlices stay IndexedSlices.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from tf_xshard.distribute import site as site_lib
 
 
 class SeenVariables:
-    """Variables that have had a gradient, by their index.
+    """The indices of variables that have had a gradient."""
 
-    Whether a variable has a gradient is known when a call is traced. An update
-    of the accumulated gradients handles the variables seen by the time it is
-    traced. A function traced later must not add variables, since that update
-    would never apply their gradients.
-    """
+    # Tracing a call shows which variables have a gradient. An update handles
+    # only the variables seen by the time it is traced. A function traced later
+    # must not add variables, since that update would never apply their
+    # gradients.
 
     def __init__(self, optimizer_name: str) -> None:
         self._optimizer_name = optimizer_name
@@ -42,14 +41,14 @@ class SeenVariables:
         return len(self._seen)
 
     def is_sparse(self, index: int) -> bool:
-        """Whether all gradients of a variable were IndexedSlices."""
+        """Returns whether all gradients of a variable were IndexedSlices."""
         return index not in self._dense
 
     def add(self, index: int, name: str, sparse: bool = False) -> None:
-        """Records a gradient."""
+        """Records that a variable has a gradient."""
         known = index in self._seen and (sparse or index in self._dense)
         if not known and self._has_other_updates():
-            # Functions that can no longer be called do not count.
+            # Collect functions that can no longer be called; they don't count.
             gc.collect()
             if self._has_other_updates():
                 raise ValueError(
@@ -66,7 +65,7 @@ class SeenVariables:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """What is traced in this context is forgotten afterwards."""
+        """Opens a context whose traces are forgotten afterwards."""
         before = set(self._seen), set(self._dense), self._updates
         self._updates = weakref.WeakSet()
         try:
@@ -86,11 +85,10 @@ class SeenVariables:
 
 
 class GradientAccumulator:
-    """The sums of gradients of several calls, on this replica.
+    """This replica's sums of gradients over several calls."""
 
-    The variables it creates belong to the optimizer, which assigns them to the
-    attributes under which checkpoints store them.
-    """
+    # The optimizer owns the variables, and assigns them to attributes whose
+    # names checkpoints store.
 
     def __init__(
         self,
@@ -110,7 +108,7 @@ class GradientAccumulator:
             for v in variables
             if has_sums
         ]
-        # Embedding rows touched in this round.
+        # Nonzero for embedding rows that have had a gradient in this round.
         self.touched = [
             replica_variables.make(
                 v.shape[:1],
@@ -139,15 +137,14 @@ class GradientAccumulator:
                 )
 
     def read(self, index: int) -> tf.Tensor:
-        """A variable's sum, as a tensor of its shape."""
+        """Returns a variable's sum, as a tensor of the variable's shape."""
         return replica_variables.read(self.sums[index])
 
     def pop_all(self, indices: Sequence[int]) -> tuple[list, list]:
-        """Returns all sums and their variables, and resets the sums to zero.
-
-        The variables of the last call, at `indices`, are returned even if they
-        are frozen or have no gradient (None); others only if they are neither.
-        """
+        """Returns all sums and their variables, and resets the sums to zero."""
+        # The last call's variables (`indices`) are returned even if they are
+        # frozen or have no gradient (None). Other variables are returned only
+        # if they are trainable and have a gradient.
         totals, variables = [], []
         for index, variable in enumerate(self._trained):
             is_frozen = not getattr(variable, "trainable", True)

@@ -1,4 +1,4 @@
-"""AGNOptimizer: local steps on each replica, with periodic exchanges."""
+"""`AGNOptimizer`, with local steps on each replica and periodic exchanges."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _ACCUMULATIONS = ("gradients", "updates")
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class AGNOptimizer(base.GradientWrapper):
-    """Accumulated gradient normalization: communicate every few steps.
+    """Trains each replica locally, and communicates every few steps.
 
-    Each replica is a worker that trains its own copy of the variables. Every
-    `communication_period` steps its accumulation, divided by the number of
-    steps, is combined over the group, and the inner optimizer applies the
-    result to a center. All workers of the group continue from it.
+    Each replica trains its own copy of the variables. At an exchange, every
+    `communication_period` steps, the group combines its replicas' accumulated
+    gradients, divided by the number of steps. The inner optimizer applies the
+    result to a center, from which all replicas of the group continue.
 
     ```
     each call             local    <-  local_optimizer(gradient)
@@ -47,28 +47,28 @@ class AGNOptimizer(base.GradientWrapper):
                           local    <-  center;   sum <- 0
     ```
 
-    With `accumulate="updates", normalize=False` and an inner `SGD(1.0)` this is
-    local SGD (model averaging); with Nesterov momentum, DiLoCo.
+    With `accumulate="updates", normalize=False` and an inner `SGD(1.0)`, this
+    is local SGD (model averaging). With Nesterov momentum, it is DiLoCo.
 
-    Between exchanges replicas do not communicate, so their variables differ,
-    and TensorFlow shows and saves those of replica 0. At the end of `fit` the
-    center is put into the model, after an early exchange if steps are pending.
+    Between exchanges, the replicas' variables differ, and TensorFlow shows and
+    saves replica 0's. At the end of `fit`, the model gets the center, after an
+    early exchange if steps are pending.
 
     Args:
       inner_optimizer: The `keras.optimizers.Optimizer` of the center.
       num_worker: The number of replicas, checked if given. Default: None.
-      communication_period: Steps from one exchange to the next, at least 1.
+      communication_period: Steps from one exchange to the next, an int >= 1.
         Default: 10.
-      local_optimizer: The optimizer of the replicas' own variables; its slot
-        variables are never reset. Default: a copy of the inner optimizer. (A
-        legacy `.h5` file needs two optimizers with different names.)
-      accumulate: `"gradients"` (default), or `"updates"`: the change made by
-        the local steps, center - local.
-      normalize: Whether the accumulation is divided by its number of local
+      local_optimizer: The optimizer of the replicas' own variables. Its slot
+        variables are never reset. Default: a copy of the inner optimizer. For
+        a legacy `.h5` file, the two optimizers need different names.
+      accumulate: `"gradients"` (default), or `"updates"` for the change by the
+        local steps, center - local.
+      normalize: Whether to divide the accumulation by the number of local
         steps, as in the paper. Default: True.
       reduction: `"mean"` (default) or `"sum"` over the replicas of a group.
-      group_assignment: See `CrossShardOptimizer`. None (default) inside another
-        wrapper takes that one's groups.
+      group_assignment: See `CrossShardOptimizer`. Inside another wrapper, None
+        (default) takes the wrapper's groups.
       loss_normalization: See `CrossShardOptimizer`.
       communication: A `Communication`. None (default) for its defaults.
       name: The optimizer's name.
@@ -139,31 +139,31 @@ class AGNOptimizer(base.GradientWrapper):
         self._normalize = normalize
         self._set_untracked("_seen", accumulator.SeenVariables(name))
 
-    # What users read and set.
+    # Attributes for users.
 
     @property
     def communication_period(self) -> int:
-        """Steps from one exchange to the next."""
+        """The number of steps from one exchange to the next."""
         return self._period
 
     @property
     def center_variables(self) -> list[keras.Variable]:
-        """The center, in the order of the trainable variables.
+        """The center variables, in the order of the trainable variables.
 
-        While the model holds the center, they hold the local variables.
+        While the model holds the center, they hold the local values.
         """
         return list(self._center) if self.built else []
 
     @property
     def center_is_shown(self) -> bool:
-        """Whether the model's variables currently hold the center."""
+        """True while the model's variables hold the center."""
         if not self.built:
             return False
         return self._center_pairs.is_shown
 
     @property
     def exchanges(self) -> keras.Variable | tf.Tensor:
-        """The number of exchanges so far; a variable once built."""
+        """The number of exchanges so far, a variable after `build`."""
         return self._exchanges if self.built else tf.constant(0, tf.int64)
 
     @property
@@ -175,7 +175,7 @@ class AGNOptimizer(base.GradientWrapper):
     def learning_rate(self) -> Any:
         """The local optimizer's learning rate; settable.
 
-        The center's is `inner_optimizer.learning_rate`.
+        The center's learning rate is `inner_optimizer.learning_rate`.
         """
         return self.local_optimizer.learning_rate
 
@@ -185,7 +185,7 @@ class AGNOptimizer(base.GradientWrapper):
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """A local MultiOptimizer's optimizers; others have none."""
+        """A local MultiOptimizer's optimizers. Else raises AttributeError."""
         return self.local_optimizer.optimizers
 
     @property
@@ -200,12 +200,12 @@ class AGNOptimizer(base.GradientWrapper):
     ) -> None:
         """Excludes variables from both optimizers' weight decay.
 
-        Call it before the first step: functions that have been traced do not
-        notice it.
+        Call it before the first step. It does not change traced functions.
 
         Args:
           var_list: Variables to exclude, or None.
-          var_names: Strings; a variable whose name contains one is excluded.
+          var_names: Strings, or None. Excludes variables whose name contains
+            any of the strings.
         """
         for one in (self.inner_optimizer, self.local_optimizer):
             one.exclude_from_weight_decay(var_list, var_names)
@@ -213,7 +213,7 @@ class AGNOptimizer(base.GradientWrapper):
             self._exclude_center()
 
     def _exclude_center(self) -> None:
-        """Excludes the centers of the variables that the inner one excludes."""
+        """Excludes the centers of the inner optimizer's excluded variables."""
         center_of = {id(local): center for local, center in self._center_pairs}
         for one in stack.descendants(self.inner_optimizer):
             excluded = optimizer_state.excluded_from_weight_decay(
@@ -225,11 +225,11 @@ class AGNOptimizer(base.GradientWrapper):
                 )
 
     def show_center(self, shown: bool) -> None:
-        """Puts the center, or the local variables, into the model.
+        """Puts the center or the local variables into the model.
 
-        A step restores the local variables by itself, after its gradients have
-        been computed. Call this outside of `strategy.run`. `SwapCenterWeights`
-        calls it in `fit`.
+        Call it outside `strategy.run`. In `fit`, `SwapCenterWeights` calls it.
+        A step restores the local variables automatically, but only after its
+        gradients have been computed.
 
         Args:
           shown: Whether the model's variables should hold the center.
@@ -268,8 +268,8 @@ class AGNOptimizer(base.GradientWrapper):
                     " not support it; use CrossShardOptimizer or another dtype"
                     " policy."
                 )
-        # Outside of the scope with this optimizer's name, which would become
-        # part of their paths.
+        # Create the center outside the scope with this optimizer's name, which
+        # would become part of the variables' paths.
         self._center = [replica_variables.copy_of(v) for v in variables]
         with self._named():
             sums = accumulator.GradientAccumulator(
@@ -283,7 +283,8 @@ class AGNOptimizer(base.GradientWrapper):
             self._accumulators = sums.sums
             self._pending = replica_variables.make((), "int32", "pending")
             self._exchanges = replica_variables.make((), "int64", "exchanges")
-            # Saved because a file can be written while the center is shown.
+            # Save the flag, since a file can be written while the center is
+            # shown.
             self._shown = replica_variables.make((), "int32", "center_is_shown")
             pairs = center_lib.Center(
                 variables, self._center, self._shown, self._strategy
@@ -294,7 +295,7 @@ class AGNOptimizer(base.GradientWrapper):
             with keras.name_scope("local"):
                 self.local_optimizer.build(variables)
             self._create_residuals(variables)
-        # A MultiOptimizer may have created some.
+        # Check optimizers that a MultiOptimizer has just created.
         for optimizer in (self.inner_optimizer, self.local_optimizer):
             _refuse_inside(optimizer)
         whole.make_local(self.local_optimizer)
@@ -330,7 +331,7 @@ class AGNOptimizer(base.GradientWrapper):
             with recorder.labelled("exchange", every=self._period):
                 self._exchange(pending + 1, indices, site, groups)
 
-        # Greater if steps of a longer period were loaded.
+        # A file with a longer period may have set `pending` above the period.
         replica_variables.cond(pending + 1 >= self._period, exchange)
 
     def _checked_site(self) -> site_lib.Site:
@@ -352,13 +353,11 @@ class AGNOptimizer(base.GradientWrapper):
         site: site_lib.Site,
         groups: group_assignment_lib.GroupAssignment,
     ) -> None:
-        """Applies what `num_steps` local steps accumulated to the center.
-
-        Skips variables that are frozen and not among the call's.
-        """
+        """Applies the accumulation of `num_steps` local steps to the center."""
         self._seen.note_update()
         local = optimizer_state.trainable_variables(self)
         weight = self._reduction.weight(groups.group_size)
+        # Skip variables that are frozen and not among the call's.
         totals = [
             self._accumulated(index, num_steps, weight)
             if index in indices or getattr(variable, "trainable", True)
@@ -375,7 +374,7 @@ class AGNOptimizer(base.GradientWrapper):
         )
         if feedback is not None:
             feedback.keep(carry, 1, None)
-        # Without a gradient, not even weight decay applies.
+        # A variable without a gradient does not even get weight decay.
         present = [value is not None for value in totals.values]
         if any(present):
             of_center = gradients_lib.GradientBatch(totals.values, self._center)
@@ -388,8 +387,9 @@ class AGNOptimizer(base.GradientWrapper):
     def _accumulated(
         self, index: int, num_steps: int | tf.Tensor, weight: int
     ) -> Any:
-        """This replica's part of the exchange, in the variable's dtype."""
-        # After a restore nothing has been seen, but any sum may be nonzero.
+        """Returns this replica's part of an exchange, in the center's dtype."""
+        # After a restore, no variable has been seen, but any sum may be
+        # nonzero.
         if index not in self._seen and len(self._seen):
             return None
         divisor: int | tf.Tensor = 1
@@ -405,9 +405,9 @@ class AGNOptimizer(base.GradientWrapper):
         return tf.cast(total, self._center[index].dtype)
 
     def finalize_variable_values(self, var_list: Sequence) -> None:
-        """Does an early exchange on all replicas if steps are pending.
+        """Exchanges early, on all replicas, if steps are pending.
 
-        Afterwards the model holds the center. `fit` calls this at its end.
+        `fit` calls this at its end. Afterwards, the model holds the center.
 
         Args:
           var_list: The model's trainable variables.
@@ -439,13 +439,14 @@ class AGNOptimizer(base.GradientWrapper):
                 exchange = tf.function(
                     lambda: strategy.run(on_replica), autograph=False
                 )
-                # Not called: TensorFlow would warn of retracing in later fits.
+                # Do not call `exchange`, since TensorFlow would warn of
+                # retracing in later fits.
                 exchange.get_concrete_function()()
         self.inner_optimizer.finalize_variable_values(self._center)
         if self.inner_optimizer.use_ema:
             self._center_pairs.copy_into_model()
 
-    # Saving, and what GroupState asks.
+    # Saving, and methods that GroupState calls.
 
     def _unsaved_state(self) -> str | None:
         if self._strategy.num_replicas_in_sync == 1:
@@ -477,7 +478,7 @@ class AGNOptimizer(base.GradientWrapper):
         return {id(variable): center for variable, center in self._center_pairs}
 
     def get_config(self) -> dict:
-        """The arguments, for serialization.
+        """Returns the arguments, for serialization.
 
         Returns:
           A dict for `from_config`.
@@ -503,7 +504,7 @@ class AGNOptimizer(base.GradientWrapper):
 def _check_arguments(
     num_worker: Any, communication_period: Any, accumulate: Any, normalize: Any
 ) -> None:
-    """Checks AGNOptimizer's arguments of the same names."""
+    """Checks AGNOptimizer's arguments of these names."""
     checks.positive_integer("communication_period", communication_period)
     if num_worker is not None:
         checks.positive_integer("num_worker", num_worker)
@@ -561,13 +562,13 @@ def _check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
 def _copied(
     inner_optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:
-    """A local optimizer like the inner one."""
+    """Creates a local optimizer as a copy of the inner optimizer."""
     try:
         config = inner_optimizer.get_config()
         # Legacy .h5 files key variables by path, which contains this name.
         config["name"] = f"{inner_optimizer.name}_local"
         result = type(inner_optimizer).from_config(config)
-        # A MultiOptimizer may have others before it is built.
+        # Before it is built, a MultiOptimizer may differ from its copy.
         for one, copy in zip(
             stack.descendants(inner_optimizer),
             stack.descendants(result),

@@ -1,4 +1,4 @@
-"""Checks of the arguments that every Keras wrapper of this package takes."""
+"""Checks of the arguments that all of tf_xshard's Keras optimizers take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tf_xshard.private.keras import optimizer_state
 from tf_xshard.reduction import reducer
 
 LOSS_NORMALIZATIONS = ("global", "replica")
-# These act on the reduced gradient, which the inner optimizer gets.
+# These settings act on the reduced gradient, which the inner optimizer gets.
 _ARGUMENTS_OF_THE_INNER = (
     "learning_rate",
     "weight_decay",
@@ -40,7 +40,7 @@ def check(
     loss_normalization: Any,
     kwargs: Mapping[str, Any],
 ) -> reductions.Reduction:
-    """Checks what every wrapper takes; changes nothing."""
+    """Checks the common arguments, changes nothing, returns the reduction."""
     _refuse_unknown(own_name, kwargs)
     _check_inner_optimizer(own_name, inner)
     if loss_normalization not in (None, *LOSS_NORMALIZATIONS):
@@ -71,7 +71,7 @@ def check_same_scope(
 
 
 def _refuse_unknown(own_name: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuses unknown keywords, and those of the base class by name."""
+    """Raises for unknown keywords, with a hint for the inner optimizer's."""
     for argument in kwargs:
         if argument in _ARGUMENTS_OF_THE_INNER:
             raise ValueError(
@@ -101,7 +101,7 @@ def _check_inner_optimizer(own_name: str, inner: Any) -> None:
 def checked_groups(
     group_assignment: Any,
 ) -> group_assignment_lib.GroupAssignment | None:
-    """Converts a `group_assignment` argument."""
+    """Converts a `group_assignment` argument, and checks that it fits."""
     if group_assignment is None:
         return None
     groups = group_assignment_lib.GroupAssignment(group_assignment)
@@ -116,7 +116,7 @@ def checked_groups(
 
 
 def checked_reducer(communication: Any) -> reducer.GradientReducer:
-    """The reducer of an optimizer with this `communication` argument."""
+    """Checks a `communication` argument and returns a reducer with it."""
     communication = communication_lib.checked(communication)
     if tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()
@@ -124,7 +124,7 @@ def checked_reducer(communication: Any) -> reducer.GradientReducer:
         if allowed and site_lib.kind_of(strategy) not in allowed:
             raise ValueError(
                 f'Communication(dtype="{communication.dtype}") can\'t be used'
-                f" under {type(strategy).__name__}, whose collectives only add"
-                ' up. Use dtype="bfloat16".'
+                f" under {type(strategy).__name__}, which has no collectives"
+                ' for it. Use dtype="bfloat16".'
             )
     return reducer.GradientReducer(communication)

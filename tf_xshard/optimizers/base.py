@@ -36,14 +36,14 @@ from tf_xshard.reduction import reducer as reducer_lib
 
 
 def _forwarded(name: str) -> property:
-    """An attribute that lives on the optimizer that updates the variables."""
+    """Returns a property for an attribute of the updating optimizer."""
 
     def get(self: Any) -> Any:
         return getattr(self._updating_optimizer, name)
 
     def set_(self: Any, value: Any) -> None:
-        # The base class' constructor sets its defaults before there is an inner
-        # optimizer; ignore them.
+        # Ignore the defaults that the base class' constructor sets before there
+        # is an inner optimizer.
         if "inner_optimizer" in self.__dict__:
             setattr(self._updating_optimizer, name, value)
 
@@ -51,36 +51,18 @@ def _forwarded(name: str) -> property:
 
 
 class GradientWrapper(wrapper_internals.WrapperInternals):
-    """An optimizer that passes reduced gradients to an inner one.
+    """An optimizer that passes reduced gradients to an inner optimizer."""
 
-    Subclasses override `_create_state`, `_step` and `get_config`. Everything
-    set on the inner optimizer acts on the gradients that `_step` passes to it.
-    Every attribute that is forwarded is forwarded by name; there is no
-    `__getattr__`.
-
-    Args:
-      inner_optimizer: A Keras optimizer, created in the same strategy scope.
-      reduction: `"mean"` or `"sum"`.
-      loss_normalization: `"global"`, `"replica"` or None.
-      name: The optimizer's name.
-      reducer: Reduces gradients; this wrapper's, or that of a wrapper inside.
-      group_assignment: The groups over which it reduces, as given.
-      **kwargs: Arguments of the base class, to refuse them by name.
-
-    Raises:
-      TypeError: If `inner_optimizer` is not a Keras optimizer, or reduces by
-        itself, or a keyword is unknown.
-      ValueError: For an argument that belongs on the inner optimizer,
-        conflicting `loss_normalization` in one stack, or another strategy's
-        scope.
-    """
+    # Subclasses override `_create_state`, `_step` and `get_config`. The inner
+    # optimizer's settings act on the gradients that `_step` passes to it. Each
+    # attribute is forwarded by name, not by `__getattr__`.
 
     is_tf_xshard_wrapper = True
-    # Whether `_reducer` is this wrapper's, not one inside.
+    # Whether `_reducer` belongs to this wrapper, not to a wrapper inside.
     has_own_reducer = True
-    # Whether without groups of its own it takes those of a wrapper around it.
+    # Whether a wrapper without groups takes the groups of a wrapper around it.
     follows_groups_around = False
-    # Whether this is a CrossShardOptimizer that no user wrote.
+    # Whether a TowerOptimizer, not a user, added this CrossShardOptimizer.
     is_implicit = False
     # Whether a LossScaleOptimizer may be inside.
     _supports_loss_scaling = True
@@ -119,12 +101,11 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         self._set_untracked("_given_group_assignment", group_assignment)
         self._given_loss_normalization = loss_normalization
         self._check_stack()
-        # Change the inner optimizers last, when nothing can be refused any
-        # more.
+        # Change the inner optimizers last, after every check that can raise.
         whole.make_local(inner_optimizer)
 
     def _check_stack(self) -> None:
-        """Raises ValueError if the optimizers inside do not fit together."""
+        """Raises ValueError if the nested optimizers do not fit together."""
         stack.StackPlan(self)
 
     def _set_untracked(self, name: str, value: Any) -> None:
@@ -133,36 +114,35 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     @property
     def _strategy(self) -> tf.distribute.Strategy:
-        """The strategy in whose scope this optimizer was made."""
+        """The strategy in whose scope this optimizer was created."""
         return optimizer_state.strategy_of(self)
 
-    # What users read and set.
+    # Attributes for users.
 
     @property
     def reduction(self) -> str:
-        """`"mean"` or `"sum"`."""
+        """The reduction, `"mean"` or `"sum"`."""
         return self._reduction.name
 
     @property
     def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
-        """The groups that it was given; None for one group of all replicas.
+        """The groups as given; None for one group of all replicas.
 
-        An AGNOptimizer without groups of its own uses those of an optimizer
-        around it.
+        An AGNOptimizer without groups uses the groups of a wrapper around it.
         """
         return self._given_group_assignment
 
     @property
     def communication(self) -> communication_lib.Communication:
-        """How gradients are communicated between replicas."""
+        """The settings for communicating gradients between replicas."""
         return self._reducer.communication
 
     @property
     def loss_normalization(self) -> str:
-        """What the incoming gradients were divided by.
+        """The normalization of the loss, one for a stack of wrappers.
 
-        `"global"`: by the number of replicas, as Keras and TF2 do. `"replica"`:
-        by nothing. One setting applies to a stack of wrappers.
+        With `"global"`, the loss was divided by the number of replicas, as in
+        Keras and TF2. With `"replica"`, it was not.
         """
         return stack.StackPlan(self).loss_normalization
 
@@ -185,7 +165,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """A MultiOptimizer's optimizers; other inner optimizers have none."""
+        """An inner MultiOptimizer's optimizers. Else raises AttributeError."""
         return self._updating_optimizer.optimizers
 
     @property
@@ -195,7 +175,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     @property
     def _own_variables(self) -> list[keras.Variable]:
-        """The variables that this wrapper has created itself."""
+        """The variables that this wrapper created."""
         return optimizer_state.own_variables(self)
 
     @property
@@ -213,7 +193,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         return self.inner_optimizer.iterations
 
     def finalize_variable_values(self, var_list: Sequence) -> None:
-        """Makes the inner optimizer set final values (its moving averages).
+        """Writes the inner optimizer's moving averages, if any, to the model.
 
         Args:
           var_list: The model's trainable variables.
@@ -228,27 +208,27 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     ) -> None:
         """Excludes variables from the inner optimizer's weight decay.
 
-        Call it before the first step: functions that have been traced do not
-        notice it.
+        Call it before the first step. It does not change traced functions.
 
         Args:
           var_list: Variables to exclude, or None.
-          var_names: Strings; a variable whose name contains one is excluded.
+          var_names: Strings, or None. Excludes variables whose name contains
+            any of the strings.
         """
         self._updating_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     @autograph.entry_point
     def scale_loss(self, loss: Any) -> Any:
-        """The loss times the inner optimizer's loss scale.
+        """Multiplies the loss by the inner optimizer's loss scale.
 
-        Warns if `fit` calls this with a loss that Keras has not divided by the
-        number of replicas.
+        Warns if `fit` calls this method with a loss that Keras has not divided
+        by the number of replicas.
 
         Args:
           loss: A scalar tensor.
 
         Returns:
-          A scalar tensor.
+          The scaled loss, a scalar tensor.
 
         Example:
 
@@ -273,15 +253,15 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def apply(
         self, grads: Sequence, trainable_variables: Sequence | None = None
     ) -> None:
-        """Reduces gradients as the class describes and applies them.
+        """Reduces and applies gradients, as the class describes.
 
-        Call it in replica context: from `strategy.run`, or with no strategy.
+        Call it in replica context, from `strategy.run` or without a strategy.
 
         Args:
-          grads: A list of gradients: tensors, `tf.IndexedSlices` or None. An
-            empty list does nothing.
-          trainable_variables: The variables they belong to, in the same order.
-            None (default) for those that the optimizer was built with.
+          grads: A list of tensors, `tf.IndexedSlices` or None. An empty list
+            does nothing.
+          trainable_variables: The gradients' variables, in the same order. None
+            (default) for the variables that `build` got.
 
         Raises:
           RuntimeError: In cross-replica context, or if the optimizer was
@@ -325,13 +305,13 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     @autograph.entry_point
     def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> Any:
-        """`apply` for (gradient, variable) pairs.
+        """Calls `apply` with (gradient, variable) pairs.
 
         Args:
           grads_and_vars: An iterable of (gradient, variable) pairs.
 
         Returns:
-          `iterations`, after the update.
+          `iterations` after the update.
 
         Raises:
           RuntimeError, ValueError: See `apply`.
@@ -353,7 +333,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def _checked_variables(
         self, grads: Sequence, trainable_variables: Sequence | None
     ) -> list:
-        """The variables of some gradients; builds the optimizer if needed."""
+        """Returns the gradients' variables; builds the optimizer if needed."""
         if trainable_variables is None:
             if not self.built:
                 raise ValueError(
@@ -373,8 +353,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         if not self.built:
             if not tf.executing_eagerly():
                 tracing.initialize_new_variables()
-            # Variables can't be created inside a tf.function that runs more
-            # than once; init_scope exits it, and the strategy's scope too.
+            # A tf.function that runs more than once can't create variables.
+            # init_scope leaves it, and also leaves the strategy's scope.
             with tf.init_scope():
                 self.build(variables)
         unknown = optimizer_state.unknown_to(self, variables)
@@ -388,14 +368,14 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         return variables
 
     def _checked_site(self) -> site_lib.Site:
-        """Where a step runs: in the scope of this optimizer's strategy."""
+        """Returns where a step runs, under this optimizer's strategy."""
         site = site_lib.current()
         self._check_strategy(site.strategy)
         return site
 
     def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:
         own = self._strategy
-        # Outside any scope Keras writes to all copies; that works.
+        # Outside any scope, Keras can write to all copies of a variable.
         if strategy is own or not tf.distribute.has_strategy():
             return
         raise RuntimeError(
@@ -410,15 +390,17 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     @autograph.entry_point
     def build(self, variables: Sequence) -> None:
-        """Creates the variables of this optimizer and of the inner one.
+        """Creates this optimizer's and the inner optimizer's variables.
 
         Args:
-          variables: The list of variables that will be trained.
+          variables: The list of variables to train.
 
         Raises:
-          RuntimeError: If it was created in another strategy's scope.
-          ValueError: If a LossScaleOptimizer wraps it on several replicas, or
-            a MultiOptimizer wraps it while a LossScaleOptimizer is inside.
+          RuntimeError: If the optimizer was created in another strategy's
+            scope.
+          ValueError: If a LossScaleOptimizer wraps the optimizer on several
+            replicas, or if one is inside and a LossScaleOptimizer or a
+            MultiOptimizer wraps the optimizer.
 
         Example:
 
@@ -430,9 +412,9 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         with stack.running(self) as plan:
             self._refuse_loss_scale_optimizer_above(plan)
             variables = list(variables)
-            # Keras' loader of legacy .h5 files builds with the model's own
-            # variables, without its layers': none. What it then sets has to
-            # wait.
+            # Keras' loader of legacy .h5 files passes the model's own variables
+            # without its layers' variables, so none. The weights that it sets
+            # next must wait.
             if self.built or not variables:
                 return
             if tf.distribute.has_strategy():
@@ -449,12 +431,12 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             whole.changing_when_chosen(self, whole.make_local),
         ):
             self._create_state(variables)
-        # A MultiOptimizer may have created optimizers.
+        # Include optimizers that a MultiOptimizer has just created.
         whole.make_local(self.inner_optimizer)
         self._check_stack()
         if self._pending_weights is not None:
             self._check_weights(self._pending_weights)
-        # Last, when nothing can be refused any more.
+        # Set `built` last, after every check that can raise.
         optimizer_state.set_trainable_variables(self, variables)
         # Keras keeps a MultiOptimizer's optimizers in a list that
         # tf.train.Checkpoint does not follow, so track them here.
@@ -472,14 +454,14 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             self.set_weights(pending)
 
     def _create_state(self, variables: list) -> None:
-        """Creates this optimizer's variables, and builds the inner one."""
+        """Creates this optimizer's variables; builds the inner optimizer."""
         with self._named():
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(variables)
             self._create_residuals(variables)
 
     def _create_residuals(self, variables: list) -> None:
-        """Creates what error feedback keeps, if there is any."""
+        """Creates the variables of error feedback, if it is on."""
         if self.has_own_reducer and self.communication.error_feedback:
             residuals = error_feedback.Residuals(
                 [
@@ -493,13 +475,13 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             self._residuals = residuals.variables
 
     def _named(self) -> contextlib.AbstractContextManager:
-        """A scope with this optimizer's name, for the variables inside."""
+        """Returns a name scope of this optimizer, for new variables."""
         return keras.name_scope(self.name, caller=self)
 
     def _refuse_loss_scale_optimizer_above(self, plan: stack.StackPlan) -> None:
         has_caller_of = optimizer_state.has_caller_of
-        # A MultiOptimizer lists an optimizer only after it has built it, so any
-        # that is building is taken for the one around this wrapper.
+        # A MultiOptimizer lists an optimizer only after building it. So assume
+        # that any MultiOptimizer that is building contains this wrapper.
         if stack.has_loss_scale_optimizer(self) and has_caller_of(
             keras.optimizers.Optimizer, stack.is_multi_optimizer
         ):
@@ -511,7 +493,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
                 "CrossShardOptimizer(keras.optimizers.LossScaleOptimizer("
                 "keras.optimizers.MultiOptimizer(...)))."
             )
-        # On one replica it sees all gradients; only one may scale the loss.
+        # On one replica, a LossScaleOptimizer around this wrapper sees all
+        # gradients, so raise only if another one inside scales the loss, too.
         if plan.root is not self or (
             self._strategy.num_replicas_in_sync == 1
             and not stack.has_loss_scale_optimizer(self.inner_optimizer)
@@ -552,18 +535,18 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     # Saving and loading.
 
     def set_weights(self, weights: Sequence) -> None:
-        """Sets the values of `variables`, the inner optimizer's included.
+        """Sets the values of `variables`, including the inner optimizer's.
 
-        If the optimizer is not built yet, they are set when it is.
+        Before `build`, the values are kept until `build` sets them.
 
         Args:
           weights: One array per variable, in the order of `variables`.
 
         Raises:
-          ValueError: If the number of arrays or a shape differs; then nothing
-            is changed.
+          ValueError: If the number of arrays or a shape differs. Nothing is
+            changed then.
         """
-        # Copies, because a loader closes its file before they are used.
+        # Copy the weights, because a loader closes its file before `build`.
         weights = [np.array(weight) for weight in weights]
         if not self.built:
             self._set_untracked("_pending_weights", weights)
@@ -589,9 +572,9 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
                 )
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves what belongs under this optimizer's path in a Keras file.
+        """Saves the state at this optimizer's path in a Keras file.
 
-        Warns once if only the values of replica 0 are saved.
+        Warns once if replicas differ, since only replica 0's values are saved.
 
         Args:
           store: A dict-like object, from Keras.
@@ -601,10 +584,10 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             keras_file.save(self, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads the state of this optimizer and of those inside it.
+        """Loads the state of this optimizer and of the optimizers inside.
 
-        The file may have been saved with other wrappers, or by plain Keras.
-        Warns of what starts fresh, and of what has no place here.
+        The file may come from other wrappers or from plain Keras. Warns of
+        optimizers that start fresh, and of state that fits no optimizer.
 
         Args:
           store: A dict-like object, from Keras.
@@ -620,7 +603,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         return None
 
     def _lost_now(self) -> str | None:
-        """The same, but only if replicas currently differ."""
+        """Describes state that a save would lose now, or returns None."""
         lost = self._unsaved_state()
         variables = [
             *optimizer_state.trainable_variables(self),
@@ -631,7 +614,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         return None
 
     def get_config(self) -> dict:
-        """The arguments, for serialization."""
+        """Returns the arguments, for serialization."""
         self._own_part.warn_in_legacy_save()
         return {
             "inner_optimizer": keras.saving.serialize_keras_object(
@@ -642,7 +625,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         }
 
     def _reducer_config(self) -> dict:
-        """The arguments of this optimizer's own reducer."""
+        """Returns the arguments of this optimizer's own reducer."""
         groups = self._given_group_assignment
         return {
             "reduction": self.reduction,
@@ -654,16 +637,16 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def from_config(
         cls, config: dict, custom_objects: Mapping | None = None
     ) -> GradientWrapper:
-        """Makes an optimizer from `get_config`'s dict, which is not changed.
+        """Creates an optimizer from the dict of `get_config`.
 
         Args:
-          config: A dict.
+          config: The dict, which is not changed.
           custom_objects: A dict from names to objects that Keras does not know.
 
         Returns:
-          An optimizer with no state.
+          An optimizer without state.
         """
-        # LossScaleOptimizer.from_config pops from the dict it is given.
+        # Copy the dict, since LossScaleOptimizer.from_config pops from it.
         config = copy.deepcopy(config)
         if isinstance(config.get("communication"), dict):
             config["communication"] = communication_lib.Communication(
@@ -680,23 +663,23 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             }
         )
 
-    # What other folders ask.
+    # Other folders call these methods.
 
     def forgetting_traces(self) -> contextlib.AbstractContextManager:
-        """A context in which tracing a step leaves no trace in this object."""
+        """Opens a context in which tracing a step leaves no record here."""
         return contextlib.nullcontext()
 
     def _kinds_of_state(self) -> dict[int, str]:
-        """The kinds of variables in `GroupState` that only this one knows."""
+        """Maps ids of variables to kinds that `GroupState` can't infer."""
         return {}
 
     def _centers_by_variable(self) -> dict[int, Any]:
-        """The variables that hold a group's values instead of the model's."""
+        """Maps ids of the model's variables to centers to use instead."""
         return {}
 
 
 def _in_checkpoint_order(optimizer: Any) -> list[keras.optimizers.Optimizer]:
-    """Optimizers of a stack; AGNOptimizer's local ones come last."""
+    """Returns a stack's optimizers, with AGNOptimizer's local ones last."""
     local = getattr(optimizer, "local_optimizer", None)
     below = [] if local is None else list(stack.descendants(local))
     return [*stack.descendants(optimizer), *below]

@@ -1,4 +1,4 @@
-"""AGNOptimizer's center, beside the local variables of each replica."""
+"""AGNOptimizer's center, next to the local variables of each replica."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from tf_xshard.distribute import replica_variables
 
 
 class Center:
-    """One center variable for each local variable that the model holds.
+    """The center variables, one for each local variable in the model."""
 
-    The methods that end in `_here` are called in replica context and change
-    this replica's values; the others outside of it, and change all.
-    """
+    # Methods that end in `_here` run in replica context and change this
+    # replica's values. Other methods run outside it and change all values.
 
     def __init__(
         self,
@@ -31,19 +30,19 @@ class Center:
         self._of_strategy = strategy
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """(local variable, center) pairs."""
+        """Iterates over (local variable, center) pairs."""
         return iter(list(zip(self._local, self.variables, strict=True)))
 
     @property
     def is_shown(self) -> bool:
-        """Whether the model's variables currently hold the center."""
+        """True while the model's variables hold the center."""
         [shown, *_] = self._of_strategy.experimental_local_results(
             self._shown_variable.value
         )
         return bool(shown)
 
     def show(self, shown: bool) -> None:
-        """Swaps the center and the local variables, if that is not so yet."""
+        """Puts the center or the local variables into the model, by a swap."""
         if shown == self.is_shown:
             return
         with self._of_strategy.scope():
@@ -52,7 +51,7 @@ class Center:
             self._shown_variable.assign(int(shown))
 
     def copy_into_model(self) -> None:
-        """Gives the local variables the center's values."""
+        """Copies the center's values to the local variables."""
         with self._of_strategy.scope():
             for variable, center in self:
                 replica_variables.copy(center, variable, self._of_strategy)
@@ -68,11 +67,9 @@ class Center:
         replica_variables.assign(self._shown_variable, 0)
 
     def start_period_here(self) -> None:
-        """Sets the center to the model's values.
-
-        They are equal unless the model's values have been set since the last
-        exchange (`set_weights`, `EarlyStopping`); then the new values win.
-        """
+        """Sets the center to the model's values."""
+        # The values are equal unless the model's values have been set since the
+        # last exchange (`set_weights`, `EarlyStopping`). New values then win.
         for variable, center in self:
             replica_variables.assign(center, replica_variables.read(variable))
 
@@ -82,6 +79,6 @@ class Center:
             replica_variables.assign(variable, replica_variables.read(center))
 
     def change_here(self, index: int) -> tf.Tensor:
-        """What local steps have changed: center - local."""
+        """Returns the change by the local steps, center - local."""
         read = replica_variables.read
         return read(self.variables[index]) - read(self._local[index])

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: reduce gradients over groups of replicas, apply."""
+"""`CrossShardOptimizer`, which reduces gradients over groups of replicas."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tf_xshard.reduction import loss_scaling
 class CrossShardOptimizer(base.GradientWrapper):
     """Reduces gradients over groups of replicas for an inner optimizer.
 
-    Use it to train several replicas exactly as one device with the global
-    batch would, or to train groups of replicas independently (ensembles,
+    Use it to train several replicas like one device with the global batch, up
+    to rounding, or to train groups of replicas independently (ensembles,
     populations, teams). Do not use it under ParameterServerStrategy, whose
     workers are not synchronized.
 
@@ -47,41 +47,41 @@ class CrossShardOptimizer(base.GradientWrapper):
     weights                  w             w             v             v
     ```
 
-    The gradients are reduced once. The inner optimizer's own processing
-    (clipping, weight decay, moving averages, accumulation, loss scaling) acts
-    on the reduced gradient, on each replica, without another reduction.
+    Gradients are reduced once. The inner optimizer's clipping, weight decay,
+    moving averages, accumulation and loss scaling act on the reduced gradient,
+    on each replica, without another reduction.
 
     Args:
       inner_optimizer: A `keras.optimizers.Optimizer` that gets the reduced
-        gradients, created in the same strategy scope. From then on it belongs
-        to the wrapper and no longer reduces by itself.
+        gradients, created in the same strategy scope. It then belongs to the
+        wrapper and no longer reduces gradients.
       reduction: `"mean"` (default) or `"sum"` of the losses of a group's
-        replicas. The constants of `tf.compat.v1.losses.Reduction` are accepted.
+        replicas. `MEAN` and `SUM` of `tf.compat.v1.losses.Reduction` work, too.
       group_assignment: A `GroupAssignment`, or a `[num_groups,
         replicas_per_group]` nested list of replica ids. None (default) for one
-        group of all replicas. With several groups, variables differ between
-        groups by design, and TensorFlow shows and saves those of replica 0
-        only.
-      loss_normalization: What the differentiated loss was divided by.
-        `"global"`: by the number of replicas, as `fit`, `keras.losses` objects
-        under a strategy and `tf.nn.compute_average_loss` do. `"replica"`: by
-        nothing; each replica's loss is its own mean. None (default) is
-        `"global"`, or the setting of another wrapper in the stack.
-      pre_reduce: A callable that is called before the reduction with a list of
-        (gradient, variable) pairs, each replica's own, and returns a list of
-        pairs for the same variables. None (default) does nothing. See
-        `tf_xshard.clip_by_global_norm`. Gradients arrive unscaled (1/N undone,
-        the loss scale of an inner `LossScaleOptimizer` divided out), 16-bit
-        gradients as float32.
-      post_reduce: The same, on the reduced gradients.
+        group of all replicas. Several groups train different variables, and
+        TensorFlow shows and saves replica 0's only.
+      loss_normalization: The normalization of the differentiated loss. With
+        `"global"`, it was divided by the number of replicas, as by `fit`,
+        `keras.losses` objects under a strategy and
+        `tf.nn.compute_average_loss`. With `"replica"`, it was not, and each
+        replica's loss is its own mean. None (default) is `"global"`, or the
+        setting of another wrapper in the stack.
+      pre_reduce: A callable that gets each replica's list of (gradient,
+        variable) pairs before the reduction, and returns a list of pairs for
+        the same variables. Gradients arrive unscaled (1/N undone, the loss
+        scale of an inner `LossScaleOptimizer` divided out), and 16-bit
+        gradients as float32. None (default) does nothing. See
+        `tf_xshard.clip_by_global_norm`.
+      post_reduce: A callable like `pre_reduce`, for the reduced gradients.
       communication: A `Communication`. None (default) for its defaults.
-      shard_update: Whether each replica of a group of g updates 1/g of the
-        variables and holds 1/g of the optimizer's slot variables, instead of
-        all replicas repeating the whole update: a reduce-scatter of the
-        gradients and an all-gather of the variables take the place of the
-        all-reduce. The numbers are the same to rounding. For inner optimizers
-        that compute element by element, see `tf_xshard.elementwise`. All
-        workers have to save together, since each holds a part. Default: False.
+      shard_update: Whether each replica of a group of g replicas updates 1/g of
+        the variables and holds 1/g of the slot variables, instead of repeating
+        the whole update. A reduce-scatter of the gradients and an all-gather of
+        the variables replace the all-reduce. Results are the same up to
+        rounding. The inner optimizer must compute element by element, see
+        `tf_xshard.elementwise`. All workers must save together, since each
+        worker holds a part. Default: False.
       name: The optimizer's name.
 
     Raises:
@@ -102,11 +102,11 @@ class CrossShardOptimizer(base.GradientWrapper):
     ...         keras.optimizers.Adam(0.01)))
     >>> history = model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
 
-    Limits: an Embedding's gradient has several values for a row that occurs
-    several times in a batch. They are summed first, which Keras' Adam and other
-    optimizers do not do: the numbers of such a model are not those of plain
-    Keras, but those of the dense gradient. `"mean"` is the mean over the global
-    batch only if the replicas' shards have equal size. As in plain Keras,
+    Limits: An Embedding's gradient has several values for a row that occurs
+    several times in a batch. tf_xshard sums these values first, which Keras'
+    Adam and other optimizers do not. Results are as with the dense gradient,
+    not as in plain Keras. `"mean"` is the mean over the global batch only if
+    the replicas' shards have equal size. As in plain Keras,
     `keras.layers.BatchNormalization` keeps statistics of each replica's own
     shard, and Dropout masks are the same on all replicas.
 
@@ -145,7 +145,7 @@ class CrossShardOptimizer(base.GradientWrapper):
             name=name,
             **kwargs,
         )
-        # Checkpoints follow these, should they hold variables.
+        # Checkpoints follow these attributes to variables that a hook holds.
         self._pre_reduce, self._post_reduce = pre_reduce, post_reduce
         self._set_untracked("_pre_hook", pre_hook)
         self._set_untracked("_post_hook", post_hook)
@@ -154,13 +154,13 @@ class CrossShardOptimizer(base.GradientWrapper):
 
     @property
     def shard_update(self) -> bool:
-        """Whether each replica of a group updates a part of the variables."""
+        """True if each replica of a group updates a part of the variables."""
         return self._shard_update
 
     def _create_state(self, variables: list) -> None:
         if not self._shard_update:
-            # A saved model can be loaded outside of its strategy's scope, where
-            # the groups fit nothing yet.
+            # Do not check the groups. A saved model can be loaded outside its
+            # strategy's scope, where they can't fit yet.
             super()._create_state(variables)
             return
         groups = group_relations.for_replicas(
@@ -204,7 +204,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         batch = self._pre_hook(batch, inner.scale_loss)
         unit, carry = 1, None
         if self._error_feedback is not None:
-            # It is kept without the loss scale, which changes.
+            # Keep residuals without the loss scale, which changes.
             unit = inner.scale_loss(1.0)
             carry = self._error_feedback.read(unit)
         is_scattered = self._sharded and self._post_hook.function is None
@@ -244,7 +244,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         return f"trains {groups.num_groups} groups, whose variables differ."
 
     def get_config(self) -> dict:
-        """The arguments, for serialization.
+        """Returns the arguments, for serialization.
 
         Returns:
           A dict for `from_config`.
@@ -263,16 +263,12 @@ class CrossShardOptimizer(base.GradientWrapper):
             "pre_reduce": _serialized(self._pre_reduce),
             "post_reduce": _serialized(self._post_reduce),
         }
-        # Version 0.1.0 does not know it.
+        # Version 0.1.0 does not know shard_update, so omit the default.
         return {**config, "shard_update": True} if self.shard_update else config
 
 
 def implicit(optimizer: keras.optimizers.Optimizer) -> CrossShardOptimizer:
-    """A CrossShardOptimizer that no user wrote, around an optimizer.
-
-    It reduces over all replicas unless an optimizer around it, or one that a
-    MultiOptimizer makes inside it, reduces.
-    """
+    """Wraps an optimizer, to reduce if no wrapper around or inside reduces."""
     result = CrossShardOptimizer(optimizer)
     result._set_untracked("is_implicit", True)
     return result

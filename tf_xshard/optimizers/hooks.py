@@ -1,4 +1,4 @@
-"""The user's `pre_reduce` and `post_reduce`, called on unscaled gradients."""
+"""Calls the user's `pre_reduce` and `post_reduce` on unscaled gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A user's function, or None, and the argument that it was given for.
+    """The `pre_reduce` or `post_reduce` argument of an optimizer."""
 
-    Attributes:
-      name: The argument's name, for errors.
-      function: A function of a list of (gradient, variable) pairs. None changes
-        nothing.
-    """
-
+    # The argument's name, for errors.
     name: str
+    # A function of a list of (gradient, variable) pairs. None changes nothing.
     function: GradientFunction | None
 
     def __post_init__(self) -> None:
@@ -41,13 +37,11 @@ class Hook:
         batch: gradients_lib.GradientBatch,
         scale_loss: Callable[[float], Any],
     ) -> gradients_lib.GradientBatch:
-        """Calls the function on the gradients, unscaled.
-
-        It sees those that are present, times the batch's factor and divided by
-        the loss scale, 16-bit ones as float32. Its result is scaled back.
-        """
+        """Calls the function on unscaled gradients, and scales its results."""
         if self.function is None:
             return batch
+        # The function gets the gradients that are present, times the batch's
+        # factor and divided by the loss scale. 16-bit gradients become float32.
         as_dtype = gradients_lib.as_dtype
         loss_scale = scale_loss(1.0)
 

@@ -1,9 +1,7 @@
-"""A stack of nested optimizers: walks over it, and who does what in it.
+"""Walks over nested optimizers, and plans which of them reduces.
 
-Who reduces, over which groups, and who undoes the 1/N of the loss depends on
-the outermost optimizer, and changes with it: an optimizer that was inside a
-TowerOptimizer may later be used alone. So a `StackPlan` is made for each call
-of an outermost optimizer, and nothing of it is kept on the optimizers.
+Each call of an outermost optimizer makes a `StackPlan`. Optimizers keep no
+plan, since an optimizer inside a TowerOptimizer may later be used alone.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from tf_xshard.distribute import site as site_lib
 
 
 def children(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
-    """The optimizers that `optimizer` passes gradients to."""
+    """Yields the optimizers that `optimizer` passes gradients to."""
     if hasattr(optimizer, "inner_optimizer"):
         yield optimizer.inner_optimizer
     elif hasattr(optimizer, "optimizers"):
@@ -31,7 +29,7 @@ def children(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
 
 
 def descendants(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
-    """`optimizer` and every optimizer that its gradients can reach."""
+    """Yields `optimizer` and every optimizer that its gradients can reach."""
     yield optimizer
     for child in children(optimizer):
         yield from descendants(child)
@@ -40,7 +38,7 @@ def descendants(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
 def with_local_optimizers(
     optimizer: Any,
 ) -> Iterator[keras.optimizers.Optimizer]:
-    """`descendants`, with local optimizers after each AGNOptimizer."""
+    """Yields `descendants`, and local optimizers after each AGNOptimizer."""
     for one in descendants(optimizer):
         yield one
         local = getattr(one, "local_optimizer", None)
@@ -49,23 +47,23 @@ def with_local_optimizers(
 
 
 def is_multi_optimizer(optimizer: Any) -> bool:
-    """Whether this is Keras' MultiOptimizer, which Keras 3.15 introduced."""
+    """Returns whether this is a MultiOptimizer (new in Keras 3.15)."""
     kind = getattr(keras.optimizers, "MultiOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
 
 
 def is_wrapper(optimizer: Any) -> bool:
-    """Whether this is one of tf_xshard's own optimizers."""
+    """Returns whether this is one of tf_xshard's optimizers."""
     return getattr(optimizer, "is_tf_xshard_wrapper", False)
 
 
 def wrappers(optimizer: Any) -> list[Any]:
-    """tf_xshard's own optimizers among `descendants`."""
+    """Returns tf_xshard's optimizers among `descendants`."""
     return [one for one in descendants(optimizer) if is_wrapper(one)]
 
 
 def outermost_wrappers(optimizer: Any) -> Iterator[Any]:
-    """tf_xshard's own optimizers that no other one is around."""
+    """Yields tf_xshard's optimizers that have no wrapper around them."""
     if is_wrapper(optimizer):
         yield optimizer
         return
@@ -74,7 +72,7 @@ def outermost_wrappers(optimizer: Any) -> Iterator[Any]:
 
 
 def has_loss_scale_optimizer(optimizer: Any) -> bool:
-    """Whether a LossScaleOptimizer is among `descendants`."""
+    """Returns whether a LossScaleOptimizer is among `descendants`."""
     return any(
         isinstance(one, keras.optimizers.LossScaleOptimizer)
         for one in descendants(optimizer)
@@ -82,7 +80,7 @@ def has_loss_scale_optimizer(optimizer: Any) -> bool:
 
 
 def scales_loss_before_reduction(optimizer: Any) -> bool:
-    """Whether gradients reach a LossScaleOptimizer before a wrapper."""
+    """Returns whether gradients reach a LossScaleOptimizer before a wrapper."""
     if is_wrapper(optimizer):
         return False
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or any(
@@ -91,7 +89,7 @@ def scales_loss_before_reduction(optimizer: Any) -> bool:
 
 
 def _unreduced(optimizer: Any) -> list[Any]:
-    """The innermost optimizers that no wrapper passes its gradients to."""
+    """Returns the innermost optimizers that have no wrapper around them."""
     if is_wrapper(optimizer):
         return []
     found = list(children(optimizer))
@@ -102,22 +100,18 @@ def _unreduced(optimizer: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What one wrapper does in a stack.
-
-    Attributes:
-      wrapper: The wrapper.
-      reduces: Whether it reduces gradients over replicas.
-      group_assignment: The groups over which it reduces, or would; None for one
-        group of all replicas.
-    """
+    """The part of one wrapper in a stack."""
 
     wrapper: Any
+    # Whether the wrapper reduces gradients over replicas.
     reduces: bool
+    # The groups over which the wrapper reduces, or would reduce; None for one
+    # group of all replicas.
     group_assignment: group_assignment_lib.GroupAssignment | None
 
 
 class StackPlan:
-    """Says who does what in the stack of an outermost optimizer."""
+    """The division of work in the stack of an outermost optimizer."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -125,14 +119,12 @@ class StackPlan:
         self._parts = {id(one.wrapper): one for one in _parts(root)}
 
     def has(self, optimizer: Any) -> bool:
-        """Whether an optimizer is in the stack."""
+        """Returns whether an optimizer is in the stack."""
         return any(one is optimizer for one in with_local_optimizers(self.root))
 
     def undo(self, wrapper: Any, site: site_lib.Site) -> int:
-        """What a wrapper multiplies gradients by, to undo the 1/N of the loss.
-
-        The outermost wrapper undoes it, once.
-        """
+        """Returns N if this wrapper undoes the 1/N of the loss, else 1."""
+        # Only the outermost wrapper undoes it, once.
         if wrapper is self.root and self.loss_normalization == "global":
             return site.num_replicas
         return 1
@@ -140,7 +132,7 @@ class StackPlan:
     def reducing(
         self,
     ) -> list[tuple[Any, group_assignment_lib.GroupAssignment | None]]:
-        """The wrappers that reduce over replicas, with their groups."""
+        """Returns the wrappers that reduce, with their groups."""
         return [
             (part.wrapper, part.group_assignment)
             for part in self._parts.values()
@@ -150,12 +142,10 @@ class StackPlan:
     def groups(
         self, wrapper: Any, site: site_lib.Site
     ) -> group_assignment_lib.GroupAssignment:
-        """The groups over which a wrapper reduces.
-
-        Each replica is its own group if another wrapper reduces instead.
-        """
+        """Returns the groups over which a wrapper reduces."""
         part = self._parts[id(wrapper)]
         if not part.reduces:
+            # Another wrapper reduces instead, so each replica is a group.
             return group_assignment_lib.GroupAssignment.contiguous(
                 site.num_replicas, 1
             )
@@ -166,7 +156,7 @@ class StackPlan:
         )
 
     def weight_inside(self, wrapper: Any, site: site_lib.Site) -> int:
-        """`Reduction.weight` of the first reduction inside a wrapper."""
+        """Returns the weight of the first reduction inside a wrapper."""
         for one in wrappers(wrapper.inner_optimizer):
             if self._parts[id(one)].reduces:
                 size = self.groups(one, site).group_size
@@ -175,15 +165,8 @@ class StackPlan:
 
 
 def _parts(optimizer: Any, around: _Part | None = None) -> Iterator[_Part]:
-    """The parts of an optimizer's wrappers, the outermost first.
-
-    Args:
-      optimizer: An optimizer.
-      around: The part of the nearest wrapper around it that reduces.
-
-    Yields:
-      A `_Part` for each wrapper.
-    """
+    """Yields the parts of an optimizer's wrappers, outermost first."""
+    # `around` is the part of the nearest reducing wrapper around the optimizer.
     if is_wrapper(optimizer):
         part = _part(optimizer, around)
         yield part
@@ -202,7 +185,7 @@ def _part(wrapper: Any, around: _Part | None) -> _Part:
     if wrapper.is_implicit:
         if around is not None:
             return _Part(wrapper, False, around.group_assignment)
-        # A MultiOptimizer may have made some.
+        # A MultiOptimizer may have created wrappers, which reduce instead.
         if wrappers(wrapper.inner_optimizer):
             return _Part(wrapper, False, own)
     if around is not None and own is None and wrapper.follows_groups_around:
@@ -211,7 +194,7 @@ def _part(wrapper: Any, around: _Part | None) -> _Part:
 
 
 def _loss_normalization(root: Any) -> str:
-    """The one setting of a stack: what incoming gradients were divided by."""
+    """Returns the one `loss_normalization` of a stack."""
     stack = wrappers(root)
     given = {
         one._given_loss_normalization
@@ -238,8 +221,8 @@ def _refuse_partial_reduction(inner: Any) -> None:
         )
 
 
-# The plan of the outermost optimizer that runs. Calls of inner optimizers go
-# through Keras' own wrappers and MultiOptimizer, which pass no plan on.
+# The plan of the outermost optimizer that is running. Calls of inner optimizers
+# go through Keras' wrappers and MultiOptimizer, which do not pass a plan on.
 _running: contextvars.ContextVar[StackPlan | None] = contextvars.ContextVar(
     "tf_xshard_stack_plan", default=None
 )
@@ -247,10 +230,7 @@ _running: contextvars.ContextVar[StackPlan | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def running(wrapper: Any) -> Iterator[StackPlan]:
-    """A context in which a wrapper runs; yields the plan of its stack.
-
-    The stack is that of the outermost wrapper, which may be calling this one.
-    """
+    """Yields the plan of the outermost wrapper while a wrapper runs."""
     plan = _running.get()
     if plan is not None and plan.has(wrapper):
         yield plan

@@ -1,4 +1,4 @@
-"""TowerOptimizer: accumulate gradients of several towers, apply them once."""
+"""`TowerOptimizer`, which applies the gradients of several towers once."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tf_xshard.reduction import loss_scaling
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class TowerOptimizer(base.GradientWrapper):
-    """Accumulates the gradients of several towers; the last one applies them.
+    """Accumulates gradients of several towers, and applies them in one update.
 
-    Each call of `apply` or `apply_gradients` is one tower's contribution. Every
-    `num_towers`-th call passes the mean (or sum) to the inner optimizer, which
-    updates once. In `fit` this is gradient accumulation that works in a
-    `tf.function` under every supported strategy, and communicates once per
-    `num_towers` batches.
+    Each call of `apply` or `apply_gradients` adds one tower's gradients. Every
+    `num_towers`-th call completes a round and passes the mean (or sum) to the
+    inner optimizer, which updates once. In `fit`, this is gradient accumulation
+    that works in a `tf.function` under every supported strategy, and
+    communicates once per `num_towers` batches.
 
     ```
     num_towers=3, reduction="mean"
@@ -49,18 +49,18 @@ class TowerOptimizer(base.GradientWrapper):
     iterations           0          0          1
     ```
 
-    Settings of the inner optimizer (clipping, moving averages, weight decay,
-    schedules, loss scaling) act on the aggregated gradient and count updates.
-    With a `LossScaleOptimizer` inside, an overflow in any tower of any replica
-    makes all replicas skip the whole round.
+    The inner optimizer's clipping, moving averages, weight decay, schedules and
+    loss scaling act on the aggregated gradient and count updates. With a
+    `LossScaleOptimizer` inside, an overflow in any tower of any replica makes
+    all replicas skip the whole round.
 
-    A round that is incomplete at the end of `fit` is kept for the next `fit`,
-    and survives saving and loading; `reset` discards it.
+    If `fit` ends within a round, the partial sum is kept for the next `fit` and
+    saved in files. `reset` discards it.
 
     Args:
       optimizer_or_optimizer_fn: A `keras.optimizers.Optimizer`, or a callable
-        without arguments that returns one and is called once. If no tf_xshard
-        optimizer is inside, it is wrapped in a `CrossShardOptimizer`.
+        without arguments that returns an optimizer and is called once. If no
+        tf_xshard optimizer is inside, a `CrossShardOptimizer` wraps it.
       num_towers: The number of calls per update, an int of at least 1.
       reduction: `"mean"` (default) or `"sum"` of the towers' losses.
       loss_normalization: See `CrossShardOptimizer`.
@@ -83,10 +83,10 @@ class TowerOptimizer(base.GradientWrapper):
     >>> float(weight), int(optimizer.iterations)
     (8.0, 1)
 
-    Limits: a variable that had a gradient in an earlier round but has none in
-    this round counts as zero; a variable frozen in mid-round loses what the
-    round had accumulated for it. Accumulators take as much memory as the
-    trainable variables. tf.train.Checkpoint and files store the mean of the
+    Limits: A variable that had a gradient in an earlier round, but has none in
+    this round, gets a gradient of zero. A variable that is frozen during a
+    round loses its gradients of this round. Accumulators take as much memory as
+    the trainable variables. tf.train.Checkpoint and files store the mean of the
     replicas' accumulators, which mixes the groups of an open round.
 
     Source: `tf.contrib.estimator.TowerOptimizer` (TensorFlow 1.14).
@@ -107,7 +107,7 @@ class TowerOptimizer(base.GradientWrapper):
         name: str = "TowerOptimizer",
         **kwargs: Any,
     ) -> None:
-        # All is checked before an optimizer changes.
+        # Check all arguments before changing an optimizer.
         num_towers = checks.positive_integer("num_towers", num_towers)
         inner = optimizer_or_optimizer_fn
         if callable(inner) and not isinstance(
@@ -138,7 +138,7 @@ class TowerOptimizer(base.GradientWrapper):
 
     @property
     def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
-        """The groups that the first tf_xshard optimizer inside was given."""
+        """The groups given to the first tf_xshard optimizer inside."""
         return stack.wrappers(self.inner_optimizer)[0].group_assignment
 
     def forgetting_traces(self) -> contextlib.AbstractContextManager:
@@ -175,7 +175,7 @@ class TowerOptimizer(base.GradientWrapper):
             _contribution(batch, undo * weight).values, indices
         )
         count = replica_variables.read(self._tower) + 1
-        # Greater if an open round of more towers was loaded.
+        # A file with more towers may have set `count` above `num_towers`.
         is_last = count >= self._num_towers
         replica_variables.assign(
             self._tower, tf.where(is_last, tf.zeros_like(count), count)
@@ -213,7 +213,7 @@ class TowerOptimizer(base.GradientWrapper):
             for total, variable in totals.pairs()
         ]
         if stack.scales_loss_before_reduction(self.inner_optimizer):
-            # Else replicas would skip the reduction, which others wait in.
+            # Otherwise, a replica would skip a reduction in which others wait.
             groups = group_assignment_lib.GroupAssignment.single(
                 site.num_replicas
             )
@@ -232,19 +232,19 @@ class TowerOptimizer(base.GradientWrapper):
     ) -> None:
         """Applies a whole round at once.
 
-        For towers that are computed in one step: the same as `num_towers` calls
-        of `apply`, without accumulators.
+        Use it for towers that are computed in one step. It does the same as
+        `num_towers` calls of `apply`, without accumulators.
 
         Args:
-          towers: A list of gradients for each tower, `num_towers` of them.
-          trainable_variables: The variables they belong to. None (default) for
-            those that the optimizer was built with.
+          towers: `num_towers` lists of gradients, one for each tower.
+          trainable_variables: The gradients' variables. None (default) for the
+            variables that `build` got.
 
         Raises:
-          ValueError: If the number of towers is wrong; see `apply` for the
-            rest.
-          tf.errors.InvalidArgumentError: If a round is open. (With XLA, which
-            has no assertions, the open round is left unchanged.)
+          RuntimeError, ValueError: See `apply`.
+          ValueError: If the number of towers is wrong.
+          tf.errors.InvalidArgumentError: If a round is open. XLA has no
+            assertions, so there the open round is left unchanged.
 
         Example:
 
@@ -289,7 +289,7 @@ class TowerOptimizer(base.GradientWrapper):
                 self._apply_totals(summed, site, self._num_towers)
 
     def _refuse_open_round(self) -> list:
-        """Assertions that must run before an update, in a graph."""
+        """Asserts that no round is open; returns the assertions of a graph."""
         if self._num_towers == 1:
             return []
         check = tf.debugging.assert_equal(
@@ -301,9 +301,9 @@ class TowerOptimizer(base.GradientWrapper):
         return [] if check is None else [check]
 
     def reset(self) -> None:
-        """Discards the open round, on all replicas.
+        """Discards the open round on all replicas.
 
-        Call it outside of `strategy.run`.
+        Call it outside `strategy.run`.
 
         Raises:
           RuntimeError: In replica context of a strategy.
@@ -324,7 +324,7 @@ class TowerOptimizer(base.GradientWrapper):
             variable.assign(tf.zeros(variable.shape, variable.dtype))
 
     def get_config(self) -> dict:
-        """The arguments, for serialization.
+        """Returns the arguments, for serialization.
 
         Returns:
           A dict for `from_config`.
@@ -338,7 +338,8 @@ class TowerOptimizer(base.GradientWrapper):
         config = super().get_config()
         inner = config.pop("inner_optimizer")
         if getattr(self.inner_optimizer, "is_implicit", False):
-            # Made again, it adapts to what is then around it.
+            # Save what it wraps. The constructor wraps it again, to suit the
+            # optimizers that are then around it.
             inner = inner["config"]["inner_optimizer"]
         return {
             **config,
@@ -351,10 +352,8 @@ class TowerOptimizer(base.GradientWrapper):
 def _contribution(
     batch: gradients_lib.GradientBatch, factor: float
 ) -> gradients_lib.GradientBatch:
-    """One tower's gradients times a factor, as they are added up.
-
-    16-bit gradients become float32, since sums would lose digits or overflow.
-    """
+    """Returns a tower's gradients times a factor, in at least float32."""
+    # 16-bit sums would lose digits or overflow.
     return batch.with_values(
         gradients_lib.scaled(
             indexed_slices.map_values(_widened, gradient),
@@ -371,7 +370,7 @@ def _widened(values: tf.Tensor) -> tf.Tensor:
 def _divided(
     total: tf.Tensor, *, divisor: int | tf.Tensor, dtype: str
 ) -> tf.Tensor:
-    """`total / divisor` as `dtype`."""
+    """Returns `total / divisor` as `dtype`."""
     if tf.is_tensor(divisor) or divisor != 1:
         total /= gradients_lib.as_dtype(divisor, total.dtype)
     return tf.cast(total, dtype)

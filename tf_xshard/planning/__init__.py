@@ -1,9 +1,8 @@
-"""What a step communicates, known before it runs.
+"""Plans what a step communicates before it runs.
 
 Enters: a model or an optimizer under its strategy. Leaves: a
-`CommunicationPlan` of the collectives that its step has. Imports `optimizers`
-and above.
+`CommunicationPlan` of the step's collectives. Imports `optimizers` and above.
 
-- `communication_plan`: traces a step, and lists what it would communicate.
-- `plan`: the plan, the difference of two, and how they print.
+- `communication_plan`: the public function, which traces a step for its plan.
+- `plan`: `CommunicationPlan`, `PlanDifference`, and the tables that they print.
 """

@@ -1,8 +1,7 @@
-"""`communication_plan`: traces a step, and lists what it would communicate.
+"""Defines `communication_plan`, which traces a step to plan its communication.
 
-The step is the optimizer's own, with the gradients that the model has. Each
-collective is recorded where its operation is created (`collectives.recorder`);
-the traced function is then dropped.
+The step is the optimizer's own, with the model's kinds of gradients. Transports
+record each collective (`collectives.recorder`). The traced function never runs.
 """
 
 from __future__ import annotations
@@ -33,33 +32,32 @@ def communication_plan(
     rows_per_step: int | None = None,
     gigabytes_per_second: float | tuple[float, float] | None = None,
 ) -> plan.CommunicationPlan:
-    """What a training step would communicate, with nothing run.
+    """Plans a training step's communication without running the step.
 
     Traces the optimizer's step under its strategy, and records each collective
-    as it is created. Builds the optimizer if it has not been built; over
-    several processes, call it on all of them then.
+    as it is created. Builds the optimizer if it has not been built. To build an
+    optimizer of several processes, call the function on all of them.
 
     Args:
-      model: A compiled and built model, whose own gradients (dense,
-        IndexedSlices or None) are planned, each output taken to have a loss; or
-        one of this package's optimizers.
-        Of a model without `inputs` (a subclass with a `call` of its own), and
-        of an optimizer, all gradients are taken to be dense.
-      variables: The variables to train, for an optimizer; None (default) for
-        those that it was built with. Not for a model.
-      rows_per_step: How many different rows of an Embedding a replica's batch
-        has, which is only known when it runs. An int; None (default) if no
-        gradient is IndexedSlices.
-      gigabytes_per_second: The speed of a link, to show the time with compute
-        ignored: a number, or a pair for within a host and across hosts (of
-        processes). Default: None, no time.
+      model: A compiled and built model, or one of this package's optimizers.
+        The plan has the model's gradients (dense, IndexedSlices or None), as if
+        each output had a loss. Gradients of an optimizer, or of a model without
+        `inputs` (a subclass with its own `call`), are assumed to be dense.
+      variables: A list of the variables to train, for an optimizer only. None
+        (default) for the variables that the optimizer was built with.
+      rows_per_step: The number of different rows of an Embedding in a replica's
+        batch, an int >= 1. It is only known when a step runs. None (default) if
+        no gradient is IndexedSlices.
+      gigabytes_per_second: The speed of a link, to show the time without
+        compute. A number > 0, or a pair for links within a host and across
+        hosts; each process counts as a host. None (default) for no time.
 
     Returns:
-      A `CommunicationPlan`: `operations`, `bytes_per_step`,
-      `bytes_sent_per_step`, `slot_bytes`, ...; `print` it for a table.
+      A `CommunicationPlan` with `operations`, `bytes_per_step`,
+      `bytes_sent_per_step`, `slot_bytes`, ...; `print` shows a table.
 
     Raises:
-      RuntimeError: If it is called inside `strategy.run`.
+      RuntimeError: If the function is called inside `strategy.run`.
       TypeError: If an argument has the wrong type.
       ValueError: If the model is not compiled with an optimizer of this
         package, has not been built, or has an Embedding and `rows_per_step` is
@@ -77,7 +75,7 @@ def communication_plan(
     >>> int(plan.bytes_per_step), plan.operations[0].num_variables
     (32, 2)
 
-    Source: the bytes of a ring, as in Patarasuk and Yuan, 2009.
+    Source: Patarasuk and Yuan, 2009, for the bytes of a ring.
     """
     site_lib.refuse_replica_context("communication_plan()")
     speeds = _speeds(gigabytes_per_second)
@@ -126,7 +124,7 @@ def communication_plan(
 
 
 def _checked(model: Any, variables: Sequence | None) -> tuple:
-    """The optimizer, its variables, and the shapes of the model's inputs."""
+    """Returns the optimizer, its variables and the specs of the inputs."""
     if isinstance(model, keras.Model):
         if variables is not None:
             raise ValueError(
@@ -175,7 +173,7 @@ def _checked(model: Any, variables: Sequence | None) -> tuple:
 
 
 def _inputs(model: keras.Model) -> Any:
-    """Specs in the structure that the model takes, None if it is unknown."""
+    """Returns specs in the structure of the model's inputs; None if unknown."""
     if not getattr(model, "inputs", None):
         return None
     is_sequential = isinstance(model, keras.Sequential)
@@ -188,7 +186,7 @@ def _inputs(model: keras.Model) -> Any:
 
 
 def _gradients(model: keras.Model, variables: Sequence, features: Any) -> list:
-    """The gradients of all outputs: of the kinds that training has."""
+    """Differentiates all outputs, for gradients of training's kinds."""
     with tf.GradientTape() as tape:
         outputs = model(features, training=True)
         total = tf.add_n(
@@ -214,7 +212,7 @@ def _planned(
                 " Embedding), whose rows are only known when a step runs. Pass"
                 " rows_per_step: how many different rows a replica's batch has."
             )
-        # Padded to a power of two.
+        # The collective pads the rows to a power of two.
         num_bytes = collective.bytes_per_row * (1 << (rows - 1).bit_length())
     groups = collective.groups
     sent = recorder.bytes_sent(

@@ -1,12 +1,12 @@
-"""The values that `communication_plan` returns, and how they print."""
+"""Defines the values that `communication_plan` returns, and prints them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import text_table
 from tf_xshard.collectives import recorder
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -17,8 +17,8 @@ class PlannedOperation(recorder.Collective):
     """One collective of a step, as one replica sees it; `num_bytes` is known.
 
     Attributes:
-      bytes_sent: What it sends by the rule of the ring, in bytes.
-      seconds: The time at the plan's speed, in seconds; None without one.
+      bytes_sent: The bytes that the replica sends, by the rule of the ring.
+      seconds: The time at the plan's speed, in seconds; None without a speed.
     """
 
     num_bytes: int
@@ -28,16 +28,16 @@ class PlannedOperation(recorder.Collective):
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationPlan:
-    """What one replica communicates; from `tf_xshard.communication_plan`.
+    """A plan of what one replica communicates, by `communication_plan`.
 
-    Averages per step are over a whole update: a collective that runs in one of
+    Averages per step are over a whole update. A collective that runs in one of
     four steps counts a quarter.
 
     Attributes:
       operations: The collectives of a step, `PlannedOperation`s in order.
       num_replicas: The number of replicas.
-      slot_bytes: The optimizer's variables on one replica, in bytes.
-      bucket_bytes: What packing copies, in bytes, while a step communicates.
+      slot_bytes: The bytes of the optimizer's variables on one replica.
+      bucket_bytes: The bytes that packing copies while a step communicates.
       gigabytes_per_second: The speed of a link within a host and across hosts;
         None for a plan without times.
     """
@@ -55,22 +55,22 @@ class CommunicationPlan:
 
     @property
     def collectives_per_step(self) -> float:
-        """How many collectives run per step."""
+        """The number of collectives per step."""
         return sum(1 / one.every for one in self.operations)
 
     @property
     def bytes_per_step(self) -> float:
-        """What a replica hands in per step, in bytes."""
+        """The bytes that a replica passes to collectives per step."""
         return sum(one.num_bytes / one.every for one in self.operations)
 
     @property
     def bytes_sent_per_step(self) -> float:
-        """What a replica sends per step by the rule of the ring, in bytes."""
+        """The bytes that a replica sends per step, by the rule of the ring."""
         return sum(one.bytes_sent / one.every for one in self.operations)
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The time at the plan's speed, in seconds; None without one."""
+        """The time at the plan's speed, in seconds; None without a speed."""
         if self.gigabytes_per_second is None:
             return None
         return sum((one.seconds or 0) / one.every for one in self.operations)
@@ -79,7 +79,7 @@ class CommunicationPlan:
         """Compares this plan with another.
 
         Args:
-          other: A plan, such as that of the same model with groups.
+          other: A `CommunicationPlan`, such as the same model's with groups.
 
         Returns:
           A `PlanDifference`, which prints as a table.
@@ -114,7 +114,7 @@ class CommunicationPlan:
             row += ["each" if one.every == 1 else f"1 in {one.every}"]
             rows.append(row + [_shown_seconds(one.seconds)] * timed)
         paths = dict.fromkeys(one.path for one in self.operations)
-        lines = [*_aligned(rows), ""]
+        lines = [*text_table.aligned(rows), ""]
         lines += [f"path: {path}" for path in paths]
         lines += [
             f"{name}: {_shown(name, value)}"
@@ -123,10 +123,10 @@ class CommunicationPlan:
         return "\n".join(lines)
 
     def totals(self) -> dict[str, float]:
-        """The attributes that are one number, by their names.
+        """Returns the attributes that are one number, by their names.
 
         Returns:
-          A dict; `seconds_per_step` only if the plan has a speed.
+          A dict, with `seconds_per_step` only if the plan has a speed.
 
         Example:
 
@@ -145,24 +145,24 @@ class CommunicationPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanDifference:
-    """Two plans side by side; prints as a table.
+    """Two plans side by side, which print as a table.
 
     Attributes:
       first: A `CommunicationPlan`.
-      second: The plan that it is compared with.
+      second: The plan that `first` is compared with.
     """
 
     first: CommunicationPlan
     second: CommunicationPlan
 
     def ratio(self, name: str) -> float:
-        """How many times as much the second plan has of something.
+        """Divides a number of the second plan by the first plan's.
 
         Args:
           name: A key of `CommunicationPlan.totals`.
 
         Returns:
-          The second's number divided by the first's; 1.0 if both are 0.
+          The ratio, a float; 1.0 if both are 0, inf if only the first is 0.
 
         Raises:
           KeyError: If a plan has no such number.
@@ -184,17 +184,7 @@ class PlanDifference:
             for name in first
             if name in second
         ]
-        return "\n".join(_aligned(rows))
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+        return "\n".join(text_table.aligned(rows))
 
 
 def _shown(name: str, value: float) -> str:

@@ -1,6 +1,6 @@
-"""The frames of the interpreter that called a function: a last resort.
+"""Lists the interpreter's frames that called a function, as a last resort.
 
-Each use says what no argument, attribute or public API tells.
+A comment on each use says what no argument, attribute or public API tells.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 def callers() -> Iterator[types.FrameType]:
-    """The frames around the function that calls this, the innermost first."""
+    """Yields the frames around the calling function, the innermost first."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame

@@ -1,8 +1,8 @@
-"""Private names by their paths, resolved when a feature first needs them.
+"""Declares private names by path, and resolves them on first use.
 
 An `import` statement of a name that a new version has moved would break
-`import tf_xshard` for everyone. A name that is declared here breaks the feature
-that needs it, with an error that says which name and which versions have it.
+`import tf_xshard` for everyone. A declared name only breaks the feature that
+needs it. The error says which name has moved and which versions have it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from tf_xshard import dependencies
 
-# All that has been declared, for the tests.
+# All declared names, for the tests.
 DECLARED: list[PrivateNames] = []
-# Attributes that only instances have, by the feature that needs them.
+# Maps features to the attributes that they need and only instances have.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {}
 
 
@@ -26,7 +26,7 @@ def attributes(feature: str, *found: str) -> tuple[str, ...]:
 
 
 class PrivateNames:
-    """The private names of one feature; each is an attribute."""
+    """The private names of one feature, as attributes."""
 
     def __init__(
         self, feature: str, names: Mapping[str, str | tuple[str, ...]]
@@ -46,7 +46,7 @@ class PrivateNames:
         return self._found[name]
 
     def missing(self) -> list[str]:
-        """The paths that this TensorFlow, Keras or jax does not have."""
+        """Lists the paths that this TensorFlow, Keras or jax does not have."""
         missing = []
         for name, paths in self.paths.items():
             for path in paths:
@@ -60,14 +60,14 @@ class PrivateNames:
         return missing
 
     def check(self) -> None:
-        """Checks that all names exist."""
+        """Raises ImportError if a name does not exist."""
         if len(self._found) == len(self.paths):
             return
         dependencies.refuse_moved(self.feature, self.missing())
 
 
 def _resolved(path: str) -> Any:
-    """A module, or an attribute of a module or of a class in it."""
+    """Returns a module, or an attribute of a module or of a class in it."""
     owner, _, name = path.rpartition(".")
     try:
         return importlib.import_module(path)
@@ -78,8 +78,6 @@ def _resolved(path: str) -> Any:
 
 
 def defining_class(owner: type, name: str) -> type | None:
-    """The first class of an inheritance order that defines a name.
-
-    Keras' classes move and are renamed more often than their methods.
-    """
+    """Returns the first class of an inheritance order that defines a name."""
+    # Keras moves and renames its classes more often than their methods.
     return next((one for one in owner.__mro__ if name in vars(one)), None)

@@ -1,19 +1,19 @@
-"""Gradients of each replica -> the group's gradient.
+"""Reduces each replica's gradients over its group.
 
 Enters: a batch of gradients (tensor, IndexedSlices or None) and their
 variables, on every replica. Leaves: the same batch, reduced, bitwise equal on
 all replicas of a group. Imports `collectives` and above.
 
-- `gradients`: `GradientBatch`; checks the dtypes and shapes that users pass.
-- `reducer`: the pipeline of the modules below, for all-reduce, reduce-scatter
-  and all-gather.
-- `presence`: the replicas agree on who has a gradient for which variable.
-- `error_feedback`: what communication loses, carried to the next step.
-- `buckets`: packs tensors, and unpacks what was reduced.
-- `wire`: casts packed tensors for the collective, or has them quantized.
-- `quantized_sum`, `quantization`: sums of which 8-bit integers are sent.
+- `gradients`: `GradientBatch`, and checks of the gradients that users pass.
+- `reducer`: runs the stages below, for all-reduce, reduce-scatter, all-gather.
+- `presence`: agrees on which replicas have a gradient, and which have None.
+- `error_feedback`: adds what the last step lost on the wire to the next one.
+- `buckets`: packs dense tensors into buckets, and unpacks the results.
+- `wire`: casts buckets to `Communication.dtype`, or has them quantized.
+- `quantized_sum`: sums `"int8"` gradients by all-to-all and all-gather.
+- `quantization`: rounds float32 numbers to 8-bit integers with scales.
 - `sparse_rows`: gathers and sums the rows of IndexedSlices.
-- `loss_scaling`: whether all replicas' gradients are finite.
-- `clipping`: ready-made hooks.
-- `group_reduce`: the reduction for values of the user's own.
+- `loss_scaling`: makes all replicas skip a step after an overflow on one.
+- `clipping`: the public hooks `clip_by_global_norm`, `clip_by_norm`, ...
+- `group_reduce`: the public function that reduces values in a custom loop.
 """

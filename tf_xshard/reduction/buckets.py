@@ -19,21 +19,19 @@ from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import shards
 from tf_xshard.reduction import wire
 
-# Packing copies a tensor. In one process that takes longer than it saves for
-# tensors of this many bytes: a sharded step of 12 million weights took 0.74 of
-# plain Keras' time with 16 MiB buckets, 0.61 with 4 MB tensors by themselves.
-# Over processes it is the other way round: 0.83 of the unsharded time with
-# buckets, 1.0 without. Tensors that are quantized are packed afterwards.
+# Packing copies a tensor. In one process, copying a tensor of this many bytes
+# takes longer than it saves. A sharded step of 12 million weights took 26% less
+# time than plain Keras with 16 MiB buckets, and 39% less with 4 MB tensors that
+# were not packed. Across processes, packing saves time. The sharded step took
+# 17% less time than the unsharded step with buckets, and as much time without.
+# Large tensors are quantized before they are packed.
 _BYTES_NOT_PACKED = 1 << 20
 
 
 class Reduced(NamedTuple):
-    """What a reduction returns.
+    """Reduced tensors, and what each of this replica's tensors lost.
 
-    Attributes:
-      values: A tensor for each that was reduced.
-      lost: What the other replicas did not see of this replica's tensors, one
-        for each; None without `Communication.error_feedback`.
+    `lost` is None without `Communication.error_feedback`.
     """
 
     values: list[tf.Tensor]
@@ -43,7 +41,7 @@ class Reduced(NamedTuple):
 def sum_dense(
     tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
 ) -> Reduced:
-    """The group sums of dense tensors."""
+    """Sums dense tensors over this replica's group."""
     if not tensors:
         return Reduced([], None)
     sizes = [tensor.shape.num_elements() for tensor in tensors]
@@ -80,7 +78,7 @@ def sum_dense(
 def scatter_dense(
     tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
 ) -> Reduced:
-    """This replica's shards of the group sums of dense tensors."""
+    """Returns this replica's shards of the group sums of dense tensors."""
     layouts = [
         shards.Layout(tuple(tensor.shape), transport.groups)
         for tensor in tensors
@@ -161,11 +159,11 @@ def _buckets(
     transport: transport_lib.Transport,
     bytes_not_packed: float = math.inf,
 ) -> list[list[int]]:
-    """Positions of neighbours of one dtype that fit into a bucket together."""
+    """Groups the positions of neighbors of one dtype into buckets."""
     if not transport.packs:
         return [[position] for position in range(len(tensors))]
-    # The backward pass computes the last layers' gradients first, so these are
-    # communicated first, while it is still running.
+    # The backward pass computes the last layers' gradients first. They are
+    # communicated first, while the backward pass is still running.
     order = reversed(range(len(tensors)))
     buckets: list[list[int]] = []
     open_bucket: dict[tf.DType, tuple[list[int], int]] = {}
@@ -191,10 +189,10 @@ def _packs(
     sizes: Sequence[int],
     transport: transport_lib.Transport,
 ) -> list[list[int]]:
-    """The positions of a bucket that are packed before they are quantized.
+    """Splits a bucket into lists of positions that are packed together.
 
-    Large tensors are quantized by themselves: a quarter of the bytes is packed
-    then.
+    A large tensor is quantized alone; packing then copies a quarter of its
+    bytes.
     """
     if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return [list(bucket)]
@@ -207,7 +205,7 @@ def _packs(
 
 
 def _packed(tensors: Sequence[tf.Tensor], num_zeros: int) -> tf.Tensor:
-    """One tensor of rank 1; a single tensor is returned unchanged."""
+    """Concatenates flattened tensors and zeros; a lone tensor is unchanged."""
     if len(tensors) == 1 and not num_zeros:
         return tensors[0]
     parts = [tf.reshape(tensor, [-1]) for tensor in tensors]

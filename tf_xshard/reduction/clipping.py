@@ -1,4 +1,4 @@
-"""Ready-made, serializable functions for `pre_reduce` and `post_reduce`."""
+"""Defines serializable functions for `pre_reduce` and `post_reduce`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ GradientsAndVariables = Sequence[tuple]
 
 
 def _ratio(norm: tf.Tensor, bound: float) -> tf.Tensor:
-    """The factor that bounds a norm, a scalar.
-
-    It is nan if the norm is not finite, to keep an overflow visible.
-    """
+    """Returns a scalar that bounds a norm; nan keeps an overflow visible."""
     limit = tf.constant(bound, norm.dtype)
     ratio = limit / tf.maximum(norm, limit)
     return tf.where(tf.math.is_finite(norm), ratio, math.nan)
@@ -27,7 +24,7 @@ def _ratio(norm: tf.Tensor, bound: float) -> tf.Tensor:
 class _Clipping:
     """A callable on (gradient, variable) pairs that Keras can serialize."""
 
-    # AutoGraph converts users' hooks; these do not need it.
+    # AutoGraph converts users' hooks. These hooks do not need conversion.
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
         """Clips a list of (gradient, variable) pairs."""
@@ -37,15 +34,15 @@ class _Clipping:
         raise NotImplementedError
 
     def get_config(self) -> dict:
-        """The arguments, for serialization."""
+        """Returns the arguments, for serialization."""
         return dict(vars(self))
 
     @classmethod
     def from_config(cls, config: dict) -> _Clipping:
-        """The reverse of `get_config`.
+        """Creates a hook from what `get_config` returned.
 
         Args:
-          config: What `get_config` returned.
+          config: A dict of the arguments.
         """
         return cls(**config)
 
@@ -54,18 +51,18 @@ class _Clipping:
 class clip_by_global_norm(_Clipping):
     """Scales all gradients together so that their joint L2 norm is bounded.
 
-    As `pre_reduce` it clips each replica's own gradients before they are
-    combined, to prevent one replica's huge gradients from drowning the others'.
-    As `post_reduce` it clips the reduced gradient, like `global_clipnorm` of
-    the inner optimizer.
+    As `pre_reduce`, it clips each replica's own gradients before the reduction,
+    so that one replica's huge gradients can't drown the other replicas'. As
+    `post_reduce`, it clips the reduced gradient, like `global_clipnorm` of the
+    inner optimizer.
 
     Args:
       norm: The largest joint norm, a float > 0, in units of the gradient of a
-        replica's own loss (1/N undone, loss scale divided out).
+        replica's own loss (1/N undone for N replicas, loss scale divided out).
 
     Returns:
       A callable that takes and returns a list of (gradient, variable) pairs. If
-      any gradient is not finite, all become nan.
+      any gradient is not finite, all gradients become nan.
 
     Raises:
       TypeError: If `norm` is not a number.
@@ -105,7 +102,7 @@ class clip_by_global_norm(_Clipping):
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class clip_by_norm(_Clipping):
-    """Scales each gradient by itself so that its L2 norm is bounded.
+    """Scales each gradient separately so that its L2 norm is bounded.
 
     Args:
       norm: The largest norm of one variable's gradient, a float > 0, in units
@@ -153,12 +150,12 @@ class clip_by_value(_Clipping):
 
     Returns:
       A callable that takes and returns a list of (gradient, variable) pairs.
-      Elements that are not finite are left unchanged (`tf.clip_by_value` would
-      hide an overflow).
+      Elements that are not finite stay unchanged, which keeps an overflow
+      visible. `tf.clip_by_value` would hide it.
 
     Raises:
       TypeError: If a bound is not a number.
-      ValueError: If `low` is not below `high`, or one is not finite.
+      ValueError: If `low` is not below `high`, or a bound is not finite.
 
     Example:
 

@@ -1,10 +1,10 @@
-"""What communication loses of a replica's gradients, carried to its next ones.
+"""Adds what communication loses of a replica's gradients to its next ones.
 
 gradient + residual --> what is sent
 residual            <-- gradient + residual - what the receiver sees of it
 
-Between steps a `Residuals` keeps it; within a step it is a `Carry`, a value.
-Error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847).
+`Residuals` keeps the loss between steps; within a step it is a `Carry`.
+Source: Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import tensorflow as tf
 
 from tf_xshard.distribute import replica_variables
 
-# What each variable's next gradient lacks, by `key`, in the gradient's units;
-# None without error feedback.
+# Maps a variable's `key` to what its next gradient lacks, in the gradient's
+# units. None without error feedback.
 Carry = dict[int, tf.Tensor] | None
 
 
 def key(variable: Any) -> int:
-    """A key of a variable: Keras' or TensorFlow's, which is inside of it."""
+    """Returns one key for a Keras variable and TensorFlow's inside it."""
     return id(replica_variables.tensorflow_variable(variable))
 
 
 def added(
     gradients: Sequence[tf.Tensor], variables: Sequence, carry: Carry
 ) -> list[tf.Tensor]:
-    """Dense gradients, each with what the carry has for its variable."""
+    """Adds to each dense gradient what the carry has for its variable."""
     if carry is None:
         return list(gradients)
     return [
@@ -42,14 +42,14 @@ def added(
 
 
 def left(variables: Sequence, lost: Sequence[tf.Tensor] | None) -> Carry:
-    """The carry after a reduction that lost a tensor of each variable."""
+    """Makes a carry of what a reduction lost of each variable's gradient."""
     if lost is None:
         return None
     return {key(v): value for v, value in zip(variables, lost, strict=True)}
 
 
 class Residuals:
-    """One variable for each trained variable, on each replica."""
+    """A residual variable for each trained variable, different by replica."""
 
     def __init__(self, trained: Sequence) -> None:
         self.variables: list[keras.Variable] = [
@@ -64,7 +64,7 @@ class Residuals:
         }
 
     def read(self, unit: Any) -> Carry:
-        """This replica's carry."""
+        """Returns this replica's carry, times `unit` (the loss scale)."""
         result = {}
         for name, residual in self._of.items():
             result[name] = replica_variables.read(residual)
@@ -75,7 +75,7 @@ class Residuals:
     def keep(
         self, carry: Carry, unit: Any, is_applied: tf.Tensor | None
     ) -> None:
-        """Keeps a carry until the next step."""
+        """Keeps a carry, divided by `unit`, unless the step is skipped."""
         found = {}
         for name, value in (carry or {}).items():
             if name in self._of:

@@ -1,4 +1,4 @@
-"""A batch of gradients, and the user's gradients -> such a batch."""
+"""Defines a batch of gradients, and checks and converts users' gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.private.tensorflow import tracing
 
-# CollectiveReduceV2 and CrossReplicaSum have kernels for these.
+# CollectiveReduceV2 and CrossReplicaSum have kernels for these dtypes.
 SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
@@ -19,14 +19,14 @@ SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 class GradientBatch:
     """Gradients, their variables, and a factor that they still lack.
 
-    The factor is carried, so that undoing 1/N and the mean over a group are one
-    multiplication: two change bits if N is no power of two.
+    Undoing 1/N and taking the mean over a group become one multiplication. Two
+    multiplications would change bits if N is not a power of two.
 
     Attributes:
       values: Tensors of the variables' shapes, IndexedSlices with unique
         indices, or None.
       variables: The variables, in the same order.
-      scale: What `values` have yet to be multiplied by.
+      scale: The factor that `values` still lack.
     """
 
     values: list
@@ -34,22 +34,22 @@ class GradientBatch:
     scale: float = 1
 
     def with_values(self, values: Iterable) -> GradientBatch:
-        """The same batch with other values."""
+        """Returns the same batch with other values."""
         return dataclasses.replace(self, values=list(values))
 
     def scaled(self, factor: float) -> GradientBatch:
-        """The batch times a number, which is carried."""
+        """Multiplies the factor that the values lack, not the values."""
         return dataclasses.replace(self, scale=self.scale * factor)
 
     def multiplied(self, divisor: int = 1) -> GradientBatch:
-        """The batch with the carried factor, over a number, multiplied in."""
+        """Multiplies the values by `scale / divisor`; sets `scale` to 1."""
         factor = self.scale if divisor == 1 else self.scale / divisor
         return GradientBatch(
             [scaled(value, factor) for value in self.values], self.variables
         )
 
     def where(self, wanted: Sequence[bool]) -> GradientBatch:
-        """The part of the batch at some positions."""
+        """Returns the gradients and variables at the wanted positions."""
         return dataclasses.replace(
             self,
             values=[v for v, w in zip(self.values, wanted, strict=True) if w],
@@ -59,7 +59,7 @@ class GradientBatch:
         )
 
     def joined(self, other: GradientBatch) -> GradientBatch:
-        """Both batches, of one factor, in one."""
+        """Concatenates two batches that lack the same factor."""
         assert self.scale == other.scale, (self.scale, other.scale)
         return dataclasses.replace(
             self,
@@ -68,12 +68,12 @@ class GradientBatch:
         )
 
     def pairs(self) -> list[tuple[Any, Any]]:
-        """(gradient, variable) pairs."""
+        """Returns (gradient, variable) pairs."""
         return list(zip(self.values, self.variables, strict=True))
 
 
 def standardized(gradients: Sequence, variables: Sequence) -> list:
-    """Gradients as tensors, or as IndexedSlices with each index once."""
+    """Converts gradients to tensors, or IndexedSlices with unique indices."""
     result: list[indexed_slices.Gradient] = []
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is None:
@@ -107,10 +107,8 @@ def standardized(gradients: Sequence, variables: Sequence) -> list:
 
 
 def as_dtype(number: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """A number or scalar tensor as a scalar of a dtype, with all its digits.
-
-    tf.cast would make float32 of a Python float first.
-    """
+    """Converts a number or scalar tensor to a dtype, with all its digits."""
+    # tf.cast would first convert a Python float to float32.
     if tf.is_tensor(number):
         return tf.cast(number, dtype)
     return tf.constant(number, dtype)
@@ -119,7 +117,7 @@ def as_dtype(number: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 def scaled(
     gradient: indexed_slices.Gradient, factor: float | tf.Tensor
 ) -> indexed_slices.Gradient:
-    """`gradient * factor`, unchanged if the factor is the number 1."""
+    """Returns `gradient * factor`; unchanged if the factor is the number 1."""
     if not tf.is_tensor(factor) and factor == 1:
         return gradient
     return indexed_slices.map_values(

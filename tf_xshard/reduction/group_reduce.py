@@ -1,4 +1,4 @@
-"""`group_reduce`: the group reduction for values of the user's own."""
+"""Defines `group_reduce`, which reduces a user's own values over groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tf_xshard.reduction import reducer
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What the reduction asks a variable for."""
+    """A stand-in for a variable, with the attributes that a reduction reads."""
 
     name: str
     shape: tf.TensorShape
@@ -45,20 +45,20 @@ def group_reduce(
 ) -> Any:
     """Reduces each replica's values over its group.
 
-    For gradients or statistics in a training loop of your own, on the paths
-    that `CrossShardOptimizer` communicates on. Call it in replica context: from
-    `strategy.run`, or with no strategy, where it returns the values. Nothing is
-    scaled: the gradients of a loss that was divided by the number of replicas
-    are to be summed. Pass the result to an optimizer that does not reduce by
-    itself, or use it otherwise.
+    Use it for gradients or statistics in a custom training loop. It uses the
+    collectives of `CrossShardOptimizer`. Call it in replica context, inside
+    `strategy.run`. Without a strategy, it returns the values. It does not undo
+    a division of the loss by the number of replicas; sum the gradients of such
+    a loss. Pass gradients that were reduced here only to an optimizer that does
+    not reduce gradients itself.
 
     Args:
       values: A nested structure of floating point tensors of known shapes,
         `tf.IndexedSlices` (with a `dense_shape`) and None, the same structure
         on all replicas. None stays None, and must be None on all replicas.
-      group_assignment: A `GroupAssignment`, or a `[num_groups,
-        replicas_per_group]` nested list of replica ids. None (default) for one
-        group of all replicas.
+      group_assignment: A `GroupAssignment`, or a nested list of replica ids of
+        shape `[num_groups, replicas_per_group]`. None (default) for one group
+        of all replicas.
       reduction: `"mean"` (default) or `"sum"` over the replicas of a group.
       communication: A `Communication`. None (default) for its defaults.
 
@@ -125,13 +125,14 @@ def _reducer(
     group_assignment: group_assignment_lib.GroupAssignment | None,
     communication: communication_lib.Communication,
 ) -> reducer.GradientReducer:
-    # It remembers which values there are, should one worker retrace alone.
+    # A reducer remembers which values the replicas have, so that one worker can
+    # retrace alone.
     del group_assignment
     return reducer.GradientReducer(communication)
 
 
 def _place(index: int, value: Any) -> _Place:
-    """What stands for a variable of the value's shape."""
+    """Makes a stand-in for a variable of the value's shape."""
     name = f"value_{index}"
     is_sparse = isinstance(value, tf.IndexedSlices)
     dense = tf.convert_to_tensor(value.values if is_sparse else value)

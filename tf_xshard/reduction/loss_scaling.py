@@ -1,7 +1,8 @@
-"""Makes all replicas of a LossScaleOptimizer inside a wrapper skip together.
+"""Makes the LossScaleOptimizers of all replicas skip the same steps.
 
-It skips a step and halves its scale if a gradient is not finite, but it checks
-one replica's gradients only. One flag over all replicas makes them all skip.
+A LossScaleOptimizer skips a step and halves its scale if a gradient is not
+finite, but checks only one replica's gradients. One flag is therefore summed
+over all replicas, and an overflow on any makes all skip.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tf_xshard.distribute import site as site_lib
 
 
 def all_finite(gradients: Sequence) -> tf.Tensor:
-    """Whether all values in this replica's gradients are finite."""
+    """Returns True if all values in this replica's gradients are finite."""
     flags = [
         tf.reduce_all(
             tf.math.is_finite(
@@ -35,10 +36,7 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
 def all_replicas_finite(
     gradients: Sequence, site: site_lib.Site, channel: channel_lib.Channel
 ) -> tf.Tensor:
-    """Whether all gradients of all replicas, of all groups, are finite.
-
-    Returns a scalar bool tensor, equal on all replicas.
-    """
+    """Returns True on all replicas if the gradients of all are finite."""
     finite = all_finite(gradients)
     if site.num_replicas == 1:
         return finite
@@ -50,7 +48,7 @@ def all_replicas_finite(
 
 
 def nan_unless(finite: tf.Tensor, gradients: Sequence) -> list:
-    """The gradients unchanged, or all nan."""
+    """Returns the gradients unchanged if `finite`, else all nan."""
     return [
         indexed_slices.map_values(
             lambda x: tf.where(finite, x, tf.cast(math.nan, x.dtype)), g

@@ -1,10 +1,9 @@
 """Agrees on which replica has a gradient for which variable.
 
 A variable may have a gradient on only some replicas of a group. The others must
-still take part in the sum, or the collective hangs. So before they reduce, the
-replicas exchange what they hold: none, a dense tensor or IndexedSlices, and its
-dtype. This is known while the step is traced, so the exchange costs nothing at
-run time.
+still take part in the sum, or the collective hangs. So the replicas first tell
+each other what they hold: None, a dense tensor or IndexedSlices, and its dtype.
+They do so while the step is traced, which costs nothing at run time.
 """
 
 from __future__ import annotations
@@ -26,13 +25,9 @@ NONE, DENSE, SPARSE = "none", "dense", "sparse"
 
 
 class Entry(NamedTuple):
-    """What a replica has for one variable.
+    """The gradient that a replica has for one variable, or `NONE`.
 
-    Attributes:
-      kind: `NONE`, `DENSE` or `SPARSE`.
-      dtype: The name of the gradient's dtype; empty for `NONE`.
-      shape: The variable's shape, as text.
-      name: The variable's path.
+    `dtype` is empty for `NONE`; `shape` and `name` are the variable's.
     """
 
     kind: str
@@ -42,7 +37,7 @@ class Entry(NamedTuple):
 
 
 Pattern = tuple[Entry, ...]  # one entry per variable
-# The patterns of all replicas, by variables and this process's own patterns.
+# Maps variable names and this process's patterns to all replicas' patterns.
 KnownPatterns = dict[tuple, tuple[Pattern, ...]]
 
 _rounds: dict[int, int] = {}
@@ -57,7 +52,7 @@ class _Opaque:
 
 
 def own_pattern(gradients: Sequence, variables: Sequence) -> Pattern:
-    """The pattern of this replica's gradients."""
+    """Returns the pattern of this replica's gradients."""
     pattern = []
     for gradient, variable in zip(gradients, variables, strict=True):
         kind, dtype = NONE, ""
@@ -71,13 +66,10 @@ def own_pattern(gradients: Sequence, variables: Sequence) -> Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Presence:
-    """What is communicated for one variable.
+    """The kind and dtype in which one variable's gradients are communicated.
 
-    Attributes:
-      kind: `DENSE`, `SPARSE`, or `NONE` if no participating replica has a
-        gradient.
-      dtype: The gradient's dtype; None for `NONE`.
-      in_group: Whether a replica of this replica's own group has a gradient.
+    `kind` is `NONE`, and `dtype` None, if no participant has a gradient.
+    `in_group` is True if a replica of this replica's group has a gradient.
     """
 
     kind: str
@@ -91,10 +83,10 @@ def agreed(
     transport: transport_lib.Transport,
     known: KnownPatterns,
 ) -> list[Presence]:
-    """What all participants of a reduction communicate for each variable.
+    """Decides what a reduction's participants communicate for each variable.
 
-    It is dense if any replica holds a dense gradient, or if the transport only
-    sums.
+    Gradients are communicated as dense tensors if any participant holds a dense
+    tensor, or if the transport can't gather.
     """
     site, groups = transport.site, transport.groups
     patterns = agree(
@@ -108,8 +100,8 @@ def agreed(
     if site.replica_id is not None:
         members = tuple(groups)[groups.group_of(site.replica_id)]
         group = tuple(patterns[r] for r in members)
-    # If an operation spans all groups, all replicas must pass the same tensors,
-    # even those for which their own group has no gradient.
+    # If an operation spans all groups, all replicas must pass the same list of
+    # tensors, even for variables without a gradient in their own group.
     participants = patterns if transport.spans_groups else group
     result = []
     for index in range(len(variables)):
@@ -137,14 +129,14 @@ def agree(
     timeout_seconds: float,
     known: KnownPatterns,
 ) -> tuple[Pattern, ...]:
-    """Every replica's pattern, in the order of replica ids.
+    """Returns every replica's pattern, in the order of replica ids.
 
-    A pattern in `known`, which an optimizer has agreed on while tracing, is not
-    exchanged again: one worker may retrace a step alone (a ragged batch), and
-    the others would not answer. In eager mode every call exchanges patterns.
+    A pattern in `known` was exchanged in an earlier trace and is not exchanged
+    again. One worker may retrace a step alone (a ragged batch), and the others
+    would not answer. In eager mode, every call exchanges patterns.
 
-    Raises RuntimeError if another process does not answer in time, and
-    ValueError if replicas apply different numbers, dtypes or shapes.
+    Raises RuntimeError if another process does not answer in time or has other
+    shapes, and ValueError if replicas pass different numbers, dtypes or shapes.
     """
     own = own_pattern(gradients, variables)
     names = [entry.name for entry in own]
@@ -181,9 +173,9 @@ def _merge_call(
     context = tf.distribute.get_replica_context()
     if site.graph is None:
         return context.merge_call(fn, args=(argument,))
-    # merge_call raises while a branch of tf.cond is traced, since its tensors
-    # belong to another graph. No tensors are passed here, so it can be called
-    # in the surrounding graph.
+    # merge_call raises while a branch of tf.cond is traced, since the branch's
+    # tensors belong to another graph. This call passes no tensors, so it can
+    # run in the surrounding graph.
     with site.graph.as_default():
         return context.merge_call(fn, args=(argument,))
 
@@ -235,10 +227,8 @@ def _exchange(
     site: site_lib.Site,
     timeout_seconds: float,
 ) -> tuple[Pattern, ...]:
-    """Sends this process's patterns to the others, and receives theirs.
-
-    Exchanges are paired by a counter per number of variables.
-    """
+    """Sends this process's patterns to all processes, and receives theirs."""
+    # A counter for each number of variables pairs the processes' exchanges.
     with _lock:
         number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
     prefix = f"tf_xshard/gradient_pattern/{len(names)}"
@@ -255,7 +245,7 @@ def _exchange(
             timeout_seconds,
         )
     if number:
-        # Workers that answered in this round have read the previous one.
+        # Workers that answered in this round have read the previous round.
         cluster.withdraw(f"{prefix}/{number - 1}/{site.rank}")
     return tuple(patterns)
 

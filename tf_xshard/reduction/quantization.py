@@ -1,4 +1,4 @@
-"""Blocks of float32 numbers as 8-bit integers, each with one scale.
+"""Rounds blocks of float32 numbers to 8-bit integers, with a scale per block.
 
 numbers of a block     x = [0.3, -1.2, 0.7, ...]
 scale                  max|x| / 127, a float32
@@ -6,8 +6,8 @@ on the wire            round(x / scale) in [-127, 127]: 1 byte, + 4 a block
 received               integer * scale: within half a scale of x
 
 A block with a number that is not finite is received as nan. Collectives have no
-8-bit types, so four integers are sent as one of 32 bits; nothing is added up on
-the way.
+8-bit types, so four integers are sent as one 32-bit integer. The collectives
+only move these integers; replicas add up what they receive.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# Scales are 1.6 % of the bytes; measured in benchmarks/README.md.
+# With this size, scales are 1.6% of the bytes. benchmarks/README.md has the
+# measurements.
 NUMBERS_PER_BLOCK = 256
 _LARGEST = 127
-# An int32 holds as many.
+# An int32 holds four 8-bit integers.
 _PER_WORD = 4
 
 
 class Blocks(NamedTuple):
-    """How rows of numbers are divided into blocks.
+    """A division of rows of numbers into blocks.
 
-    Attributes:
-      size: How many numbers a block has, a multiple of four.
-      num_blocks: How many blocks a row has.
+    A row has `num_blocks` blocks of `size` numbers each, a multiple of four.
     """
 
     size: int
@@ -38,17 +37,17 @@ class Blocks(NamedTuple):
 
     @property
     def row_size(self) -> int:
-        """How many numbers a row has."""
+        """The length of a row."""
         return self.size * self.num_blocks
 
     @property
     def words_per_row(self) -> int:
-        """How many 32-bit words a row has on the wire."""
+        """The number of 32-bit words that are sent for a row."""
         return self.row_size // _PER_WORD + self.num_blocks
 
 
 def blocks_for(num_numbers: int) -> Blocks:
-    """The blocks of a row of at least so many numbers."""
+    """Returns the blocks of a row of at least this many numbers."""
     words = max(1, -(-num_numbers // _PER_WORD))
     size = min(NUMBERS_PER_BLOCK, words * _PER_WORD)
     return Blocks(size, -(-words * _PER_WORD // size))
@@ -62,23 +61,18 @@ def quantized(
     keeps_lost: bool = True,
     fused: bool = False,
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Rows as they are sent, and what the receiver will not see of them.
+    """Quantizes rows, and returns what is sent and what the rounding loses.
 
-    Args:
-      rows: A float32 tensor of shape [num_rows, blocks.row_size].
-      blocks: How they are divided.
-      rounding: `"nearest"`, or `"stochastic"`: up with the probability that
-        makes the mean exact.
-      keeps_lost: Whether what is lost is wanted.
-      fused: Whether XLA compiles it, which is twice as fast on CPUs.
-
-    Returns:
-      An int32 tensor of shape [num_rows, blocks.words_per_row], and a float32
-      tensor like `rows` of what is lost, or None.
+    `rows` are float32 of shape [num_rows, blocks.row_size]. `rounding` is
+    `"nearest"`, or `"stochastic"`, which rounds up with the probability that
+    makes the mean exact. With `fused`, XLA compiles the nearest rounding, which
+    is twice as fast on CPUs. Returns an int32 tensor of shape [num_rows,
+    blocks.words_per_row], and a float32 tensor like `rows`, or None without
+    `keeps_lost`.
     """
     shape = [rows.shape[0], blocks.num_blocks, blocks.size]
     split = tf.reshape(rows, shape)
-    # Both are nan if a number is.
+    # If a number is nan, the maximum and the minimum are nan as well.
     largest = tf.maximum(tf.reduce_max(split, 2), -tf.reduce_min(split, 2))
     scales = largest / _LARGEST
     nearest = rounding == "nearest"
@@ -99,10 +93,10 @@ def quantized(
 def _rounded(
     split: tf.Tensor, scales: tf.Tensor, noise: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Integers, and what they lose."""
+    """Returns the integers, and what the rounding loses."""
     integers = _integers(split, scales, noise)
     lost = split - _scaled(integers, scales)
-    # Of a block that is not finite there is nothing to keep.
+    # A block that is not finite loses nothing that is worth keeping.
     is_finite = tf.math.is_finite(scales)[:, :, tf.newaxis]
     return integers, tf.where(is_finite, lost, tf.zeros_like(lost))
 
@@ -110,12 +104,12 @@ def _rounded(
 def _integers(
     split: tf.Tensor, scales: tf.Tensor, noise: tf.Tensor | None
 ) -> tf.Tensor:
-    """The nearest ones, or those below numbers to which noise was added."""
-    # Of zeros any scale will do.
+    """Rounds to the nearest integers, or down after adding noise."""
+    # A block of zeros has scale 0. Its integers are 0 with any factor.
     factors = tf.math.divide_no_nan(1.0, scales)[:, :, tf.newaxis]
     ratios = split * factors
     ratios = tf.round(ratios) if noise is None else tf.floor(ratios + noise)
-    # Rounding of the scale may lead past the largest integer.
+    # The scale was rounded, so a ratio may exceed the largest integer.
     ratios = tf.clip_by_value(ratios, -_LARGEST, _LARGEST)
     return tf.cast(ratios, tf.int8)
 
@@ -123,16 +117,7 @@ def _integers(
 def summed(
     sent: tf.Tensor, blocks: Blocks, *, fused: bool = False
 ) -> tf.Tensor:
-    """The sum of the rows that were received.
-
-    Args:
-      sent: From `quantized`, of any number of rows.
-      blocks: How they are divided.
-      fused: See `quantized`.
-
-    Returns:
-      A float32 tensor of shape [blocks.row_size].
-    """
+    """Sums received rows to a float32 tensor of shape [blocks.row_size]."""
     add = compiled(_added) if fused else _added
     return add(sent, blocks)
 
@@ -140,22 +125,13 @@ def summed(
 def dequantized(
     sent: tf.Tensor, blocks: Blocks, *, fused: bool = False
 ) -> tf.Tensor:
-    """Rows as they are received.
-
-    Args:
-      sent: From `quantized`, of any number of rows.
-      blocks: How they are divided.
-      fused: See `quantized`.
-
-    Returns:
-      A float32 tensor of shape [num_rows, blocks.row_size].
-    """
+    """Converts received rows to float32, [num_rows, blocks.row_size]."""
     multiply = compiled(_multiplied) if fused else _multiplied
     return multiply(sent, blocks)
 
 
 def _received(sent: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor]:
-    """Integers and scales."""
+    """Splits received words into integers and scales."""
     words = blocks.row_size // _PER_WORD
     shape = [-1, blocks.num_blocks, blocks.size]
     integers = tf.reshape(tf.bitcast(sent[:, :words], tf.int8), shape)
@@ -177,12 +153,5 @@ def _added(sent: tf.Tensor, blocks: Blocks) -> tf.Tensor:
 
 @functools.cache
 def compiled(function: Callable) -> Callable:
-    """The same function, fused by XLA.
-
-    Args:
-      function: Of tensors, and of values that are no tensors.
-
-    Returns:
-      A function like it, which is compiled for each combination of shapes.
-    """
+    """Makes XLA compile a function, once for each combination of shapes."""
     return tf.function(function, jit_compile=True, autograph=False)

@@ -1,8 +1,8 @@
-"""Group sums of which 8-bit integers are sent.
+"""Sums tensors over a group by sending 8-bit integers.
 
-rows of this replica, one for each of its group
-  quantize, all-to-all        its row of all replicas
-  sum in float32              the sum's row at its position
+this replica's rows           one row for each replica of the group
+  quantize, all-to-all        each replica's row at this replica's position
+  sum in float32              the sum's row at this position
   quantize, all-gather        all rows of the sum, the same bits on all replicas
 """
 
@@ -21,7 +21,7 @@ Lost = list[tf.Tensor] | None
 
 
 def padding(num_elements: int, group_size: int) -> int:
-    """How many zeros a tensor must end with to be added up by `summed`."""
+    """Returns how many zeros a tensor must end with for `summed`."""
     row_size = quantization.blocks_for(-(-num_elements // group_size)).row_size
     return group_size * row_size - num_elements
 
@@ -29,19 +29,11 @@ def padding(num_elements: int, group_size: int) -> int:
 def scattered(
     buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> tuple[list[tf.Tensor], Lost]:
-    """The rows of group sums at this replica's position in its group.
+    """Returns the rows of group sums at this replica's position in its group.
 
-    Args:
-      buckets: This replica's tensors, of shapes [group_size, size]; those of a
-        bucket are sent together.
-      transport: The `Transport` to use.
-
-    Returns:
-      For each tensor, in order, one of shape [size], float32, and what was lost
-      of it; None without error feedback.
-
-    Raises:
-      ValueError: If the transport has no all-to-all.
+    The tensors of a bucket, of shapes [group_size, size], are sent together.
+    Returns float32 sums of shapes [size], and what each tensor lost, or None
+    without error feedback. Raises ValueError if `transport` has no all-to-all.
     """
     sizes = [one.shape[1] for bucket in buckets for one in bucket]
     sums, lost = _scattered(
@@ -61,7 +53,7 @@ def _whole_blocks(rows: tf.Tensor) -> tf.Tensor:
 def summed(
     buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> tuple[list[tf.Tensor], Lost]:
-    """The group sums of tensors."""
+    """Sums tensors over the group; see `padding` for their size."""
     group_size = transport.groups.group_size
     sums, lost = _scattered(
         [
@@ -91,7 +83,8 @@ def summed(
     ]
     if lost is None or lost_of_sums is None:
         return totals, None
-    # What is lost of a sum is lost once: its owner adds it to its next part.
+    # Only the replica that quantized a row of the sum carries that row's loss.
+    # Otherwise the next sum would contain the loss several times.
     own = tf.one_hot(transport.position(), group_size)[:, tf.newaxis]
     add = (
         quantization.compiled(_added_row)
@@ -113,7 +106,7 @@ def _added_row(
 def _scattered(
     buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> tuple[list[tf.Tensor], Lost]:
-    """`scattered`, of rows that consist of whole blocks."""
+    """Does what `scattered` does, for rows that consist of whole blocks."""
     tensors = [one for bucket in buckets for one in bucket]
     counts = [len(bucket) for bucket in buckets]
     sent, lost = _quantized(tensors, transport)
@@ -135,7 +128,7 @@ def _scattered(
 def _together(
     tensors: Sequence[tf.Tensor], counts: Sequence[int]
 ) -> list[tf.Tensor]:
-    """One tensor for each bucket."""
+    """Concatenates the tensors of each bucket."""
     rest = iter(tensors)
     return [
         tf.concat(list(itertools.islice(rest, count)), 1) for count in counts
@@ -147,7 +140,7 @@ def _apart(
     tensors: Sequence[tf.Tensor],
     counts: Sequence[int],
 ) -> list[tf.Tensor]:
-    """Reverses `_together`; `tensors` are those that were put together."""
+    """Splits `buckets` into tensors of the sizes of `tensors`."""
     rest = iter(tensors)
     return [
         part
@@ -178,5 +171,6 @@ def _quantized(
 
 
 def _is_fused(transport: transport_lib.Transport) -> bool:
-    """Whether XLA compiles the arithmetic: on CPUs, where that was measured."""
+    """Returns True if XLA compiles the arithmetic."""
+    # The compiled arithmetic was measured on CPUs only.
     return "CPU" in transport.site.device and not tf.executing_eagerly()

@@ -1,4 +1,4 @@
-"""Each replica's gradients -> the gradients reduced over its group.
+"""Reduces each replica's gradients over its group.
 
 gradients of replica r:   dense        IndexedSlices        None
                             |                |                |
@@ -40,13 +40,8 @@ Carry = error_feedback.Carry
 class _Parts:
     """A batch, split by how its gradients are communicated.
 
-    Attributes:
-      batch: The batch.
-      presences: What is communicated for each of its variables.
-      dense: The positions of those communicated as `tensors`.
-      tensors: Tensors, with what the carry added.
-      sparse: The positions of those communicated as `slices`.
-      slices: IndexedSlices.
+    `tensors` are communicated for the variables at the positions in `dense`,
+    `slices` (IndexedSlices) for the variables at the positions in `sparse`.
     """
 
     batch: gradients_lib.GradientBatch
@@ -59,7 +54,7 @@ class _Parts:
     def joined(
         self, of_dense: Sequence, of_sparse: Sequence
     ) -> gradients_lib.GradientBatch:
-        """The batch of what became of each gradient; None where none is."""
+        """Returns the batch of results; None if the group has no gradient."""
         values: list = [None] * len(self.presences)
         for position, value in (
             *zip(self.dense, of_dense, strict=True),
@@ -70,17 +65,17 @@ class _Parts:
         return self.batch.with_values(values)
 
     def left(self, lost: Sequence[tf.Tensor] | None) -> Carry:
-        """The carry, if `lost` is what communication lost of `tensors`."""
+        """Makes a carry of what communication lost of `tensors`."""
         return error_feedback.left(
             [self.batch.variables[i] for i in self.dense], lost
         )
 
 
 class GradientReducer:
-    """Reduces gradients as one `Communication` says.
+    """Reduces gradients with the settings of one `Communication`.
 
-    It remembers which gradients the replicas have, as agreed while a step was
-    traced, so a retraced step need not ask again.
+    A reducer remembers which gradients the replicas had in a trace, so that a
+    retrace does not ask the other processes again.
     """
 
     def __init__(self, communication: communication_lib.Communication) -> None:
@@ -98,7 +93,7 @@ class GradientReducer:
         *,
         exact: bool = False,
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
-        """Reduces gradients over the group of this replica."""
+        """Reduces gradients over this replica's group."""
         batch, carry = self.sum(batch, site, groups, carry, exact=exact)
         return batch.multiplied(reduction.of_sum(groups.group_size)), carry
 
@@ -111,9 +106,9 @@ class GradientReducer:
         *,
         exact: bool = False,
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
-        """As `all_reduce`, but the sums, without the batch's factor."""
+        """Sums gradients over the group, without the batch's factor."""
         if groups.group_size == 1 or not batch.variables:
-            return batch, None  # Nothing is lost.
+            return batch, None  # Nothing is communicated, so nothing is lost.
         transport = self.transport(site, groups, exact=exact)
         parts = self._parts(batch, transport, carry)
         sums, lost = buckets.sum_dense(parts.tensors, transport)
@@ -128,9 +123,9 @@ class GradientReducer:
         reduction: reductions.Reduction,
         carry: Carry = None,
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
-        """This replica's shards of what `all_reduce` returns.
+        """Returns this replica's dense shards of what `all_reduce` returns.
 
-        A shard is dense, see `distribute.shards`. Groups have several replicas.
+        Groups must have several replicas.
         """
         transport = self.transport(site, groups)
         parts = self._parts(batch, transport, carry)
@@ -160,7 +155,7 @@ class GradientReducer:
     ) -> list:
         """Joins the shards of a group's replicas."""
         transport = self.transport(site, groups)
-        # Groups that share an operation may want different ones.
+        # Groups that share an operation may want different tensors.
         indices = [
             i for i, want in enumerate(wanted) if want or transport.spans_groups
         ]
@@ -177,7 +172,7 @@ class GradientReducer:
     def channel(
         self, groups: group_assignment_lib.GroupAssignment
     ) -> channel_lib.Channel:
-        """This reducer's channel in some groups."""
+        """Returns this reducer's channel for some groups."""
         return channel_lib.Channel(groups, self.communication, self._number)
 
     def transport(
@@ -187,7 +182,7 @@ class GradientReducer:
         *,
         exact: bool = False,
     ) -> transport_lib.Transport:
-        """The path on which the group of this replica communicates."""
+        """Returns the transport of this replica's group."""
         channel = self.channel(groups)
         return collectives.transport_for(
             site, channel.exact() if exact else channel
@@ -199,7 +194,7 @@ class GradientReducer:
         transport: transport_lib.Transport,
         carry: Carry,
     ) -> _Parts:
-        """Splits a batch, with zeros where only other replicas have some."""
+        """Splits a batch; adds zeros for gradients that only others have."""
         presences = presence.agreed(
             batch.values, batch.variables, transport, self._known_patterns
         )

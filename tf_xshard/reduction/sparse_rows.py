@@ -1,4 +1,4 @@
-"""The group sums of IndexedSlices, which stay IndexedSlices."""
+"""Sums IndexedSlices over a group; the sums stay IndexedSlices."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tf_xshard.distribute import indexed_slices
 def summed(
     slices: Sequence[tf.IndexedSlices], transport: transport_lib.Transport
 ) -> list[tf.IndexedSlices]:
-    """Gathers the rows of a group and sums those of one index.
+    """Gathers a group's rows, and sums rows of the same index.
 
-    The number of rows may differ by replica. Each index occurs once in the
-    result.
+    The number of rows may differ by replica. The results' indices are unique.
     """
     if not slices:
         return []
     tensors = []
     for one in slices:
-        # Rows are summed on the receiving replica, in their own dtype.
+        # The receiving replica sums the rows in the gradient's own dtype.
         dtype = transport.communication.dtype_of_rows(one.dtype.name)
         tensors.append(tf.cast(one.values, dtype))
         tensors.append(tf.cast(one.indices, tf.int64))
-    # For each variable its rows and their indices.
+    # Each variable has two tensors: its rows count as a variable, their indices
+    # do not.
     with recorder.labelled(counts=[1, 0] * len(slices)):
         gathered = transport.gather(tensors)
     return [
@@ -45,7 +45,7 @@ def summed(
 
 
 def without_rows(variable: tf.Variable, dtype: str | None) -> tf.IndexedSlices:
-    """IndexedSlices of a variable that have no row."""
+    """Returns IndexedSlices of a variable without any row."""
     return tf.IndexedSlices(
         tf.zeros([0, *variable.shape[1:]], dtype),
         tf.zeros([0], tf.int64),

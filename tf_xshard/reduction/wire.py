@@ -1,4 +1,4 @@
-"""Packed tensors -> their sums, in the dtype in which they communicate."""
+"""Sums packed tensors over a group, in the dtype in which they are sent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from tf_xshard.reduction import quantized_sum
 
 
 class Received(NamedTuple):
-    """What a group has added up.
+    """Group sums, and what each of this replica's tensors lost.
 
-    Attributes:
-      sums: A tensor for each that was communicated.
-      lost: What was lost of this replica's tensors, one for each; None without
-        `Communication.error_feedback`.
+    `lost` is None without `Communication.error_feedback`.
     """
 
     sums: list[tf.Tensor]
@@ -26,7 +23,7 @@ class Received(NamedTuple):
 
 
 def padding(num_elements: int, transport: transport_lib.Transport) -> int:
-    """How many zeros a tensor must end with to be added up by `summed`."""
+    """Returns how many zeros a tensor must end with for `summed`."""
     if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return 0
     return quantized_sum.padding(num_elements, transport.groups.group_size)
@@ -35,7 +32,7 @@ def padding(num_elements: int, transport: transport_lib.Transport) -> int:
 def summed(
     buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> Received:
-    """The group sums of tensors, which end with `padding` zeros.
+    """Sums tensors, which end with `padding` zeros, over the group.
 
     A bucket has one tensor unless the format is quantized.
     """
@@ -51,18 +48,11 @@ def summed(
 def scattered(
     buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
 ) -> Received:
-    """The rows of group sums at this replica's position in its group.
+    """Returns the rows of group sums at this replica's position in its group.
 
-    Args:
-      buckets: This replica's tensors, of shapes [group_size, size]. A bucket
-        has one unless the format is quantized.
-      transport: The `Transport` to use.
-
-    Returns:
-      `Received`, with sums of shapes [size].
-
-    Raises:
-      ValueError: If the transport cannot sum a dtype.
+    Tensors have the shapes [group_size, size], and their sums [size]. A bucket
+    has one tensor unless the format is quantized. Raises ValueError if the
+    transport can't sum a dtype.
     """
     if wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return Received(*quantized_sum.scattered(buckets, transport))
@@ -92,7 +82,7 @@ def _lost_by_cast(
         tensor - tf.cast(one, tensor.dtype)
         for tensor, one in zip(tensors, sent, strict=True)
     ]
-    # Of a number that is not finite there is nothing to keep.
+    # An element that is not finite loses nothing that is worth keeping.
     return [
         tf.where(tf.math.is_finite(one), one, tf.zeros_like(one))
         for one in lost

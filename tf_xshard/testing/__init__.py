@@ -1,28 +1,28 @@
-"""TPUStrategy with no TPU: execute it with XLA:CPU, compile it for TPUs.
+"""Executes TPUStrategy with XLA:CPU, and compiles it for TPUs, without a TPU.
 
     your step -> TPUStrategy's trace -> TensorFlow's bridge -> StableHLO
                                                                   |
                  simulated_tpu_strategy: XLA:CPU, N replicas  <---+
                  compile_for_tpu: libtpu's compiler, HLO      <---+
 
-Needs the extra `[testing]`, which pins the versions of jax and libtpu that are
-tested; tensorflow-tpu can't be in the same environment.
+The extra `[testing]` pins the tested versions of jax and libtpu. tensorflow-tpu
+can't be in the same environment.
 
-- `simulated_strategy`: the strategy that users get.
-- `strategy_run`: what its `run` does.
-- `replicated_program`: the program that TPUStrategy traced, out of its graph.
-- `stablehlo`: the program in StableHLO, for given shapes.
-- `portable_stablehlo`: its text as every compiler accepts it; StableHLO where
-  `tpu_operations` left custom calls.
-- `tpu_operations`: replaces operations that only a TPU has.
-- `refusals`: operations that the simulated TPU refuses, by name.
-- `execution`: adds the execution to the user's graph.
+- `simulated_strategy`: the strategy that users create.
+- `strategy_run`: replaces `strategy.run()`, and captures programs.
+- `replicated_program`: extracts the replicas' program from a traced graph.
+- `stablehlo`: lowers the program to StableHLO, for given shapes.
+- `portable_stablehlo`: rewrites StableHLO's syntax for every compiler.
+- `tpu_operations`: operations of a TPU that the simulated TPU executes; a new
+  operation begins here.
+- `refusals`: raises for operations that the simulated TPU can't execute.
+- `execution`: adds the program's execution to the user's graph.
 - `xla_cpu`: executes a program on N devices of XLA:CPU.
 - `fabricated_tpu`: a TPU system's topology and cluster resolver.
 - `compile_for_tpu`: compiles a step with the TPU compiler.
 - `compiled`: the compiler's result, and its report.
-- `compiled_hlo`: reads the collectives out of an optimized module.
-- `requirements`: the versions of jax and libtpu.
+- `compiled_hlo`: reads the collectives out of a compiled program's text.
+- `requirements`: checks the versions of jax and libtpu.
 """
 
 from __future__ import annotations

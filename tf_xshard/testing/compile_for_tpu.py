@@ -1,4 +1,4 @@
-"""Compiles a TPUStrategy step with the TPU compiler, with no TPU."""
+"""Compiles a TPUStrategy step with the TPU compiler, without a TPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # libtpu's lock file lets only one process at a time hold a TPU; any number
+    # libtpu's lock file lets only one process at a time hold a TPU. Any number
     # of processes may compile.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
@@ -40,44 +40,43 @@ def compile_for_tpu(
     topology: str = "v5e:2x4",
     step: str = "train",
 ) -> compiled.CompiledForTPU:
-    """Compiles a step of TPUStrategy with the real TPU compiler, with no TPU.
+    """Compiles a step of TPUStrategy with the real TPU compiler, without a TPU.
 
-    The program is the one that `simulated_tpu_strategy` executes: TPUStrategy
-    traces it, TensorFlow lowers it, and libtpu's compiler compiles it to what
-    would be loaded onto TPU cores. The result shows what a step communicates,
-    how much memory it needs, and whether it compiles at all. Nothing is
-    executed, and no variable changes.
+    As for `simulated_tpu_strategy`, TPUStrategy traces the program, and
+    TensorFlow lowers it. Then libtpu's compiler compiles it for TPU cores. The
+    result shows what a step communicates, how much memory it needs, and whether
+    it compiles at all. Nothing is executed, and no variable changes.
 
     Args:
       fn_or_model: A function that calls `strategy.run()` once (a `tf.function`
-        or not), or a compiled Keras model. Its strategy must be one of
-        `simulated_tpu_strategy`.
-      *args: For a function, its arguments. For a model, one global batch as
-        `train_on_batch` takes it: x, and y and sample weights if the step uses
-        them; nested structures of arrays [batch_size, ...], where batch_size is
-        a multiple of the number of replicas.
-      topology: The TPUs, as "<generation>:<chips>x<chips>[x<chips>]". A v5e or
-        v6e chip ("v5e:2x4") and a v5p chip ("v5p:2x2x2") is one core; a v4 or
-        tpu7x chip ("v4:2x2x1", "tpu7x:2x2x1") is two. The number of cores must
-        equal the number of replicas; up to 256 are tested.
-      step: For a model: "train" (default), "test" (of `evaluate`) or "predict".
+        or not), or a compiled Keras model. `simulated_tpu_strategy` must have
+        created the strategy.
+      *args: A function's arguments. For a model, one global batch as
+        `train_on_batch` takes it, x and, if the step uses them, y and sample
+        weights. Each is a nested structure of arrays [batch_size, ...], where
+        batch_size is a multiple of the number of replicas.
+      topology: The TPUs, as "<generation>:<chips>x<chips>[x<chips>]". Chips of
+        v5e, v6e ("v5e:2x4") and v5p ("v5p:2x2x2") have one core; chips of v4
+        and tpu7x ("v4:2x2x1", "tpu7x:2x2x1") have two. The number of cores must
+        equal the number of replicas. Up to 256 are tested. Default: "v5e:2x4".
+      step: A model's step, "train" (default), "test" (`evaluate`) or "predict".
 
     Returns:
-      A `CompiledForTPU`: the optimized HLO, its collectives, memory statistics
-      and flops. `print` it for a report.
+      A `CompiledForTPU` with the optimized HLO, its collectives, memory
+      statistics and flops. `print` it for a report.
 
     Raises:
       ImportError: If libtpu is missing or not of the tested version.
       TypeError: If the first argument is neither a function nor a model, or is
         a ConcreteFunction, or if topology is not a str.
       ValueError: If the function does not call `strategy.run()` exactly once
-        under a simulated strategy, a shape is unknown, the model is not
-        compiled, the batch can't be split evenly, or the topology is unknown or
-        has another number of cores.
-      NotImplementedError: If the step can't be compiled; the text names the
+        under a simulated strategy, a shape or `step` is unknown, the model is
+        not compiled or has another strategy, the batch is missing or can't be
+        split evenly, or the topology is unknown or has another number of cores.
+      NotImplementedError: If the step can't be compiled. The message names the
         construct.
       jax.errors.JaxRuntimeError: If the TPU compiler refuses the program, for
-        example one that needs more memory than a core has.
+        example because it needs more memory than a core has.
 
     Example:
 
@@ -117,7 +116,8 @@ def compile_for_tpu(
             "compile_for_tpu takes a function or a Keras model, got"
             f" {type(fn_or_model).__name__}."
         )
-    # Any simulated strategy: a function does not say whose run() it calls.
+    # Capture every simulated strategy, since a function does not say whose
+    # run() it calls.
     with strategy_run.capture(None) as programs:
         tf.function(function, input_signature=signature).get_concrete_function(
             *args
@@ -146,7 +146,7 @@ def compile_for_tpu(
 
 
 def _step_of(model: keras.Model, batch: Any, step: str) -> Callable[[], Any]:
-    """A function that calls `strategy.run()` with a step of the model."""
+    """Returns a function that calls `strategy.run()` with a model's step."""
     if step not in _STEPS:
         raise ValueError(f"step must be one of {_STEPS}, got {step!r}.")
     strategy = model.distribute_strategy
@@ -275,7 +275,7 @@ def _compile(
             temporary_bytes=memory.temp_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
         ),
-        # Missing if nothing is computed, negative if unknown.
+        # The flops are missing if nothing is computed, negative if unknown.
         flops=flops if flops is not None and flops >= 0 else None,
         compile_seconds=seconds,
     )

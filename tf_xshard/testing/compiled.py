@@ -9,7 +9,7 @@ from tf_xshard.testing import compiled_hlo
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStatistics:
-    """The memory of one core that a compiled program needs, in bytes.
+    """The memory that a compiled program needs on one core, in bytes.
 
     Attributes:
       argument_bytes: Arguments and variables.
@@ -27,7 +27,7 @@ class MemoryStatistics:
 
     @property
     def peak_bytes(self) -> int:
-        """An upper bound of what is needed at any time."""
+        """An upper bound of the memory that is needed at any time."""
         return (
             self.argument_bytes
             + self.output_bytes
@@ -46,12 +46,12 @@ class CompiledForTPU:
       device_kind: The compiler's name for the TPU.
       num_replicas: The number of replicas.
       hlo_text: The optimized HLO module.
-      stablehlo_text: The module that the compiler got.
+      stablehlo_text: The StableHLO module that was compiled.
       collectives: The collectives in `hlo_text`, each a `Collective` with
         `kind`, `replica_groups`, `operands`, `num_bytes` and `name`.
       memory: The memory that one core needs, a `MemoryStatistics`.
-      flops: The compiler's estimate of the floating-point operations of one
-        replica, None if it has none.
+      flops: The compiler's estimate of one replica's floating-point operations,
+        or None without an estimate.
       compile_seconds: How long the compiler ran.
     """
 

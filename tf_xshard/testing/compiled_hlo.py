@@ -29,10 +29,10 @@ class Collective:
     Attributes:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
         "collective-permute", "collective-broadcast" or "ragged-all-to-all".
-      replica_groups: The ids of the replicas that communicate with each other;
-        for a collective-permute, its (source, target) pairs. Empty means all.
+      replica_groups: The ids of the replicas that communicate with each other,
+        or a collective-permute's (source, target) pairs. Empty means all.
       operands: The type of each operand, such as "f32[256,512]".
-      num_bytes: The size of one replica's operands.
+      num_bytes: The size of one replica's operands, in bytes.
       name: The instruction's name in the HLO text.
     """
 
@@ -102,7 +102,7 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def _split_parenthesis(text: str) -> tuple[str, str]:
-    """Splits after the parenthesis that closes one opened before `text`."""
+    """Splits text at the first closing parenthesis that it does not open."""
     depth = 1
     for index, character in enumerate(text):
         depth += (character == "(") - (character == ")")

@@ -76,15 +76,14 @@ def emit(
 def _bound_to_current_graph(
     runner: _Runner,
 ) -> Callable[..., list[np.ndarray]]:
-    """A function that calls the runner, which lives as long as the graph.
-
-    `tf.numpy_function` never frees its function: the global default graph keeps
-    it, even if a `tf.function` calls it.
-    """
+    """Returns a function that calls the runner while the graph lives."""
+    # `tf.numpy_function` never frees its function. The global default graph
+    # keeps the function, even if a `tf.function` calls it, so the function
+    # holds the runner only weakly.
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
-        # In each graph up to the outermost: a tf.function that is traced inside
-        # another keeps its trace when the other one is gone.
+        # Keep the runner in each graph up to the outermost. A tf.function that
+        # is traced inside another keeps its trace when the outer graph is gone.
         runners = getattr(graph, "simulated_tpu_runners", [])
         graph.simulated_tpu_runners = [*runners, runner]
         outer = getattr(graph, "outer_graph", None)
@@ -103,7 +102,7 @@ def _bound_to_current_graph(
 def _host_side(
     traced: tf.Graph,
 ) -> Callable[[Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]:
-    """Rebuilds what surrounds the program, such as padding, elsewhere."""
+    """Returns a function that rebuilds the host's operations (padding)."""
     captured = {inside.name: outside for outside, inside in traced.captures}
 
     def rebuilt(groups):
@@ -135,7 +134,7 @@ def _host_side(
 
 
 def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
-    """The operations that compute tensors (of any shape)."""
+    """Finds the operations that compute tensors (of any shape)."""
     found: set[tf.Operation] = set()
     pending = [t.op for t in tensors]
     while pending:
@@ -149,7 +148,7 @@ def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
 
 
 class _Runner:
-    """What `tf.numpy_function` calls: lowers, compiles, executes."""
+    """Lowers, compiles and executes a program, inside `tf.numpy_function`."""
 
     def __init__(
         self,
@@ -164,7 +163,7 @@ class _Runner:
         self._lock = threading.Lock()
 
     def lower_early(self, shapes: Sequence[tf.TensorShape]) -> None:
-        """Lowers while tracing if all shapes are known: it raises sooner."""
+        """Lowers while tracing if all shapes are known, to raise sooner."""
         if all(shape.is_fully_defined() for shape in shapes):
             self._lower(tuple(tuple(shape) for shape in shapes))
 

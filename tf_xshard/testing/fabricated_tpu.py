@@ -1,8 +1,4 @@
-"""A fabricated TPU system: its topology and its cluster resolver.
-
-`tf.distribute.TPUStrategy` asks a cluster resolver only for the system's
-metadata. Here every TPU core is a logical CPU of this process.
-"""
+"""A fabricated TPU system, whose cores are logical CPUs of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ _TASK = "/job:localhost/replica:0/task:0/device:"
 
 
 def cpu_name(index: int) -> str:
-    """The full name of a logical CPU."""
+    """Returns the full name of a logical CPU."""
     return f"{_TASK}CPU:{index}"
 
 
@@ -27,7 +23,7 @@ class Topology(tf.tpu.experimental.Topology):
 
     def __init__(self, num_replicas: int, num_hosts: int) -> None:
         per_host = num_replicas // num_hosts
-        # Two cores per chip, as v2 to v4 have, if the number is even.
+        # If the number is even, chips have two cores, as v2 to v4 have.
         cores = 2 if per_host % 2 == 0 else 1
         chips = per_host // cores
         super().__init__(
@@ -46,7 +42,7 @@ class Topology(tf.tpu.experimental.Topology):
         )
 
     def host_of(self, core: str) -> str:
-        """The device that hosts a core: the first core of its host."""
+        """Returns the device that hosts a core, its host's first core."""
         index = int(core.rpartition(":")[2])
         return cpu_name(index - index % self.num_tpus_per_task)
 
@@ -67,7 +63,7 @@ class Topology(tf.tpu.experimental.Topology):
 
 
 class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """What `TPUStrategy` needs of a `TPUClusterResolver`."""
+    """The metadata of a `TPUClusterResolver`, all that `TPUStrategy` needs."""
 
     environment = ""
     tpu_hardware_feature = None

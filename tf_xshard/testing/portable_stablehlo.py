@@ -1,8 +1,4 @@
-"""The bridge's StableHLO as a module that every compiler accepts.
-
-TensorFlow's bridge prints operations of other dialects, and custom calls that
-stand for a TPU's collectives; here they become StableHLO's own operations.
-"""
+"""Rewrites the bridge's StableHLO to a module that every compiler accepts."""
 
 from __future__ import annotations
 
@@ -17,13 +13,13 @@ from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.testing import tpu_operations
 
 _UNKNOWN = "tf_xshard.unknown"
-# Long bool constants. The bridge of TensorFlow 2.20 and 2.21 prints one bit per
-# element, since 2.22 one byte, as the parser expects.
+# Matches long bool constants. The bridge prints one bit per element in
+# TensorFlow 2.20 and 2.21, and since 2.22 one byte, as the parser expects.
 _BOOLS = re.compile(r'dense<"0x([0-9A-F]+)"> : tensor<([0-9x]+)xi1>')
 
 
 def portable(text: str) -> str:
-    """A module of the bridge in StableHLO that every compiler accepts."""
+    """Rewrites a module of the bridge so that every compiler accepts it."""
     with tpu_simulation.make_ir_context():
         return str(parse(text))
 
@@ -53,7 +49,7 @@ def _as_bytes(match: re.Match[str]) -> str:
 
 
 def constants(text: str) -> list[np.ndarray]:
-    """The constants of a module's main function."""
+    """Returns the constants of a module."""
     ir = tpu_simulation.ir
     found = []
 
@@ -69,7 +65,9 @@ def constants(text: str) -> list[np.ndarray]:
 
 
 def _replace_custom_calls(module: tpu_simulation.ir.Module) -> None:
-    """Puts StableHLO's operations in place of custom calls and copies."""
+    """Replaces custom calls by StableHLO's operations, and removes copies."""
+    # TensorFlow's bridge prints operations of other dialects, and custom calls
+    # that stand for a TPU's collectives.
     ir = tpu_simulation.ir
     found = []
 
@@ -94,7 +92,7 @@ def _replace_custom_calls(module: tpu_simulation.ir.Module) -> None:
 
 
 def _replacement(operation: Any) -> Any:
-    """The value that replaces the result of a custom call."""
+    """Returns the value that replaces the result of a custom call."""
     ir = tpu_simulation.ir
     target = ir.StringAttr(operation.attributes["call_target_name"]).value
     if target == _UNKNOWN:

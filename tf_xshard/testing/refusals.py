@@ -1,4 +1,4 @@
-"""Operations and resources that the simulated TPU refuses, by name."""
+"""Raises for operations and resources that the simulated TPU lacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNSUPPORTED = {
 
 
 def variable_spec(resource: tf.Tensor) -> tf.TensorSpec:
-    """Shape and dtype of the variable behind a resource."""
+    """Returns the shape and dtype of the variable behind a resource."""
     source = resource
     if resource.op.type == "TPUReplicatedInput":
         source = resource.op.inputs[0]

@@ -1,11 +1,11 @@
-"""The program that `TPUStrategy.run` traced, extracted from its graph.
+"""Extracts the program that `TPUStrategy.run` traced from its graph.
 
     strategy.run(fn, args) -> padding -> [ the replicas' program ] -> results
                               (host)       (_tpu_replicate ops)
 
 `tf.distribute.TPUStrategy` marks every operation of the replicas' program with
-the attribute `_tpu_replicate`. These operations become a GraphDef of their own,
-in which operations that only a TPU has are replaced by XLA's.
+the attribute `_tpu_replicate`. These operations become a separate GraphDef, in
+which XLA's operations replace operations that only a TPU has.
 """
 
 from __future__ import annotations
@@ -27,44 +27,34 @@ _unique = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """A variable that the replicas' program captures.
+    """A variable that the replicas' program captures."""
 
-    Attributes:
-      name: The name of its resource in the program's graph.
-      spec: Its shape and dtype.
-      is_written: Whether the program may assign to it.
-    """
-
+    # The name of the variable's resource in the program's graph.
     name: str
     spec: tf.TensorSpec
+    # True if the program may assign to the variable.
     is_written: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedProgram:
-    """One program for all replicas, as TPUStrategy traced it.
+    """One program for all replicas, as TPUStrategy traced it."""
 
-    Attributes:
-      graph_def: The program's operations, in the order of their creation.
-      argument_names: The tensors that are fed, with a value per replica.
-      argument_specs: Their shapes (dimensions may be unknown) and dtypes.
-      variables: The variables that it captures.
-      output_names: The tensors that it returns on each replica.
-      output_specs: Their shapes (dimensions may be unknown) and dtypes.
-      num_replicas: The number of replicas.
-    """
-
+    # The program's operations, in the order of their creation.
     graph_def: tf.compat.v1.GraphDef
+    # The tensors that are fed, with a value per replica. In these shapes, and
+    # in the shapes of the outputs, dimensions may be unknown.
     argument_names: tuple[str, ...]
     argument_specs: tuple[tf.TensorSpec, ...]
     variables: tuple[Variable, ...]
+    # The tensors that the program returns on each replica.
     output_names: tuple[str, ...]
     output_specs: tuple[tf.TensorSpec, ...]
     num_replicas: int
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Indices in `variables` of those that may be written."""
+        """The indices of the variables that may be written."""
         return tuple(
             index for index, v in enumerate(self.variables) if v.is_written
         )
@@ -72,22 +62,18 @@ class ReplicatedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Extraction:
-    """A program, and its inputs in the graph that was traced.
-
-    Attributes:
-      program: The replicas' program.
-      arguments: For each argument, its tensor on each replica, all of the shape
-        in `program.argument_specs`.
-      resources: For each variable, its resource (a scalar) on each replica.
-    """
+    """A program, and its inputs in the graph that was traced."""
 
     program: ReplicatedProgram
+    # Each argument's tensor on each replica, all of the shape in
+    # `program.argument_specs`.
     arguments: tuple[tuple[tf.Tensor, ...], ...]
+    # Each variable's resource (a scalar) on each replica.
     resources: tuple[tuple[tf.Tensor, ...], ...]
 
 
 def creates_variables(graph: tf.Graph) -> bool:
-    """Whether a traced program initializes variables that it creates."""
+    """Returns True if a traced program creates and initializes variables."""
     return any(
         o.type == "VarIsInitializedOp" and _is_marked(o)
         for o in graph.get_operations()
@@ -144,7 +130,7 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
 
 
 def output_positions(graph: tf.Graph) -> dict[str, int]:
-    """The index of each TPUReplicatedOutput among the outputs."""
+    """Returns the index of each TPUReplicatedOutput among the outputs."""
     outputs = filter(_is_output, graph.get_operations())
     return {operation.name: index for index, operation in enumerate(outputs)}
 
@@ -152,7 +138,7 @@ def output_positions(graph: tf.Graph) -> dict[str, int]:
 def _alive(
     inside: Sequence[tf.Operation], outputs: Sequence[tf.Tensor]
 ) -> list[tf.Operation]:
-    """Operations that a TPU would run: used, or with a side effect."""
+    """Returns operations that a TPU would run, used or with side effects."""
     candidates = set(inside)
     alive: set[tf.Operation] = set()
     pending = [o for o in inside if o.op_def.is_stateful]
@@ -176,14 +162,14 @@ def _is_output(operation: tf.Operation) -> bool:
 
 
 def _root(tensor: tf.Tensor, names: set[str]) -> tf.Tensor:
-    """The tensor outside the program behind a resource inside (scalars)."""
+    """Follows a resource (a scalar) to its tensor outside the program."""
     while tensor.op.name in names and tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return tensor
 
 
 def _per_replica(tensor: tf.Tensor, num_replicas: int) -> tuple[tf.Tensor, ...]:
-    """A tensor on each replica, of the same shape."""
+    """Returns a tensor on each replica, of the same shape."""
     if tensor.op.type == "TPUReplicatedInput":
         return tuple(tensor.op.inputs)
     return (tensor,) * num_replicas
@@ -204,7 +190,7 @@ def _graph_def(graph: tf.Graph, names: set[str]) -> tf.compat.v1.GraphDef:
             program.node.add().CopyFrom(node)
             del program.node[-1].input[:]
             program.node[-1].input.extend(kept)
-    # The runtime already has functions, unchanged, under the old names.
+    # The runtime already has the unchanged functions under the old names.
     suffix = f"__on_replica_{next(_unique)}"
     renamed = {
         f.signature.name: f.signature.name + suffix

@@ -1,4 +1,4 @@
-"""The versions of jax and libtpu that simulation and compilation need."""
+"""Checks the versions of jax and libtpu that are installed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib.metadata
 
 from tf_xshard import dependencies
 
-# Versions of libtpu support different TPUs: 0.0.51 can't compile for tpu7x with
-# jax 0.10.2. setup.cfg pins it.
+# Versions of libtpu support different TPUs, and 0.0.51 can't compile for tpu7x
+# with jax 0.10.2. setup.cfg pins the version.
 [LIBTPU] = {one.version for one in dependencies.specifier("libtpu")}
 
 _INSTALL = "pip install 'tf_xshard[cpu,testing]' in an environment of its own"
@@ -21,7 +21,7 @@ def _version(distribution: str) -> str | None:
 
 
 def check_jax() -> None:
-    """Checks the versions that `simulated_tpu_strategy` needs."""
+    """Raises ImportError if `simulated_tpu_strategy` needs other versions."""
     if _version("tensorflow-tpu") is not None:
         raise ImportError(
             "tf_xshard.testing can't share an environment with tensorflow-tpu:"
@@ -33,7 +33,7 @@ def check_jax() -> None:
 
 
 def check_libtpu() -> None:
-    """Checks the version that `compile_for_tpu` needs."""
+    """Raises ImportError if `compile_for_tpu` needs another version."""
     _check("libtpu")
 
 

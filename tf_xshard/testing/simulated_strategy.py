@@ -19,11 +19,11 @@ from tf_xshard.testing import xla_cpu
 
 
 class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
-    """See `simulated_tpu_strategy`, which creates it.
+    """The strategy that `simulated_tpu_strategy` creates.
 
     Args:
       topology: The fabricated TPU.
-      device_assignment: The replicas' cores, None for the cores in order.
+      device_assignment: The replicas' cores, or None for the cores in order.
       xla_numbering: The replica that each XLA replica executes.
 
     Attributes:
@@ -58,9 +58,10 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
     ) -> contextlib.AbstractContextManager[list[replicated_program.Extraction]]:
         """Collects the programs of this strategy instead of executing them.
 
-        A context manager, for tests of what a step communicates. It captures
-        what this thread traces, such as with `get_concrete_function()`; inside
-        another `capture()` the inner one gets the programs.
+        This context manager is for tests of what a step communicates. It
+        captures what this thread traces, such as with
+        `get_concrete_function()`. An inner `capture()` gets the programs
+        instead of an outer `capture()`.
 
         Yields:
           A list with one `Extraction` for each `strategy.run()` traced inside.
@@ -88,26 +89,29 @@ def simulated_tpu_strategy(
     replica_permutation: Sequence[int] | None = None,
     num_hosts: int = 1,
 ) -> SimulatedTPUStrategy:
-    """A `tf.distribute.TPUStrategy` that executes with no TPU.
+    """Creates a `tf.distribute.TPUStrategy` that executes without a TPU.
 
-    For running and testing TPUStrategy code on any Linux machine. The strategy
-    is TensorFlow's own, over a fabricated system of TPU cores; XLA:CPU executes
-    the program that it traces and TensorFlow lowers, with one XLA replica per
-    TPU core and real replica groups. Call results obtained with it "simulated
-    TPU (XLA:CPU)": they show what a program computes and communicates, not how
-    fast a TPU is, where its rounding differs, or whether its memory suffices.
+    Use it to run and test TPUStrategy code on any Linux machine. The strategy
+    is TensorFlow's own, with a fabricated system of TPU cores. The strategy
+    traces the program, TensorFlow lowers it, and XLA:CPU executes it, with one
+    XLA replica per TPU core and real replica groups. Label such results
+    "simulated TPU (XLA:CPU)". They show what a program computes and
+    communicates, not how fast a TPU is, where its rounding differs, or whether
+    its memory suffices.
 
-    It runs `fit`, `evaluate`, `predict` and custom loops. It raises, naming the
-    construct, for what a TPU's host or embedding cores do (outside compilation:
-    tf.print, tf.summary and strings in the step; infeed and outfeed; TPU
-    embedding), for model parallelism (several cores per replica), and for
-    `jit_compile=True` around `strategy.run()`.
+    It runs `fit`, `evaluate`, `predict` and custom loops. An error names each
+    construct that it can't run:
 
-    Every core is a logical CPU of TensorFlow. The first call configures them,
-    so TensorFlow must not have run anything before. TensorFlow is not patched:
-    other strategies work beside this one. Used as a context manager, the
-    strategy frees on exit what has been compiled for all simulated strategies;
-    what is used later is compiled again.
+    - outside compilation (tf.print, tf.summary and strings in the step);
+    - infeed, outfeed and TPU embedding;
+    - model parallelism (several cores per replica);
+    - `jit_compile=True` around `strategy.run()`.
+
+    Every core is a logical CPU of TensorFlow. The first call configures these
+    CPUs, so TensorFlow must not have run anything before. TensorFlow is not
+    patched, and other strategies work next to this strategy. At the end of a
+    `with strategy` block, all simulated strategies free their compiled
+    programs, and compile them again when needed.
 
     Args:
       num_replicas: The number of replicas, a positive int. Default: 8.
@@ -115,25 +119,25 @@ def simulated_tpu_strategy(
         `experimental_device_assignment`, which fixes XLA's numbering of the
         replicas. Default: True.
       replica_permutation: The replica that each XLA replica executes, a
-        permutation of `range(num_replicas)`. It models a TPU on which XLA
-        numbers the replicas differently from the strategy, which happens only
-        without a device assignment. Default: None, the same numbers.
-      num_hosts: The number of hosts, over which the cores are spread evenly.
-        Each host has its own input pipeline. Default: 1.
+        permutation of `range(num_replicas)`. It models a TPU without a device
+        assignment, on which XLA may number the replicas differently from the
+        strategy. Default: None, the same numbers.
+      num_hosts: The number of hosts, which share the cores evenly. Each host
+        has its own input pipeline. Default: 1.
 
     Returns:
       The strategy.
 
     Raises:
       TypeError: If a number is not an int.
-      ValueError: If a number is not positive, num_hosts does not divide
-        num_replicas, or replica_permutation is not a permutation or is given
-        together with a device assignment.
+      ValueError: If a number is not positive, `num_hosts` does not divide
+        `num_replicas`, or `replica_permutation` is not a permutation or is
+        given together with a device assignment.
       RuntimeError: If TensorFlow already runs with fewer logical CPUs.
 
-      A step that can't run raises NotImplementedError when it is traced, or,
-      if its shapes are known only at run time, `tf.errors.UnimplementedError`
-      with the same text then.
+      A step that can't run raises NotImplementedError when it is traced. If its
+      shapes are known only at run time, it then raises
+      `tf.errors.UnimplementedError` with the same text.
 
     Example:
 

@@ -1,7 +1,4 @@
-"""A replicated program in StableHLO, for given shapes of its arguments.
-
-TensorFlow's own bridge lowers it: the result is what a TPU would compile.
-"""
+"""Lowers a replicated program to StableHLO, for given argument shapes."""
 
 from __future__ import annotations
 
@@ -32,33 +29,24 @@ _ELEMENT_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Which results are one output of the program.
+    """The indices of the results that form one output of the program."""
 
-    Attributes:
-      data: The index of the output's values.
-      sizes: If the output's shape is dynamic (its values are padded then), the
-        index of its true shape, else None.
-    """
-
+    # The output's values, which are padded if the output's shape is dynamic.
     data: int
+    # The output's true shape if the shape is dynamic, else None.
     sizes: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A program in StableHLO.
+    """A program in StableHLO."""
 
-    Attributes:
-      text: The module. Its parameters are the program's arguments, then its
-        variables; its results are described below.
-      outputs: One `Result` for each output of the program.
-      updates: For each variable that the program writes, from its index to the
-        index of its new value among the results.
-      num_results: The number of results.
-    """
-
+    # The module, whose parameters are first arguments and then variables.
     text: str
+    # One `Result` for each output of the program.
     outputs: tuple[Result, ...]
+    # Maps each written variable's index to its new value's index among the
+    # results.
     updates: dict[int, int]
     num_results: int
 
@@ -67,7 +55,7 @@ def lower(
     program: replicated_program.ReplicatedProgram,
     shapes: tuple[tuple[int, ...], ...],
 ) -> Lowered:
-    """Lowers a program with TensorFlow's bridge to XLA."""
+    """Lowers a program with TensorFlow's bridge, as for a TPU."""
     check_constants()
     specs = [
         tf.TensorSpec(shape, spec.dtype)
@@ -111,12 +99,10 @@ def lower(
 
 @functools.cache
 def check_constants() -> None:
-    """Checks that constants arrive as they are; once in a process.
-
-    Long ones are printed as bytes, whose meaning TensorFlow 2.22 has changed
-    for bools. A wrong attention mask would be silent.
-    """
-    # Longer than what the bridge prints as a list.
+    """Checks, once in a process, that constants arrive unchanged."""
+    # The bridge prints long constants as bytes, whose meaning TensorFlow 2.22
+    # has changed for bools. A wrong attention mask would be silent. These
+    # constants are longer than constants that the bridge prints as a list.
     numbers = np.arange(203) * 7 % 11
     known = (numbers < 4, numbers.astype("float32"), numbers)
     function = tf.function(
@@ -144,7 +130,7 @@ def _import(
     tensors: dict[str, tf.Tensor],
     results: list[Result],
 ) -> list[tf.Tensor]:
-    """Builds the program's graph."""
+    """Imports the program into the current graph, and returns its outputs."""
     wanted = [name for name in program.output_names if name not in tensors]
     imported = tf.graph_util.import_graph_def(
         program.graph_def,
@@ -198,11 +184,9 @@ def _finish(
 
 
 def _renamed(text: str) -> str:
-    """Numbers the functions, so that equal programs have equal texts.
-
-    The bridge takes their names from TensorFlow, which numbers them through
-    the process.
-    """
+    """Numbers the functions, so that equal programs have equal texts."""
+    # The bridge takes their names from TensorFlow, which numbers all functions
+    # of the process.
     text = re.sub(r"module @\S+", "module @replicas", text, count=1)
     names = re.findall(r"func\.func private @([\w.$-]+)\(", text)
     numbered = {name: f"function{index}" for index, name in enumerate(names)}
@@ -212,7 +196,7 @@ def _renamed(text: str) -> str:
 
 
 def _main(module: tpu_simulation.ir.Module) -> Any:
-    """The module's main function, an operation of MLIR's dialect `func`."""
+    """Returns the main function, an operation of MLIR's dialect `func`."""
     for operation in module.body.operations:
         if operation.operation.name == "func.func":
             if operation.name.value == "main":
@@ -229,7 +213,7 @@ def _check_parameters(
     expected = [*specs, *(v.spec for v in program.variables)]
     assert len(main.type.inputs) == len(expected), "parameters are missing"
     for parameter, spec in zip(main.type.inputs, expected, strict=True):
-        # For types that XLA names differently (float8), the shape only.
+        # For types that XLA names differently (float8), check only the shape.
         element = _ELEMENT_TYPES.get(
             spec.dtype.name, str(parameter.element_type)
         )
@@ -240,7 +224,7 @@ def _check_parameters(
 
 
 def _aliases(module: tpu_simulation.ir.Module) -> list[tuple[int, int]]:
-    """Pairs of a parameter and the result that updates it."""
+    """Pairs each parameter with the result that updates it."""
     key = "mhlo.input_output_alias"
     if key not in module.operation.attributes:
         return []

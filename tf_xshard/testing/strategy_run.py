@@ -1,4 +1,4 @@
-"""What `strategy.run()` does under a simulated strategy.
+"""Replaces `strategy.run()` under a simulated strategy.
 
 trace -> replicated_program.extract -> execution.emit, or capture()
 """
@@ -16,7 +16,7 @@ from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.testing import execution
 from tf_xshard.testing import replicated_program
 
-# Of this thread: pairs of a runner (None: any) and a list for its programs.
+# Each thread's pairs of a runner (None for any runner) and its programs.
 _captures = threading.local()
 
 
@@ -24,7 +24,7 @@ _captures = threading.local()
 def capture(
     runner: Runner | None,
 ) -> Iterator[list[replicated_program.Extraction]]:
-    """Collects the programs traced inside, which then do not execute."""
+    """Collects the programs that are traced inside, without executing them."""
     programs: list[replicated_program.Extraction] = []
     before = getattr(_captures, "active", ())
     _captures.active = (*before, (runner, programs))
@@ -35,7 +35,7 @@ def capture(
 
 
 class Runner:
-    """Executes what a strategy traces, or hands it to `capture`."""
+    """Executes the programs that a strategy traces, or captures them."""
 
     def __init__(self, xla_numbering: Sequence[int]) -> None:
         self._xla_numbering = xla_numbering
@@ -65,7 +65,7 @@ class Runner:
                 return value
             if outputs is None:  # Nothing executes; only the type matters.
                 return tf.zeros([s or 1 for s in value.shape], value.dtype)
-            while value.op.name not in positions:  # An identity of it.
+            while value.op.name not in positions:  # Skip identities.
                 (value,) = value.op.inputs
             index = positions[value.op.name]
             return _without_gradient(outputs[value.value_index][index])
@@ -103,7 +103,7 @@ class Runner:
 
 
 def _without_gradient(value: tf.Tensor) -> tf.Tensor:
-    """What a replica returns: as on a TPU, it has no gradient."""
+    """Prevents a returned value from having a gradient, as on a TPU."""
     return tf.raw_ops.PreventGradient(
         input=value,
         message="the GradientTape is outside strategy.run(). What a TPU program"

@@ -1,4 +1,4 @@
-"""Replaces operations that only a TPU has by operations that XLA has."""
+"""Replaces operations that only a TPU has by XLA's operations."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def rewrite(
     renamed: dict[str, str],
     in_function: Any = None,
 ) -> None:
-    """Replaces the TPU's operations by XLA's, in place."""
+    """Replaces TPU operations by XLA operations, in place."""
     by_name = {node.name: node for node in nodes}
     replaced = set()
     for node in nodes:
         if node.op == "CrossReplicaSum":
-            # It takes the same inputs, and emits the same HLO as the TPU's
-            # kernel.
+            # XlaAllReduce takes the same inputs, and emits the same HLO as the
+            # TPU's kernel.
             node.op = "XlaAllReduce"
             node.attr["reduce_op"].s = b"Add"
             node.attr["mode"].s = b"CrossReplica"
@@ -44,7 +44,7 @@ def rewrite(
                     function.name = renamed[function.name]
     if in_function is None:
         return
-    # Inside a function an input names its producer's output argument.
+    # Inside a function, an input names its producer's output argument.
     for node in nodes:
         for index, name in enumerate(node.input):
             node.input[index] = _output_of_custom_call(name, replaced)
@@ -95,7 +95,7 @@ def _make_custom_call(
 def _constant(
     name: str, by_name: dict[str, tf.compat.v1.NodeDef]
 ) -> np.ndarray:
-    """The value of a tensor, of its shape."""
+    """Returns the value of a constant tensor, of the same shape."""
     node = by_name.get(name.split(":")[0])
     while node is not None and node.op == "Identity":
         node = by_name.get(node.input[0].split(":")[0])

@@ -1,9 +1,4 @@
-"""Executes one program on N replicas, which are N CPU devices of XLA.
-
-The PJRT client for CPUs comes from jaxlib and belongs to this module: jax's own
-devices, flags and settings stay as they are. XLA ends the process if a replica
-waits 40 seconds for the others in a collective, and has no setting for that.
-"""
+"""Executes one program on N replicas, which are N CPU devices of XLA."""
 
 from __future__ import annotations
 
@@ -22,8 +17,12 @@ _NUM_PROGRAMS = 128
 _lock = threading.Lock()
 
 
+# XLA ends the process if a replica waits 40 seconds for other replicas in a
+# collective, and has no setting for that.
 @functools.cache
 def _client(num_replicas: int) -> Any:
+    # This PJRT client for CPUs comes from jaxlib and belongs to this module.
+    # jax's own devices, flags and settings do not change.
     return tpu_simulation.xla_client.make_cpu_client(num_devices=num_replicas)
 
 
@@ -57,7 +56,8 @@ class Executable:
         self, parameters: list[list[np.ndarray]]
     ) -> list[list[np.ndarray]]:
         """Executes the program."""
-        # Without x64 jax narrows 64-bit types to 32; the setting is per thread.
+        # Without x64, jax narrows 64-bit types to 32 bits. The setting is per
+        # thread.
         with _lock, jax.enable_x64(True):
             arrays = [self._on_devices(values) for values in parameters]
             results = self._executable.execute_sharded(arrays)
@@ -65,9 +65,9 @@ class Executable:
             return [[np.asarray(one) for one in values] for values in by_result]
 
     def _on_devices(self, values: list[np.ndarray]) -> jax.Array:
-        """One array of each replica's value, all of one shape."""
-        # The sharding says "replicated", which is only a way to pass one buffer
-        # per device: jax does not check whether they are equal.
+        """Makes one array of the replicas' values, all of one shape."""
+        # The sharding says "replicated" only to pass one buffer per device. jax
+        # does not check whether the buffers are equal.
         buffers = [
             jax.device_put(value, device)
             for value, device in zip(values, self._devices, strict=True)
@@ -77,5 +77,5 @@ class Executable:
 
 @functools.lru_cache(maxsize=_NUM_PROGRAMS)
 def compiled(text: str, num_replicas: int) -> Executable:
-    """Compiles a program, once."""
+    """Compiles a program, or returns the cached executable."""
     return Executable(text, num_replicas)

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 from tests.programs import agn_cluster_program as program
-from tests.support import forked
 from tests.support import paths
 from tf_xshard.multi_worker import local_cluster
 
@@ -29,7 +28,7 @@ class _Cluster:
         self.processes = [self.start("ps", 0)]
 
     def start(self, job, index, num_steps=None):
-        process = forked.Popen(
+        process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",

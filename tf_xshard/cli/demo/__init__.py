@@ -1,15 +1,12 @@
-"""Training on real data: handwritten digits, one device and many.
+"""Trains a digit classifier, and checks the promises of one optimizer.
 
-Trains a small convolutional classifier on one device and, with one of the three
-optimizers, under a strategy, and checks what the package promises.
-
-- `cross_shard`: all replicas as one device, and groups.
-- `tower`: k towers train like one batch k times as large.
-- `agn`: one device at period 1, and local SGD.
-- `sharded_update`: the same weights with `shard_update=True`, 1/g of the slots.
-- `training`: one run: a model trained on one device or under a strategy.
-- `promises`: a table of runs, and the promises that fail.
-- `digits`: the data, the model and its optimizers.
+- `cross_shard`: compares all replicas, and groups, with one device.
+- `tower`: compares k towers with one batch k times as large.
+- `agn`: compares period 1 with one device, and checks local SGD.
+- `sharded_update`: checks `shard_update=True`, with 1/g of the slot variables.
+- `training`: trains the model once, on one device or under a strategy.
+- `promises`: collects and prints the table of runs, and failed promises.
+- `digits`: the data, the model and its inner optimizers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AGNOptimizer's promises: one device at period 1, and local SGD."""
+"""Checks AGNOptimizer against one device at period 1, and as local SGD."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tf_xshard.cli.demo import training
 
 
 def show(runs: training.Runs) -> promises_lib.Promises:
-    """Trains one device, period 1, local SGD, its reference, and AGN."""
+    """Trains with AGNOptimizer and its references, and compares."""
     options, digits, period = runs.options, runs.digits, runs.options.period
     num_replicas = runs.strategy.num_replicas_in_sync
     num_steps = options.epochs * digits.steps_per_epoch
@@ -63,7 +63,7 @@ def show(runs: training.Runs) -> promises_lib.Promises:
         "never averaged (on purpose)", wrong, averaged, tolerance, right=False
     )
     promises.show(f"AGN, period {period}", documented, "another algorithm")
-    expected = -(-num_steps // period)  # One at the end of fit.
+    expected = -(-num_steps // period)  # `fit` ends with an exchange.
     for row, trained in (("local SGD", updates), ("AGN", documented)):
         apart = training.deviation(trained.weights, trained.weights[0])
         promises.check_that(
@@ -84,7 +84,7 @@ def _replicas_one_by_one(
     num_replicas: int,
     permuted: bool = False,
 ) -> list[np.ndarray]:
-    """Local SGD on one device: train each replica, average in NumPy, repeat."""
+    """Trains local SGD on one device, averaging the replicas in NumPy."""
     print(
         "\nEach replica by itself on one device, averaged every"
         f" {options.period} steps"

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer's promises: all replicas as one device, and groups."""
+"""Checks CrossShardOptimizer against one device, with and without groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_GROUP_DIFFERENCE = 1e-3
 
 
 def show(runs: training.Runs) -> promises_lib.Promises:
-    """Trains one device, plain Keras, all replicas, groups, and a wrong sum."""
+    """Trains with CrossShardOptimizer and its references, and compares."""
     options, digits = runs.options, runs.digits
     num_replicas = runs.strategy.num_replicas_in_sync
     groups = tf_xshard.GroupAssignment.strided(

@@ -1,4 +1,4 @@
-"""Handwritten digits, the model that classifies them, and its optimizers."""
+"""Loads handwritten digits, and creates the model and its optimizers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ class Digits:
 
     Attributes:
       x: Images, float32 [num_epochs * steps_per_epoch * batch_size, 8, 8, 1].
-      y: Their digits, int32 of the same length.
+      y: Digits of `x`, int32 [num_epochs * steps_per_epoch * batch_size].
       x_validation: Images, float32 [num_images, 8, 8, 1].
-      y_validation: Their digits, int32 [num_images].
-      steps_per_epoch: The number of batches in an epoch.
-      batch_size: The number of images in a batch.
+      y_validation: Digits of `x_validation`, int32 [num_images].
     """
 
     x: np.ndarray
@@ -45,7 +43,7 @@ class Digits:
     batch_size: int = BATCH_SIZE
 
     def of_shards(self, members: Sequence[int], num_replicas: int) -> Digits:
-        """The shards of each batch that some replicas get."""
+        """Returns the shards of each batch that some replicas get."""
         shard = self.batch_size // num_replicas
         by_replica = np.arange(len(self.x)).reshape(-1, num_replicas, shard)
         rows = by_replica[:, list(members)].reshape(-1)
@@ -57,7 +55,7 @@ class Digits:
         )
 
     def in_parts(self, num_parts: int) -> Digits:
-        """The same rows, with every batch split into parts."""
+        """Splits every batch into parts."""
         return dataclasses.replace(
             self,
             steps_per_epoch=self.steps_per_epoch * num_parts,
@@ -65,7 +63,7 @@ class Digits:
         )
 
     def with_permuted_batches(self, seed: int) -> Digits:
-        """The same batches, with the rows of each in another order."""
+        """Reorders the rows inside each batch."""
         rng = np.random.default_rng(seed)
         batches = np.arange(len(self.x)).reshape(-1, self.batch_size)
         rows = rng.permuted(batches, axis=1).reshape(-1)
@@ -73,7 +71,7 @@ class Digits:
 
 
 def load(epochs: int, seed: int) -> Digits:
-    """1,797 real images, which are part of scikit-learn: no download."""
+    """Loads the 1,797 images in scikit-learn, without a download."""
     from sklearn import datasets
 
     digits = datasets.load_digits()
@@ -90,7 +88,7 @@ def load(epochs: int, seed: int) -> Digits:
 
 
 def model(seed: int) -> keras.Model:
-    """A small convolutional classifier."""
+    """Creates a small convolutional classifier."""
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     return keras.Sequential(
@@ -118,14 +116,14 @@ def compiled(
 
 @functools.cache
 def _evaluated(seed: int) -> keras.Model:
-    """One model for all weights, so that its step is traced once."""
+    """Creates one model for all weights, so that its step is traced once."""
     return compiled(model(seed), keras.optimizers.SGD())
 
 
 def evaluate(
     weights: Sequence[np.ndarray], digits: Digits, seed: int
 ) -> list[float]:
-    """Validation loss and accuracy of weights, on one device."""
+    """Returns the validation loss and accuracy of weights, on one device."""
     made = _evaluated(seed)
     made.set_weights(weights)
     x = digits.x_validation

@@ -1,4 +1,4 @@
-"""What a demo promises: a table of runs, and the promises that fail."""
+"""Collects a demo's runs in a table, and the promises that fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_ACCURACY = 0.95
 
 
 class Promises:
-    """The rows of the table and the failures."""
+    """The rows of the table, and the failures."""
 
     def __init__(self, reference: str) -> None:
         self._head = ("run", "accuracy", "moved", f"max |dw| from {reference}")
@@ -27,7 +27,7 @@ class Promises:
         remark: str = "",
         replica_id: int = 0,
     ) -> None:
-        """Adds a row about which nothing is promised."""
+        """Adds a row without a promise."""
         self._rows.append(
             (
                 row,
@@ -46,7 +46,7 @@ class Promises:
         members: Sequence[int] | None = None,
         right: bool = True,
     ) -> None:
-        """Promises that replicas have a reference's weights, or others."""
+        """Checks that weights equal a reference, or differ if not `right`."""
         deviation = training.deviation(trained.weights, reference, members)
         holds = deviation <= tolerance
         self.show(
@@ -63,14 +63,14 @@ class Promises:
         )
 
     def check_that(self, holds: bool, otherwise: str) -> None:
-        """Promises anything else."""
+        """Records a failure unless a promise holds."""
         if not holds:
             self._failures.append(otherwise)
 
     def check_accuracy(
         self, runs: Iterable[training.Trained], epochs: int
     ) -> None:
-        """Promises the accuracy of runs, if they are long enough."""
+        """Checks the accuracy of runs, if the runs are long enough."""
         if epochs < DEFAULT_EPOCHS:
             print(f"accuracy is not checked below {DEFAULT_EPOCHS} epochs")
             return
@@ -93,7 +93,7 @@ class Promises:
         )
 
     def exit_code(self) -> int:
-        """Prints the promises that fail; 0 if there are none, else 1."""
+        """Prints failed promises; returns 0 if all promises hold, else 1."""
         for failure in self._failures:
             print(f"FAILED: {failure}")
         if not self._failures:

@@ -1,4 +1,4 @@
-"""The promises of `shard_update=True`: the same weights, 1/g of the slots."""
+"""Checks that `shard_update=True` keeps the weights with 1/g of the slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(
     whole: training.Trained,
     tolerances: Sequence[float],
 ) -> None:
-    """Trains in groups with a sharded update, and compares."""
+    """Trains in groups with a sharded update, and compares the results."""
     sharded = runs.replicated(
         f"CrossShardOptimizer in {groups.num_groups} groups, shard_update=True",
         lambda inner: tf_xshard.CrossShardOptimizer(
@@ -50,7 +50,7 @@ def check(
 
 
 def _slot_elements(trained: training.Trained) -> int:
-    """How many numbers the first replica holds in slot variables."""
+    """Counts the numbers in the slot variables of the first replica."""
     return sum(
         int(replica_variables.copies(v)[0].shape.num_elements())
         for v in trained.model.optimizer.variables

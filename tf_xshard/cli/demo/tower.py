@@ -1,4 +1,4 @@
-"""TowerOptimizer's promises: k towers train like one batch k times as large."""
+"""Checks that k towers train like one batch k times as large."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tf_xshard.cli.demo import training
 
 
 def show(runs: training.Runs) -> promises_lib.Promises:
-    """Trains one device, plain Keras' accumulation, and towers."""
+    """Trains with TowerOptimizer and its references, and compares."""
     num_towers = runs.options.towers
     parts = runs.digits.in_parts(num_towers)
     print(
@@ -63,7 +63,7 @@ def show(runs: training.Runs) -> promises_lib.Promises:
 
 
 def _plain_accumulation(runs: training.Runs, parts: digits_lib.Digits) -> str:
-    """Trains with Keras' own accumulation; the accuracy, or the error."""
+    """Trains with Keras's accumulation; describes the accuracy or the error."""
 
     def accumulating(inner):
         config = inner.get_config()

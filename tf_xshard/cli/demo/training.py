@@ -1,4 +1,4 @@
-"""One run of the demo: a model trained on one device or under a strategy."""
+"""Trains the demo's model once, on one device or under a strategy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ from tf_xshard.cli.demo import digits as digits_lib
 
 
 class Trained:
-    """A finished run: the weights of every replica, and their accuracy.
-
-    Attributes:
-      model: The model.
-      start: The weights that it started from.
-      history: What `fit` and the callbacks logged after each epoch.
-      weights: `weights[replica][variable]`, arrays of the model's shapes.
-    """
+    """A finished run; its arrays are `weights[replica][variable]`."""
 
     def __init__(
         self,
@@ -58,17 +51,17 @@ class Trained:
         self.weights = of_replicas(model, strategy)
 
     def moved(self, replica_id: int = 0) -> float:
-        """The largest change of a weight on a replica."""
+        """Returns the largest change of a weight on a replica."""
         return difference(self.weights[replica_id], self.start)
 
     def accuracy(self, replica_id: int = 0) -> float:
-        """The accuracy of a replica on the validation data."""
+        """Returns a replica's accuracy on the validation data."""
         return digits_lib.evaluate(
             self.weights[replica_id], self._digits, self._options.seed
         )[1]
 
     def tolerance(self) -> float:
-        """The precision of float32: what the order of rows changes."""
+        """Measures float32's precision by reordering the rows of batches."""
         permuted = Trained(
             "The same with the rows inside each batch in another order",
             self._digits.with_permuted_batches(self._options.seed),
@@ -79,13 +72,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Makes the runs of a demo, which share data, options and strategy.
-
-    Attributes:
-      digits: The data.
-      options: The command's arguments.
-      strategy: The strategy of several replicas.
-    """
+    """Makes the runs of a demo, which share data, options and strategy."""
 
     digits: digits_lib.Digits
     options: argparse.Namespace
@@ -112,14 +99,14 @@ class Runs:
 
 
 def tolerance(of_permuted_rows: float) -> float:
-    """The largest difference that counts as equal."""
+    """Returns the largest difference that counts as equal."""
     return max(1e-6, 3 * of_permuted_rows)
 
 
 def of_replicas(
     model: keras.Model, strategy: tf.distribute.Strategy | None
 ) -> list[list[np.ndarray]]:
-    """The weights of every replica."""
+    """Returns the weights of every replica."""
     if strategy is None:
         return [model.get_weights()]
     of_variables = [
@@ -132,8 +119,8 @@ def of_replicas(
 def difference(
     some: Sequence[np.ndarray], others: Sequence[np.ndarray]
 ) -> float:
-    """The largest difference between two lists of weights."""
-    # np.max, because max can drop a nan.
+    """Returns the largest difference between two lists of weights."""
+    # np.max keeps a nan, which max can drop.
     return float(
         np.max([np.abs(a - b).max() for a, b in zip(some, others, strict=True)])
     )
@@ -144,6 +131,6 @@ def deviation(
     reference: Sequence[np.ndarray],
     members: Iterable[int] | None = None,
 ) -> float:
-    """The largest difference between replicas' weights and a reference's."""
+    """Returns the largest difference of replicas' weights from a reference."""
     members = range(len(weights)) if members is None else members
     return float(np.max([difference(weights[r], reference) for r in members]))

@@ -1,11 +1,11 @@
 """The documented TF1 optimizers, which run where the originals cannot.
 
 - `optimizers`: CrossShardOptimizer and AGNOptimizer.
-- `sharding`: `shard`, several shards of one computation in one graph.
+- `sharding`: `shard`, which builds several shards into one graph.
 - `towers`: TowerOptimizer and replicate_model_fn.
-- `estimator`: TPUEstimator.
-- `checkpoints`: TF1's checkpoints in Keras models.
-- `tensorflow`: `tensorflow.compat.v1` with what TF1's TPU scripts import.
+- `estimator`: TPUEstimator, its configuration and its specs.
+- `checkpoints`: `load_into_keras`, which reads checkpoints of TF1's optimizers.
+- `tensorflow`: `tensorflow.compat.v1` plus names that TF1's TPU scripts use.
 """
 
 from tf_xshard.compat.v1.checkpoints.load_into_keras import load_into_keras

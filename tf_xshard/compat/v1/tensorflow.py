@@ -1,16 +1,15 @@
-"""`tensorflow.compat.v1` with what TF1's TPU scripts find nowhere any more.
+"""`tensorflow.compat.v1`, plus removed names that TF1's TPU scripts use.
 
-`import tf_xshard.compat.v1.tensorflow as tf` instead of `import tensorflow as
-tf` (or `tensorflow.compat.v1`) is the one change that a script needs if it uses
-nothing that has gone but the names below. The module has all that
-`tensorflow.compat.v1` has, with these names instead of TensorFlow's:
+In a script, replace `import tensorflow as tf` (or `tensorflow.compat.v1`) with
+`import tf_xshard.compat.v1.tensorflow as tf`. No other change is needed if the
+script uses no removed names except these, which replace TensorFlow's:
 
 tf.estimator       ModeKeys, EstimatorSpec, export, tpu
 tf.estimator.tpu   TPUEstimator, TPUEstimatorSpec, RunConfig, TPUConfig,
                    InputPipelineConfig
 tf.tpu             CrossShardOptimizer, shard; the rest is TensorFlow's
-tf.contrib         tpu (both of the above), opt, estimator
-tf.layers          those of tf_keras; see the error if it is not installed
+tf.contrib         tpu (tf.tpu and tf.estimator.tpu together), opt, estimator
+tf.layers          layers of tf_keras; without it, an error says what to install
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tf_xshard.compat import v1 as _v1
 
 
 class _Names(_types.SimpleNamespace):
-    """Some names of this package, in front of those of a module."""
+    """A namespace of tf_xshard's names, which can fall back to a module."""
 
     def __init__(
         self,
@@ -93,8 +92,8 @@ contrib = _Names(
 def __getattr__(name: str) -> _typing.Any:
     if name == "layers":
         return _layers()
-    # With TensorFlow's __path__ this would be a package, whose submodules would
-    # be TensorFlow's.
+    # With TensorFlow's __path__, this module would be a package, and its
+    # submodules would be TensorFlow's.
     if name.startswith("__") and name != "__version__":
         raise AttributeError(name)
     return getattr(_tensorflow.compat.v1, name)
@@ -105,7 +104,7 @@ def __dir__() -> list[str]:
 
 
 def _layers() -> _typing.Any:
-    """`tf.layers`, which Keras 3 does not have."""
+    """Returns `tf.layers`, which needs tf_keras because Keras 3 lacks it."""
     layers = _tensorflow.compat.v1.layers
     try:
         layers.Dense  # noqa: B018

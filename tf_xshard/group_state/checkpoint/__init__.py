@@ -1,6 +1,6 @@
-"""A directory that holds every variable of every replica.
+"""A directory with the variables of every replica.
 
-- `checkpoint`: saves a state and restores it, also on other replicas.
-- `files`: the directory, which a new save replaces atomically.
-- `matching`: which variable of a model belongs to which one of a save.
+- `checkpoint`: saves and restores a state, also onto other groups.
+- `files`: locks, writes, checks and atomically replaces a save's files.
+- `matching`: pairs a model's variables with the entries of a save.
 """

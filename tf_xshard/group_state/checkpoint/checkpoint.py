@@ -19,7 +19,7 @@ from tf_xshard.private.keras import shards as keras_shards
 
 
 class Position(NamedTuple):
-    """How far training was when a state was saved.
+    """The progress of training when a state was saved.
 
     Attributes:
       epoch: The number of completed epochs.
@@ -46,7 +46,7 @@ def save(
 def locked_by_first(
     replicas: replica_io.ReplicaValues, directory: str
 ) -> Iterator[bool]:
-    """`files.locked` on the process that commits. Collective."""
+    """Holds `files.locked` on the process that commits. Collective."""
     with contextlib.ExitStack() as stack:
         is_locked = replicas.run_on_all_processes(
             f"Locking {directory!r}",
@@ -118,12 +118,12 @@ def _own_values(
     variables: Sequence[inventory.StateVariable],
     owners: Sequence[Sequence[int]],
 ) -> dict[str, np.ndarray]:
-    """The values that this process saves, by name. Collective."""
+    """Reads the values that this process saves, by name. Collective."""
     values = {}
     ids = replicas.local_ids
     for index, one in enumerate(variables):
         is_sharded = isinstance(one.variable, keras_shards.Sharded)
-        # A sharded variable is gathered, which all processes have to do.
+        # All processes must take part in gathering a sharded variable.
         if not is_sharded and not set(owners[index]) & set(ids):
             continue
         local = replicas.local(one.variable)
@@ -144,7 +144,7 @@ def position(directory: str) -> Position:
 
 
 def saved_groups(directory: str) -> group_assignment_lib.GroupAssignment:
-    """The groups of a save."""
+    """Reads the groups of a save."""
     manifest = files.read_manifest(directory)
     return group_assignment_lib.GroupAssignment(manifest["group_assignment"])
 
@@ -171,7 +171,7 @@ def _read(
     directory: str,
     regroup: str | Mapping[int, int] | None,
 ) -> tuple[Position, list]:
-    """Everything that will be assigned, after all checks."""
+    """Checks a save completely, and reads the values to assign."""
     manifest = files.read_manifest(directory)
     groups = group_assignment_lib.GroupAssignment(manifest["group_assignment"])
     sources = _sources(catalog.groups, directory, groups, regroup)
@@ -224,7 +224,7 @@ def _sources(
     saved_groups: group_assignment_lib.GroupAssignment,
     regroup: str | Mapping[int, int] | None,
 ) -> list[list[int]] | None:
-    """The saved groups that each group takes; None for the same groups."""
+    """Returns the saved groups that each group takes, None for equal groups."""
     if regroup is None:
         if group_relations.same_groups(groups, saved_groups):
             return None

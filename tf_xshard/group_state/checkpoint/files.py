@@ -3,14 +3,14 @@
     manifest.json                   what is saved, and the checksums of the rest
     state-<save>-<process>.*        values, in TensorFlow's checkpoint format
 
-Each save's files have unique names. They are flushed to disk before a rename
-puts the manifest in place; only then are the previous save's files removed. So
-a crash leaves one save or the other. The files hold JSON and numbers only, and
+Each save's files have unique names, and are flushed to disk before a rename
+puts the manifest in place. Only then are the previous save's files removed, so
+a crash leaves one save or the other. The files hold only JSON and numbers, and
 reading them executes nothing.
 
-Two jobs, or threads, may save to one directory: the first process of each locks
-the directory meanwhile, and the last save wins. Where there are no locks (an
-object store), each removes only the files of the save that it replaces.
+Several jobs or threads may save to one directory. The first process of each
+locks the directory, and the last save wins. Without locks (an object store, or
+NFS), each save removes only the files of the save that it replaces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import tensorflow as tf
 
 try:
     import fcntl
-except ImportError:  # Not on Windows.
+except ImportError:  # Windows has no fcntl.
     fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
@@ -39,7 +39,7 @@ _VERSION = 2
 _FILES = re.compile(
     r"(state-[0-9a-f]{16}-\d{5}\.|manifest\.json\.[0-9a-f]{16}\.).*"
 )
-# What a manifest may list: no path that leads out of the directory.
+# The names that a manifest may list. No path leads out of the directory.
 _VALUES = re.compile(r"state-[0-9a-f]{16}-\d{5}\.[\w-]+")
 _BYTES_AT_ONCE = 16 << 20
 LOCK_SECONDS = 60.0
@@ -48,22 +48,18 @@ _NO_LOCK = -1
 
 
 def new_token() -> str:
-    """A unique name for a save."""
+    """Creates a unique name for a save."""
     return secrets.token_hex(8)
 
 
 def has_save(directory: str) -> bool:
-    """Whether a directory holds a completed save."""
+    """Returns True if a directory holds a completed save."""
     return tf.io.gfile.exists(os.path.join(directory, MANIFEST))
 
 
 @contextlib.contextmanager
 def locked(directory: str) -> Iterator[bool]:
-    """A context in which no other job or thread saves to a directory.
-
-    The operating system ends the lock with the process. A directory of an
-    object store has none.
-    """
+    """Locks a directory against other saves; yields False without locks."""
     _create(directory)
     if not _has_locks(directory):
         yield False
@@ -81,23 +77,22 @@ def locked(directory: str) -> Iterator[bool]:
         yield descriptor != _NO_LOCK
     finally:
         if descriptor != _NO_LOCK:
-            # A child process may have inherited the descriptor.
+            # The operating system ends a lock with its process, but a child
+            # process may have inherited the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
 def _has_locks(directory: str) -> bool:
+    # An object store has no locks.
     return fcntl is not None and "://" not in directory
 
 
 def _try_lock(directory: str) -> int | None:
-    """A file descriptor that holds the lock, None if another one does.
-
-    `_NO_LOCK` where the file system has no locks of directories, such as NFS.
-    """
+    """Returns a descriptor that holds the lock, or None to try again."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:  # The one that held it has removed it.
+    except FileNotFoundError:  # The lock's holder removed the directory.
         _create(directory)
         return None
     is_kept = False
@@ -108,6 +103,7 @@ def _try_lock(directory: str) -> int | None:
     except (BlockingIOError, FileNotFoundError):
         pass
     except OSError:
+        # A file system such as NFS has no locks of directories.
         os.close(descriptor)
         return _NO_LOCK
     if is_kept:
@@ -129,7 +125,7 @@ def write_values(
     rank: int,
     values: Mapping[str, np.ndarray],
 ) -> dict[str, str]:
-    """Writes one process's values."""
+    """Writes one process's values, and returns the checksum of each file."""
     _create(directory)
     _refuse_foreign(directory)
     if not values:
@@ -154,7 +150,7 @@ def write_values(
 
 
 def _refuse_foreign(directory: str) -> None:
-    """Checks that a manifest about to be replaced is a group state's."""
+    """Raises ValueError if another program wrote the directory's manifest."""
     if not has_save(directory):
         return
     with tf.io.gfile.GFile(os.path.join(directory, MANIFEST), "rb") as file:
@@ -169,7 +165,7 @@ def _refuse_foreign(directory: str) -> None:
 def commit(
     directory: str, token: str, manifest: dict[str, Any], is_locked: bool
 ) -> None:
-    """Commits a save to the directory, and removes the previous one."""
+    """Commits a save to the directory, and removes the previous save."""
     for name in manifest["files"]:
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
@@ -195,7 +191,7 @@ def commit(
     tf.io.gfile.rename(new, path, overwrite=True)
     _to_disk(directory)
     if is_locked:
-        # Including those of saves that did not complete.
+        # Also remove the files of saves that did not complete.
         before = tf.io.gfile.listdir(directory)
     for name in before:
         if _FILES.fullmatch(name) and name not in manifest["files"]:
@@ -204,7 +200,7 @@ def commit(
 
 
 def _listed_files(directory: str) -> list[str]:
-    """The files of the save that a directory holds, if it is undamaged."""
+    """Lists the files of a directory's save, none if the save is damaged."""
     try:
         files = read_manifest(directory).get("files", ())
     except (FileNotFoundError, ValueError):
@@ -213,7 +209,7 @@ def _listed_files(directory: str) -> list[str]:
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
-    """The manifest of a directory, if it is undamaged."""
+    """Reads the manifest of a directory, and checks it."""
     path = os.path.join(directory, MANIFEST)
     if not has_save(directory):
         raise FileNotFoundError(
@@ -249,7 +245,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
 def read_values(
     directory: str, manifest: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Checks all files of a save, then reads values from them."""
+    """Checks all files of a save, then reads the named values."""
     for name, checksum in sorted(manifest["files"].items()):
         if not _VALUES.fullmatch(name):
             raise ValueError(
@@ -303,7 +299,7 @@ def _checksum(path: str) -> str:
 
 def _to_disk(path: str) -> None:
     """Flushes a local file or directory to disk."""
-    # An object store does so when the file is closed.
+    # An object store flushes a file when the file is closed.
     if "://" not in path:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Which variable of a model belongs to which one of a save."""
+"""Pairs a model's variables with the entries of a save."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def matched(
     saved: list[dict[str, Any]],
     directory: str,
 ) -> list[tuple[inventory.StateVariable, int, dict]]:
-    """Pairs variables with their saved entries."""
+    """Pairs variables with the indices and entries of a save."""
     own = [one for one in variables if one.kind != "metric"]
     its = [
         (index, one)
         for index, one in enumerate(saved)
         if one["kind"] != "metric"
     ]
-    # The same names in another order mean reordered layers. Only where the
-    # names differ are Keras' numbers in them ignored, below.
+    # The same names in another order mean reordered layers. Check this first,
+    # since the comparison below ignores Keras's numbers in the names.
     mine, theirs = (
         [_last(n) for n in names]
         for names in (
@@ -76,8 +76,8 @@ def _matched_metrics(
     variables: Sequence[inventory.StateVariable],
     saved: list[dict[str, Any]],
 ) -> list[tuple[inventory.StateVariable, int, dict]]:
-    # Keras creates and resets metrics when training begins. Several share a
-    # name, so either all match or none is restored.
+    # Keras creates and resets metrics when training begins. Several metrics
+    # share a name, so either all match or none is restored.
     own = [one for one in variables if one.kind == "metric"]
     its = [
         (index, other)
@@ -93,18 +93,16 @@ def _matched_metrics(
 
 
 def _last(path: str) -> str:
-    """A variable's name and its layer's, without the rest of the path.
-
-    Whether the path contains the model's name depends on how it was created.
-    """
+    """Returns the last two names of a path, a layer's and a variable's."""
+    # The path contains the model's name or not, depending on how the model was
+    # created.
     return "/".join(path.split("/")[-2:])
 
 
 def _own_name(path: str, of_optimizer: bool) -> str:
-    """The part of a variable's path that does not change between runs.
-
-    Keras numbers equal names: `sequential_1/dense_2/kernel`. The name of an
-    optimizer's variable starts with such a path; its last word is stable.
-    """
+    """Returns the part of a variable's path that is the same in every run."""
+    # Keras numbers equal names, as in `sequential_1/dense_2/kernel`. The name
+    # of an optimizer's variable starts with such a path, but its last word is
+    # stable.
     own = re.sub(r"_\d+", "", _last(path))
     return re.split("[/_]", own)[-1] if of_optimizer else own

@@ -1,5 +1,5 @@
-"""What `fit` needs beside an optimizer.
+"""A loss and a train step for `fit`.
 
-- `scalar_loss`: losses that return one number, which Keras does not divide.
-- `tower_train_step`: a train step that splits a batch over towers.
+- `scalar_loss`: `ScalarLoss`, and the warning about losses of one number.
+- `tower_train_step`: the train step that splits a batch over towers.
 """

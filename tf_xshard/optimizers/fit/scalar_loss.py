@@ -1,4 +1,4 @@
-"""Losses that return one number, which Keras does not divide by N."""
+"""`ScalarLoss`, for losses of one number, which Keras does not divide by N."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from tf_xshard.private.keras import fit_internals
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class ScalarLoss(keras.losses.Loss):
-    """A loss function that returns the mean over the rows it is given.
+    """A loss whose function returns one number, the mean over its rows.
 
-    Under a strategy of N replicas, `fit` divides the losses of rows by N, but
-    not a loss that is one number already: N replicas then take steps N times
-    too large, and report N times the loss. Wrapped in this class the number is
-    divided as well, so that N replicas train as one device.
+    With N replicas, `fit` divides the losses of rows by N, but not a loss that
+    is one number. Steps and the reported loss are then N times too large. This
+    class divides the number as well, so that N replicas train like one device.
 
     Args:
       function: A function of (y_true, y_pred) that returns a scalar tensor.
-      name: The loss' name. Default: the function's; a lambda's is
-        "scalar_loss".
+      name: The loss' name. Default: the function's name, or "scalar_loss" for a
+        lambda.
 
     Raises:
       TypeError: If `function` is not callable.
-      ValueError: When it is called: if it does not return a scalar, or with
-        `sample_weight` for each row under several replicas.
+      ValueError: When the loss is called, if `function` does not return a
+        scalar, or if `sample_weight` weights rows under several replicas.
 
     Example:
 
@@ -60,7 +59,7 @@ class ScalarLoss(keras.losses.Loss):
                 f" {function!r}."
             )
         own_name = getattr(function, "__name__", "")
-        # Not "<lambda>", which is no name of a scope.
+        # "<lambda>" is not a valid name of a scope.
         if name is None and own_name.isidentifier():
             name = own_name
         super().__init__(name=name, **kwargs)
@@ -69,7 +68,7 @@ class ScalarLoss(keras.losses.Loss):
     def __call__(
         self, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> Any:
-        """The loss, divided by the number of replicas."""
+        """Returns the loss, divided by the number of replicas."""
         num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
         if num_replicas > 1 and _has_rows(sample_weight):
             raise ValueError(
@@ -81,12 +80,12 @@ class ScalarLoss(keras.losses.Loss):
                 " weights in the function."
             )
         if sample_weight is not None and not _has_rows(sample_weight):
-            # For a scalar, Keras would make the row a scalar again.
+            # With a scalar weight, Keras would make the row a scalar again.
             sample_weight = keras.ops.reshape(sample_weight, (1,))
         return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """The function's result, as one row.
+        """Returns the function's result as one row.
 
         Args:
           y_true: The labels, a tensor.
@@ -105,16 +104,16 @@ class ScalarLoss(keras.losses.Loss):
         return keras.ops.reshape(value, (1,))
 
     def get_config(self) -> dict:
-        """The arguments, for serialization."""
+        """Returns the arguments, for serialization."""
         function = keras.saving.serialize_keras_object(self._function)
         return {**super().get_config(), "function": function}
 
     @classmethod
     def from_config(cls, config: Mapping) -> ScalarLoss:
-        """The reverse of `get_config`.
+        """Creates a loss from the dict of `get_config`.
 
         Args:
-          config: What `get_config` returned.
+          config: The dict.
         """
         function = keras.saving.deserialize_keras_object(config["function"])
         return cls(**{**config, "function": function})
@@ -125,7 +124,7 @@ def _has_rows(sample_weight: Any) -> bool:
 
 
 def warn_about_scalar_losses(num_replicas: int) -> None:
-    """Warns of losses that the step of `fit` being traced does not divide."""
+    """Warns of losses that `fit` does not divide in the step being traced."""
     for loss, y_true, y_pred in fit_internals.losses_of_the_step():
         if isinstance(loss, ScalarLoss) or not _returns_a_scalar(
             loss, y_true, y_pred
@@ -144,7 +143,7 @@ def warn_about_scalar_losses(num_replicas: int) -> None:
 def _returns_a_scalar(
     loss: keras.losses.Loss, y_true: Any, y_pred: Any
 ) -> bool:
-    """Whether a loss has no dimension left to reduce, without computing it."""
+    """Returns whether a loss is one number, without computing it."""
     try:
         shape = (
             tf.function(loss.call)
@@ -153,7 +152,7 @@ def _returns_a_scalar(
             )
             .output_shapes
         )
-    except Exception:  # It may need what only the step itself has.
+    except Exception:  # The loss may need state that only the step has.
         return False
     return shape == tf.TensorShape([])
 

@@ -21,39 +21,40 @@ from tf_xshard.reduction import gradients as gradients_lib
 def tower_train_step(
     devices: Sequence[str] | Callable[[int], Sequence[str]] | None = None,
 ) -> Callable:
-    """Makes a `train_step` that splits each batch over the towers of one step.
+    """Makes a `train_step` that splits each batch over towers.
 
-    For a `keras.Model` compiled with a `TowerOptimizer`: the batch (under a
-    strategy, each replica's) is split into `num_towers` parts whose sizes
-    differ by at most one row. Each part's loss and gradients are computed on
-    its own device and passed to `apply_towers`: one update per batch. The
-    counterpart of `replicate_model_fn`.
+    Use it in a `keras.Model` compiled with a `TowerOptimizer`. The batch (under
+    a strategy, each replica's batch) is split into `num_towers` parts whose
+    sizes differ by at most one row. Each part's loss and gradients are computed
+    on its own device and passed to `apply_towers`, which updates once per
+    batch. It is the counterpart of `replicate_model_fn`.
 
-    Towers are weighted by their rows. So with `reduction="mean"` and losses
-    that are means over rows (Keras' default) the update equals that of the
-    unsplit batch, even if it does not divide evenly; losses that divide by
-    something else (masks, `reduction="sum"`) are averaged over the towers. With
-    `reduction="sum"` it is the sum of the towers' losses.
+    With the optimizer's `reduction="mean"`, towers are weighted by their rows.
+    For losses that are means over rows (Keras' default), the update then equals
+    the unsplit batch's, up to rounding, even if parts differ in size. Losses
+    that divide by another number (masks, the loss' `reduction="sum"`) are
+    averaged over the towers. With the optimizer's `reduction="sum"`, the
+    towers' losses are summed.
 
-    Metrics are updated with one tower after the other, and so is the state of
-    layers (BatchNormalization), which normalize by the tower's rows. A tower
-    without rows (fewer rows than towers) adds nothing with Keras' own losses,
-    but such layers can't handle it: use `drop_remainder=True`.
+    Metrics are updated with one tower after the other. So is the state of
+    layers such as BatchNormalization, which normalize by the tower's rows. With
+    fewer rows than towers, some towers are empty. With Keras' own losses, these
+    add nothing, but such layers can't handle them. Use `drop_remainder=True`.
 
     Args:
-      devices: Device names, reused in turn if there are fewer than towers; or a
-        callable from a replica's id to them, for strategies with several
-        replicas in one process. None (default) for the replica's own device.
+      devices: Device names, reused in turn if there are fewer than towers, or a
+        callable from a replica's id to device names, for several replicas in
+        one process. None (default) for the replica's own device.
 
     Returns:
-      A function of a model and the data that `fit` passes to `train_step`; it
-      returns the metrics. Assign it in a model class, as below, or to one model
-      with `model.train_step = functools.partial(step, model)`.
+      A function of a model and the data of `train_step` that returns the
+      metrics. Assign it in a model class, as below, or to one model with
+      `model.train_step = functools.partial(step, model)`.
 
     Raises:
-      TypeError: If `devices` is not a list of names. When the step is traced:
-        if the model's optimizer is not a `TowerOptimizer`.
-      ValueError: When the step is traced: if devices are given under a
+      TypeError: If `devices` is not a list of names, or, when the step is
+        traced, if the model's optimizer is not a `TowerOptimizer`.
+      ValueError: When the step is traced, if `devices` is given under a
         TPUStrategy or with `jit_compile=True`, whose programs have one device.
 
     Example:
@@ -111,7 +112,7 @@ def tower_train_step(
 
 
 def _names_of(devices: Any, site: site_lib.Site) -> Sequence[str] | None:
-    """The devices of this replica's towers."""
+    """Returns the devices of this replica's towers."""
     if not callable(devices):
         return devices
     names = autograph.as_called_by_user(devices)(site.replica_id)
@@ -147,11 +148,11 @@ def _check_devices(model: keras.Model, site: site_lib.Site) -> None:
 
 
 def _compute(model: keras.Model, data: Any, share: Any) -> tuple:
-    """The gradients and predictions of one tower; its loss is recorded."""
+    """Returns a tower's gradients and predictions, and records its loss."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True)
-        # As in Keras, an override may omit it.
+        # As in Keras, an overridden compute_loss may omit `training`.
         parameters = inspect.signature(model.compute_loss).parameters
         training = {"training": True} if "training" in parameters else {}
         compute_loss = autograph.as_called_by_user(model.compute_loss)
@@ -166,13 +167,13 @@ def _compute(model: keras.Model, data: Any, share: Any) -> tuple:
 
 
 def _num_rows(data: Any) -> Any:
-    """The number of rows: an int if known, else a tensor."""
+    """Returns the number of rows, an int if known, else a tensor."""
     first = next(one for one in tf.nest.flatten(data) if one is not None)
     return first.shape[0] or tf.shape(first)[0]
 
 
 def _split(data: Any, num_towers: int) -> tuple[list, list]:
-    """The towers' parts, and their sizes relative to the mean size."""
+    """Returns the towers' parts, and their sizes relative to the mean size."""
     num_rows = _num_rows(data)
     parts, shares, start = [], [], 0
     for index in range(num_towers):
@@ -189,16 +190,17 @@ def _split(data: Any, num_towers: int) -> tuple[list, list]:
 
 
 def _share(part: Any, whole: Any) -> Any:
-    """`part / whole`, numbers or scalar tensors."""
+    """Returns `part / whole`, for numbers or scalar tensors."""
     if not tf.is_tensor(whole):
         return part / whole if whole else 1.0
-    # A replica without rows still has losses of weights (regularizers).
+    # A replica without rows still has losses of weights (regularizers), so its
+    # share is 1.
     part, whole = tf.cast(part, tf.float64), tf.cast(whole, tf.float64)
     return tf.where(whole > 0, part / tf.maximum(whole, 1.0), 1.0)
 
 
 def _rows(tensor: Any, start: Any, size: Any) -> Any:
-    """A slice of a tensor's rows, dense or sparse; None stays None."""
+    """Returns a slice of a dense or sparse tensor's rows; None stays None."""
     if tensor is None:
         return None
     if isinstance(tensor, tf.SparseTensor):

@@ -1,7 +1,7 @@
-"""A stack of optimizers in files.
+"""Saves nested optimizers in files, and loads them.
 
-- `keras_file`: where Keras' files hold the state of nested optimizers.
-- `warning`: warns if a save loses what other replicas hold.
+- `keras_file`: which optimizer's state is at which path of a Keras file.
+- `warning`: the warning that a save loses the state of other replicas.
 
-How tf.train.Checkpoint sees a stack: `private.keras.wrapper_internals`.
+For tf.train.Checkpoint, see `private.keras.wrapper_internals`.
 """

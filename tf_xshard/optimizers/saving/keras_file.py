@@ -1,18 +1,16 @@
-"""Where Keras' files hold the state of nested optimizers.
+"""Saves the state of nested optimizers in Keras' files, and loads it.
 
-Keras saves each optimizer under its path. The state of a wrapper comes after
-that of the optimizers that do not belong to this package, so that a file loads
-into plain Keras, and into other wrappers:
+Keras saves each optimizer under its path. Wrappers come after Keras' optimizers
+in a file, so that it loads into plain Keras and into other wrappers.
 
 path in the file                   whose state is there
 optimizer                          LossScaleOptimizer's    as plain Keras has it
 optimizer/inner_optimizer          Adam's
-.../inner_optimizer                CrossShardOptimizer's   the outermost one's
+.../inner_optimizer                CrossShardOptimizer's   the outermost wrapper
 .../inner_optimizer                TowerOptimizer's
 
-When it is loaded, each optimizer gets the state that has its variables' shapes
-and dtypes, wherever it is. So a file may have been saved with other wrappers,
-or with none.
+Loading gives each optimizer the first state with its variables' shapes and
+dtypes, so the file may come from other wrappers or from plain Keras.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from tf_xshard.private.keras import saving as keras_saving
 
 
 def save(root: Any, store: Any) -> None:
-    """Saves an optimizer when Keras calls the outermost of a stack."""
+    """Saves a stack when Keras calls the outermost optimizer."""
     chain = _chain(root)
     first, *others = _in_order(chain)
     lost = []
@@ -67,14 +65,14 @@ def load(root: Any, store: Any) -> None:
             fresh.append(one.name)
             continue
         levels = [x for x in levels if x is not level]
-        # A MultiOptimizer's state includes that of its optimizers.
+        # A MultiOptimizer's state includes the state of its optimizers.
         for inner in () if stack.is_wrapper(one) else stack.descendants(one):
             if inner not in chain:
                 keras_saving.skip_load(inner, store)
         for variable, value in zip(variables, level, strict=True):
             variable.assign(value)
     if not keras_saving.has_local_optimizer(store):
-        # Keras would look for the center's state under a path of others.
+        # Keras would look for the center's state at another optimizer's path.
         for center in _center_optimizers(chain):
             keras_saving.skip_load(center, store)
             fresh.append(center.name)
@@ -100,7 +98,7 @@ def load(root: Any, store: Any) -> None:
 
 
 def _chain(root: Any) -> list[Any]:
-    """An optimizer and those inside it; of AGNOptimizer's, the local one."""
+    """Returns an optimizer and the optimizers that `inside` finds in it."""
     chain = [root]
     while hasattr(chain[-1], "inner_optimizer"):
         chain.append(inside(chain[-1]))
@@ -108,12 +106,12 @@ def _chain(root: Any) -> list[Any]:
 
 
 def inside(optimizer: Any) -> Any:
-    """The optimizer inside that a file has instead: AGN's local one."""
+    """Returns the inner optimizer, or AGNOptimizer's local optimizer."""
     return getattr(optimizer, "local_optimizer", optimizer.inner_optimizer)
 
 
 def _center_optimizers(chain: Sequence[Any]) -> list[Any]:
-    """The optimizers of the center, which are not in the chain."""
+    """Returns the optimizers of the center, which are not in the chain."""
     return [
         inner
         for one in chain
@@ -123,7 +121,7 @@ def _center_optimizers(chain: Sequence[Any]) -> list[Any]:
 
 
 def _in_order(chain: Sequence[Any]) -> list[Any]:
-    return sorted(chain, key=stack.is_wrapper)  # Stable.
+    return sorted(chain, key=stack.is_wrapper)  # The sort is stable.
 
 
 def _variables(optimizer: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Warns if a save loses state: Keras and TensorFlow see replica 0 only."""
+"""Warns if a save loses state; Keras and TensorFlow see replica 0 only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tf_xshard.private.keras import wrapper_internals
 
 
 class LossySaveWarning(wrapper_internals.OwnPart):
-    """A part of an optimizer's checkpoint that is called when it is written."""
+    """A part of an optimizer that warns when a checkpoint is written."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class LossySaveWarning(wrapper_internals.OwnPart):
             )
 
     def warn_in_legacy_save(self) -> None:
-        """The same, if the config is read to write a legacy .h5 file."""
+        """Calls `warn` if the config is read to write a legacy .h5 file."""
         if optimizer_state.is_writing_legacy_file():
             self.warn()
 
     def serialize(self) -> str:
-        """Called when a checkpoint is written; there is nothing to keep."""
+        """Warns when a checkpoint is written, and stores nothing."""
         self.warn()
         return ""
 
     def deserialize(self, string_value: str) -> None:
-        """Called when a checkpoint is read; there is nothing to restore."""
+        """Does nothing when a checkpoint is read."""

@@ -1,8 +1,8 @@
-"""Reduced gradients -> the inner optimizer -> variables.
+"""Applies reduced gradients to variables, with the inner optimizer.
 
 - `whole`: each replica updates whole variables.
-- `sharded`: each replica of a group updates a shard of them.
-- `clipping`: clips the gradients of shards by the norms of the wholes.
-- `elementwise`: which optimizers compute the same on a shard.
-- `slots`: a sharded optimizer's slot variables as whole values.
+- `sharded`: `shard_update=True`; each replica of a group updates a shard.
+- `clipping`: clips shards of gradients by the norms of whole gradients.
+- `elementwise`: decides which optimizers may update shards.
+- `slots`: saves and loads sharded slot variables as whole values.
 """

@@ -1,8 +1,4 @@
-"""Keras' clipping by norms, of gradients of which a replica has a shard.
-
-The norm of a whole gradient needs the squares of all shards: one small sum over
-the group.
-"""
+"""Clips shards of gradients by whole norms, from one small sum per group."""
 
 from __future__ import annotations
 
@@ -44,9 +40,9 @@ def _sum_over_group(
     num_variables: int,
     squares: tf.Tensor,
 ) -> tf.Tensor:
-    """The group's sums of squares, of shape [number of gradients]."""
+    """Returns the group's sums of squares, of shape [number of gradients]."""
     count = squares.shape[0]
-    # Groups may hold different gradients but take part in one operation.
+    # Groups may have different gradients, but take part in one operation.
     padded = tf.pad(squares, [[0, num_variables - count]])
     labelled = recorder.labelled("norms", counts=[count])
     with reduction_guard.lifted(), labelled:
@@ -59,7 +55,7 @@ def _clipped(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """What Keras does with whole gradients."""
+    """Clips shards as Keras clips whole gradients."""
     gradients = [tf.convert_to_tensor(one) for one in gradients]
     if optimizer.clipnorm and optimizer.clipnorm > 0:
         norm = optimizer.clipnorm
@@ -73,7 +69,7 @@ def _clipped(
         norm = optimizer.global_clipnorm
         squares = _squares(gradients, sum_over_group)
         total = tf.sqrt(tf.add_n(squares))
-        # Not finite if the norm is not.
+        # `total - total` makes the scale NaN if the norm is not finite.
         scale = norm * tf.minimum(1.0 / total, 1.0 / norm) + (total - total)
         return [
             gradient * tf.cast(scale, gradient.dtype) for gradient in gradients
@@ -88,7 +84,7 @@ def _squares(
     gradients: Sequence[tf.Tensor],
     sum_over_group: Callable[[tf.Tensor], tf.Tensor],
 ) -> list[tf.Tensor]:
-    """The squared norm of each whole gradient, in at least float32."""
+    """Returns the squared norms of whole gradients, in at least float32."""
     dtype = tf.float32
     if any(one.dtype == tf.float64 for one in gradients):
         dtype = tf.float64

@@ -1,4 +1,4 @@
-"""Which optimizers compute the same on a shard as on a whole variable."""
+"""The optimizers that compute the same on a shard as on a whole variable."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tf_xshard.optimizers import stack
 _Class = TypeVar("_Class", bound=type)
 _MARK = "is_tf_xshard_elementwise"
 _KERAS = keras.optimizers
-# Each element of a variable and of its slots depends on that element of the
-# gradient only.
+# In these optimizers, each element of a variable and of its slot variables
+# depends only on the same element of the gradient.
 _ELEMENTWISE = tuple(
     getattr(_KERAS, name)
     for name in (
@@ -30,7 +30,7 @@ _ELEMENTWISE = tuple(
     )
     if hasattr(_KERAS, name)
 )
-# They pass gradients to others, which are checked by themselves.
+# These pass gradients to other optimizers, which are checked separately.
 _CONTAINERS = tuple(
     getattr(_KERAS, name)
     for name in ("LossScaleOptimizer", "MultiOptimizer")
@@ -47,19 +47,20 @@ def elementwise(optimizer_class: _Class) -> _Class:
     """Declares that an optimizer computes element by element.
 
     `CrossShardOptimizer(..., shard_update=True)` passes shards to its inner
-    optimizer: tensors of rank 1 with some of a variable's elements. Keras' own
-    optimizers are known to compute the same on them (or not to); a subclass of
-    the user's is refused until it is declared with this decorator.
+    optimizer. A shard is a tensor of rank 1 with some of a variable's elements.
+    tf_xshard knows which of Keras' optimizers compute the same on shards. Your
+    own class raises ValueError until this decorator declares it.
 
-    Declare it if each element of the variable and of its slot variables depends
-    only on that element of the gradient and on scalars: no norm, mean, shape,
-    or random number of a whole tensor. Slot variables are to be created with
-    `add_variable_from_reference` or `add_optimizer_variables`, and those that
-    start with the variable's value, in `build`, with `self.assign`.
+    Declare a class if each element of a variable and of its slot variables
+    depends only on the same element of the gradient and on scalars, not on a
+    norm, mean, shape or random number of a whole tensor. Create slot variables
+    with `add_variable_from_reference` or `add_optimizer_variables`. If a slot
+    variable starts with the variable's value, set it in `build` with
+    `self.assign`.
 
     Args:
-      optimizer_class: A class of Keras optimizers. Subclasses of it have to be
-        declared themselves.
+      optimizer_class: A class of Keras optimizers. A declaration does not cover
+        subclasses; declare each one.
 
     Returns:
       The class.
@@ -91,9 +92,10 @@ def elementwise(optimizer_class: _Class) -> _Class:
 
 
 def check(optimizer: keras.optimizers.Optimizer) -> None:
-    """Checks that an optimizer can update shards."""
+    """Raises ValueError if an optimizer can't update shards."""
     for one in stack.descendants(optimizer):
-        # A local optimizer's type is a subclass, its `__class__` is not.
+        # A local optimizer's type is a subclass of its `__class__`, the class
+        # that users know.
         of: type = one.__class__
         if stack.is_wrapper(one):
             raise ValueError(

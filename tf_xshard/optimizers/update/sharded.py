@@ -1,4 +1,4 @@
-"""Reduced gradients -> variables, each replica updating a part of them.
+"""Updates a shard of each variable on each replica of a group.
 
 replica r of a group of g:
 
@@ -10,9 +10,8 @@ updated shard        [w1]
   all-gather          |
 variables        [w0 w1 w2 w3]
 
-The inner optimizer is built with variables of rank 1, the shards,
-which are filled from the weights before each update: only slot variables are
-state.
+The inner optimizer is built with the shards, variables of rank 1. Each update
+fills them from the weights first, so only slot variables are state.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class ShardedUpdate:
     def own_shards(
         self, batch: gradients_lib.GradientBatch, site: site_lib.Site
     ) -> gradients_lib.GradientBatch:
-        """This replica's shards of whole gradients."""
+        """Returns this replica's shards of whole gradients."""
         position = self._position(site)
         return batch.with_values(
             None if whole is None else self._own(variable, whole, position)
@@ -109,12 +108,12 @@ class ShardedUpdate:
         site: site_lib.Site,
         is_applied: tf.Tensor | None,
     ) -> None:
-        """Updates the variables."""
+        """Updates this replica's shards, and gathers the variables."""
         variables = batch.variables
         optimizers = list(stack.descendants(self._optimizer))
         refreshed = variables
         if any(one.use_ema for one in optimizers):
-            # Averages of all variables are updated.
+            # An update changes the moving averages of all variables.
             refreshed = self._variables
         position = self._position(site)
         for variable in refreshed:
@@ -177,7 +176,7 @@ class ShardedUpdate:
 
 
 def _key(variable: Any) -> int:
-    """A key of a variable: Keras' or TensorFlow's, which is inside of it."""
+    """Returns one key for a Keras variable and its TensorFlow variable."""
     return id(replica_variables.tensorflow_variable(variable))
 
 
@@ -194,7 +193,7 @@ def _shards_of(variable: Any, store: slots.WholeSlots) -> keras_shards.Sharded:
         layout,
         store,
     )
-    # Some optimizers' slots start with the value of the variable.
+    # The slot variables of some optimizers start with the variable's value.
     slots.copy_into(variable, shards)
     return shards
 

@@ -1,9 +1,7 @@
-"""Slot variables of a sharded update as whole values, outside of a step.
+"""Reads and writes sharded slot variables as whole values, outside a step.
 
-Each replica of a group holds a shard; a file, a checkpoint and `GroupState`
-hold the whole value. With one process all shards are at hand. With several,
-they are gathered, so all workers have to read (save) at the same time; each
-writes (loads) its own shards by itself.
+Files, checkpoints and `GroupState` hold whole values. Several workers must read
+(save) together, since shards are gathered. Each writes (loads) its own shards.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _WHAT = "Reading (saving) the state of an optimizer with shard_update=True"
 
 
 class WholeSlots:
-    """Reads and writes sharded variables of one optimizer."""
+    """A reader and writer of one optimizer's sharded variables."""
 
     def __init__(
         self,
@@ -38,13 +36,13 @@ class WholeSlots:
         self._processes = process_gather.ProcessGather(strategy, communication)
 
     def layout(self, variable: Any) -> shards_lib.Layout:
-        """How a variable is split."""
+        """Returns how a variable is split."""
         return shards_lib.Layout(
             tuple(int(n) for n in variable.shape), self._groups
         )
 
     def read(self, slot: keras_shards.Sharded) -> tf.Tensor:
-        """The whole value, in the group of this process's first replica."""
+        """Returns the whole value of the group of the first local replica."""
         return tf.constant(self.of_local_replicas(slot)[0])
 
     def write(self, slot: keras_shards.Sharded, value: Any) -> None:
@@ -66,7 +64,7 @@ class WholeSlots:
             copy.assign(value)
 
     def of_local_replicas(self, slot: keras_shards.Sharded) -> list:
-        """The whole value in the group of each of this process's replicas."""
+        """Returns each local replica's whole value, that is, its group's."""
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{slot.name!r}, of an optimizer with shard_update=True, is"
@@ -91,7 +89,7 @@ def joined(
     replica_ids: Sequence[int],
     shard_of: Callable[[int], np.ndarray],
 ) -> list[np.ndarray]:
-    """The whole values that the groups of some replicas hold."""
+    """Joins shards to the whole values of the replicas' groups."""
     found: dict[int, np.ndarray] = {}
     for r in replica_ids:
         group = layout.groups.group_of(r)
@@ -106,7 +104,7 @@ def assign(
     wholes: Sequence,
     replica_ids: Sequence[int],
 ) -> None:
-    """Gives the copies on this process's replicas their shards."""
+    """Assigns each local replica's copy its shard of the whole value."""
     layout = slot.layout
     for copy, whole, r in zip(
         replica_variables.copies(slot), wholes, replica_ids, strict=True

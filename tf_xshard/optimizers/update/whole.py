@@ -1,4 +1,4 @@
-"""Reduced gradients -> inner optimizer -> variables, without communication."""
+"""Applies reduced gradients with the inner optimizer, on this replica only."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from tf_xshard.reduction import gradients as gradients_lib
 
 
 def make_local(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer and all inside it update this replica only.
-
-    Idempotent; called again after `build`, where a MultiOptimizer may create
-    its optimizers.
-    """
+    """Makes an optimizer and all optimizers inside update this replica only."""
+    # Callers repeat this idempotent call after `build`, where a MultiOptimizer
+    # may create its optimizers.
     local_optimizers.make_local(_foreign(optimizer))
 
 
 def refuse_own_reductions(optimizer: keras.optimizers.Optimizer) -> None:
-    """Checks what `make_local` checks, and changes nothing."""
+    """Raises what `make_local` would raise, and changes nothing."""
     local_optimizers.refuse_own_reductions(_foreign(optimizer))
 
 
@@ -44,7 +42,7 @@ def _foreign(optimizer: Any) -> list[keras.optimizers.Optimizer]:
 def changing_when_chosen(
     optimizer: keras.optimizers.Optimizer, change: Callable
 ) -> Iterator[None]:
-    """A context in which an optimizer is built and MultiOptimizer chooses."""
+    """Calls `change` on each optimizer that a MultiOptimizer chooses inside."""
     with contextlib.ExitStack() as contexts:
         for one in stack.with_local_optimizers(optimizer):
             contexts.enter_context(
@@ -54,9 +52,9 @@ def changing_when_chosen(
 
 
 def note_summed_rows(optimizer: keras.optimizers.Optimizer) -> None:
-    """Logs once for each class what differs from plain Keras for embeddings."""
+    """Logs once per class that embeddings train differently in plain Keras."""
     for one in stack.descendants(optimizer):
-        # SGD is linear in the gradient, so it does not matter there.
+        # SGD is linear in the gradient, so summing first changes nothing.
         if not any(stack.children(one)) and not isinstance(
             one, keras.optimizers.SGD
         ):
@@ -77,20 +75,18 @@ def _log_summed_rows(name: str) -> None:
 def apply(
     optimizer: keras.optimizers.Optimizer, batch: gradients_lib.GradientBatch
 ) -> None:
-    """Applies reduced gradients with the inner optimizer on this replica.
-
-    Calls `apply_gradients`, as `fit` does, since a subclass may override it.
-    """
+    """Applies reduced gradients with the inner optimizer on this replica."""
     pairs = batch.pairs()
     if any(one.loss_scale_factor for one in stack.descendants(optimizer)):
-        # Keras divides gradients by it; IndexedSlices can't be divided.
+        # Keras divides gradients by the factor; IndexedSlices can't be divided.
         pairs = [
             (indexed_slices.dense(gradient, variable), variable)
             if isinstance(gradient, tf.IndexedSlices)
             else (gradient, variable)
             for gradient, variable in pairs
         ]
-    # A subclass of the user's is converted as the user's own code is.
+    # Call `apply_gradients`, as `fit` does, since a subclass may override it.
+    # AutoGraph converts a user's subclass like the user's other code.
     apply_gradients = autograph.as_called_by_user(optimizer.apply_gradients)
     with reduction_guard.guarded(optimizer):
         apply_gradients(pairs)

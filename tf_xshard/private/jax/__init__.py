@@ -1,4 +1,4 @@
-"""What jax does not export, for `tf_xshard.testing` only.
+"""Uses names that jax does not export, for `tf_xshard.testing` only.
 
-- `tpu_simulation`: TPUStrategy's programs for XLA:CPU.
+- `tpu_simulation`: makes XLA:CPU execute TPUStrategy's programs.
 """

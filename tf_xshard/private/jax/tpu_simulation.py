@@ -1,6 +1,6 @@
-"""Private names of TensorFlow, Keras and jax that `tf_xshard.testing` needs.
+"""Uses private names of TensorFlow, Keras and jax for `tf_xshard.testing`.
 
-The optimizers do not import this module: it needs jax.
+The optimizers do not import this module, since it needs jax.
 """
 
 from __future__ import annotations
@@ -28,51 +28,54 @@ _TENSORFLOW = names.PrivateNames(
     _FEATURE,
     {
         "Extended": _EXTENDED,
-        # Turns the function given to strategy.run() into one that replicates
-        # it: what SimulatedTPUExtended is for.
+        # Turns the function given to strategy.run() into a function that
+        # replicates it. SimulatedTPUExtended exists to override this method.
         "create_function": _EXTENDED + "._tpu_function_creator",
-        # Distribute the user's datasets.
+        # These methods distribute the user's datasets.
         "distribute": _EXTENDED + "._experimental_distribute_dataset",
         "distribute_from": _EXTENDED + "._distribute_datasets_from_function",
         # Orders reads and writes of variables in a graph, as tf.function does.
         "AutomaticControlDependencies": (
             _PYTHON + "framework.auto_control_deps.AutomaticControlDependencies"
         ),
-        # Which variables an operation only reads, calls of functions included.
+        # Says which variables an operation only reads, including operations
+        # that call functions.
         "read_write": (
             _PYTHON + "framework.auto_control_deps_utils"
             ".get_read_write_resource_inputs"
         ),
         "context": _PYTHON + "eager.context.context",
-        # Register a GraphDef's function with the eager runtime, and remove it.
+        # These methods add a GraphDef's function to the eager runtime, and
+        # remove it.
         "add_function": _CONTEXT + "add_function_def",
         "remove_function": _CONTEXT + "remove_function",
-        # dtype and shape of the variable behind a resource.
+        # Returns the dtype and shape of the variable behind a resource.
         "handle_data": (
             _PYTHON + "ops.handle_data_util.get_resource_handle_data"
         ),
-        # A variable that no strategy's scope turns into a distributed one.
+        # A variable that no strategy's scope makes a distributed variable.
         "ResourceVariable": (
             _PYTHON + "ops.resource_variable_ops.ResourceVariable"
         ),
-        # A TPU program returns a tensor of dynamic shape as the padded tensor.
+        # Makes a tensor of dynamic shape the padded tensor that a TPU program
+        # returns.
         "remove_dynamic_dimension": (
             "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
             ".xla_remove_dynamic_dimension_size"
         ),
     },
 )
-# An attribute of the runtime's context, present in 2.20 to 2.22: None until the
-# runtime starts, after which devices are fixed. Asking through the public API
-# starts it.
+# An attribute of the runtime's context, present in 2.20 to 2.22. It is None
+# until the runtime starts, which fixes the devices. A question through the
+# public API would start the runtime.
 _HANDLE = "_context_handle"
 
-# Attributes that TPUExtended gives its instances. Present in 2.20 to
-# 2.22; creating a SimulatedTPUExtended fails with the name of one that moved.
+# Attributes that TPUExtended gives its instances. Present in 2.20 to 2.22. If
+# an attribute has moved, creating a SimulatedTPUExtended fails with its name.
 TF_PRIVATE_ATTRIBUTES = names.attributes(
     "tf_xshard.testing.simulated_tpu_strategy()",
     # The device of each replica, [num_replicas, cores_per_replica]. Without a
-    # device assignment TPUExtended takes the names of TPU devices.
+    # device assignment, TPUExtended takes the names of TPU devices.
     "_tpu_devices",
     # The host, and the hosts of all cores for the input pipelines. TPUExtended
     # assumes that CPU:0 is the host of every core.
@@ -82,17 +85,17 @@ TF_PRIVATE_ATTRIBUTES = names.attributes(
     # One tf.function for each function given to an eager strategy.run().
     "_tpu_function_cache",
 )
-# Of a TPUStrategy: whether eager code packs the copies of a variable, which
-# needs the TPU's host.
+# An attribute of TPUStrategy. If it is True, eager code packs the copies of a
+# variable, which needs the TPU's host.
 names.attributes(
     "tf_xshard.testing.simulated_tpu_strategy()",
     "_enable_packed_variable_in_eager_mode",
 )
 
 # Attributes of nodes in the graph of a replicated function. Present in 2.20 to
-# 2.22. TPUExtended marks every operation of the replicas' program with one.
+# 2.22. TPUExtended marks every operation of the replicas' program with this:
 REPLICATED = "_tpu_replicate"
-# Operations that the host of the TPU executes, from inside the program.
+# These mark operations of the program that the host of the TPU executes.
 OUTSIDE_COMPILATION = (
     "_xla_outside_compilation",
     "_xla_map_outside_compilation",
@@ -106,7 +109,7 @@ PLACEMENT = (
     "_xla_inferred_shapes",
 )
 
-# What `fit` calls before its first step, so that no step creates variables.
+# `fit` calls it before its first step, so that no step creates variables.
 # Present in Keras 3.12 to 3.16.
 _KERAS = names.PrivateNames(
     _FEATURE, {"symbolic_build": "keras.Model._symbolic_build"}
@@ -211,7 +214,7 @@ class SimulatedTPUExtended(_Extended):
 
         if not tf.executing_eagerly():
             return run
-        # As TPUExtended does: one tf.function for each function.
+        # Like TPUExtended, make one tf.function for each function.
         if fn not in self._tpu_function_cache:
             self._tpu_function_cache[fn] = tf.function(run, autograph=False)
         return self._tpu_function_cache[fn]
@@ -219,13 +222,13 @@ class SimulatedTPUExtended(_Extended):
 
 def disable_packed_variables(strategy: tf.distribute.TPUStrategy) -> None:
     """Lets a graph capture every copy of a variable, not one packed handle."""
-    # Read by tf.distribute where a variable is created. TPUStrategy's own
-    # __init__ sets it to True; False is what a strategy without it has.
+    # tf.distribute reads it where a variable is created. TPUStrategy's __init__
+    # sets it to True. A strategy without the attribute counts as False.
     strategy._enable_packed_variable_in_eager_mode = False
 
 
 def is_initialized() -> bool:
-    """Whether TensorFlow's runtime has started and its devices are fixed."""
+    """Returns True if TensorFlow's runtime has started, with fixed devices."""
     return getattr(_TENSORFLOW.context(), _HANDLE) is not None
 
 
@@ -243,7 +246,7 @@ def register_functions(owner: object, definitions: Iterable[Any]) -> None:
 
 
 def variable_spec(handle: tf.Tensor) -> tf.TensorSpec | None:
-    """Shape and dtype of the variable behind a resource."""
+    """Returns the shape and dtype of the variable behind a resource."""
     data = _TENSORFLOW.handle_data(handle)
     if not data.is_set or len(data.shape_and_type) != 1:
         return None
@@ -252,7 +255,7 @@ def variable_spec(handle: tf.Tensor) -> tf.TensorSpec | None:
 
 
 def written_resources(operation: tf.Operation) -> list[tf.Tensor]:
-    """The inputs (scalars of dtype resource) that an operation may write."""
+    """Returns the resources among an operation's inputs that it may write."""
     _, written = _TENSORFLOW.read_write(operation)
     return list(written)
 
@@ -267,7 +270,7 @@ def jax_array(
     buffers: Sequence[jax.Array],
     sharding: jax.sharding.Sharding,
 ) -> jax.Array:
-    """A jax array whose buffers may differ, which jax does not look at."""
+    """Makes a jax array whose buffers may differ, which jax does not check."""
     return _JAX.ArrayImpl(
         _JAX.ShapedArray(values[0].shape, values[0].dtype),
         sharding,

@@ -1,14 +1,13 @@
-"""What Keras does not export.
+"""Uses names that Keras does not export.
 
-- `local_optimizers`: makes optimizers local to a replica (the class swap).
-- `wrapper_internals`: what Keras and TensorFlow call on a wrapper under private
-  names; a wrapper's node in a checkpoint.
+- `local_optimizers`: the class swap, which makes optimizers local to a replica.
+- `wrapper_internals`: a wrapper's node in a `tf.train.Checkpoint`.
 - `wrapper_calls`: whether a wrapper is calling the optimizers inside it.
-- `optimizer_state`: attributes that a wrapper keeps in order.
+- `optimizer_state`: reads and sets private attributes of optimizers.
 - `moving_averages`: the averages of weights that SwapEMAWeights looks for.
-- `shards`: variables of which each replica holds a shard.
-- `sharded_updates`: optimizers whose variables are shards.
-- `saving`: what Keras' files hold, and where.
+- `shards`: `Sharded`, a variable that is split over replicas.
+- `sharded_updates`: makes optimizers create and update `Sharded` variables.
+- `saving`: which optimizer's state is under which path of a Keras file.
 - `fit_internals`: attributes of a model while `fit` runs and while it is saved.
-- `multi_worker_patches`: the loops of `fit` over several processes.
+- `multi_worker_patches`: replaces what fails in `fit` across processes.
 """

@@ -1,6 +1,6 @@
-"""Private attributes of a Keras model that callbacks and saving need.
+"""Reads and sets private attributes of Keras models, for callbacks and saving.
 
-Those of optimizers are in `optimizer_state`.
+The attributes of optimizers are in `optimizer_state`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tensorflow as tf
 from tf_xshard.private import frames
 from tf_xshard.private import names
 
-# Keras' own step, whose local variables are the labels and predictions, and the
-# losses of a compiled model. Present in 3.12 to 3.16.
+# Keras' own step has the labels and predictions in local variables, and the
+# model has its compiled losses. Present in 3.12 to 3.16.
 _TRAIN_STEP = keras.Model.train_step
 names.attributes(
     "ScalarLoss and what fit calls",
@@ -25,27 +25,29 @@ names.attributes(
     "_flat_losses",
     # The epoch at which `fit` starts, if it is not 0.
     "_initial_epoch",
-    # What `model.losses` returns instead of the layers' losses.
+    # The losses that `model.losses` returns instead of the layers' losses.
     "_losses_override",
 )
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Makes the running `fit` start at an epoch; None for its own."""
-    # As keras.callbacks.BackupAndRestore does; `fit` has no public API for it.
+    """Makes the running `fit` start at an epoch; None for the epoch it has."""
+    # keras.callbacks.BackupAndRestore does the same, since `fit` has no public
+    # API for it.
     model._initial_epoch = epoch
 
 
 def skip_steps(model: keras.Model, num_steps: int) -> None:
     """Makes the running `fit` read batches without training on them."""
     train_function = model.train_function
-    # None if the list of callbacks keeps no history.
+    # `history` is None if the list of callbacks keeps no history.
     history = getattr(model, "history", None)
     remaining = num_steps
 
     def skip(iterator):
         nonlocal remaining
-        # Each `fit` has its own history: the first was left in mid-epoch.
+        # Each `fit` has its own history. Another history means that the first
+        # `fit` ended in mid-epoch.
         if remaining <= 0 or getattr(model, "history", None) is not history:
             model.train_function = train_function
             return train_function(iterator)
@@ -54,7 +56,7 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
             try:
                 next(iterator)
             except StopIteration:
-                # The epoch's last execution may have had fewer.
+                # The epoch's last execution may have had fewer steps.
                 if index == 0:
                     raise
                 break
@@ -65,17 +67,16 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
 
 
 def is_for_the_chief_only(callback: Any) -> bool:
-    """Whether a callback says that only the chief should call it.
-
-    By the attribute with which Keras 2 marked its callbacks; users' callbacks
-    still have it.
-    """
+    """Returns True if a callback says that only the chief should call it."""
+    # Keras 2 marked its callbacks with this attribute, and users' callbacks
+    # still have it.
     return getattr(callback, "_chief_worker_only", False)
 
 
 def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
-    """The losses of the `train_step` that calls this, with their arguments."""
-    # An optimizer knows neither its model nor the labels, whose shapes decide.
+    """Returns the losses of the calling `train_step`, with their arguments."""
+    # An optimizer knows neither its model nor the labels. The labels' shapes
+    # decide if a loss returns one number.
     steps = (f for f in frames.callers() if f.f_code is _TRAIN_STEP.__code__)
     frame = next(steps, None)
     if frame is None:
@@ -87,7 +88,7 @@ def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
             for path, loss, *_ in model._compile_loss._flat_losses
         ]
     except (AttributeError, KeyError, IndexError, TypeError):
-        return []  # No loss, or labels of another structure.
+        return []  # There is no loss, or labels have another structure.
 
 
 def _at(path: Sequence, value: Any) -> Any:
@@ -101,8 +102,8 @@ def update_loss_metric(
 ) -> None:
     """Adds a batch's loss to the metric that `fit` shows as "loss".
 
-    Keras does this in `train_step` and `test_step`, which a step of our own
-    replaces.
+    Keras updates the metric in `train_step` and `test_step`, which steps of
+    tf_xshard replace.
     """
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     for metric in model.metrics:
@@ -127,12 +128,10 @@ def losses_instead(
 def compiled_with(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, config: dict
 ) -> Iterator[None]:
-    """Replaces a model's optimizer and its compile config.
-
-    Without `compile`, which would recreate its metrics and functions.
-    """
+    """Replaces a model's optimizer and its compile config in this context."""
+    # `compile` would recreate the model's metrics and functions.
     before = model.optimizer
-    # Not through Keras, which would make the optimizer part of the model.
+    # A plain assignment would make the optimizer part of the model.
     object.__setattr__(model, "optimizer", optimizer)
     object.__setattr__(model, "get_compile_config", lambda: config)
     try:

@@ -1,11 +1,11 @@
-"""Makes Keras optimizers local, with names that they do not export.
+"""Makes Keras optimizers local to a replica by a class swap.
 
 Keras sums gradients over all replicas inside every optimizer, after clipping
-and weight decay, with no public switch to turn it off (keras#19308). Here an
-optimizer is made local: it updates each replica's own copy of the variables, in
-replica context, from the gradients that it is given. Then everything it does
-also works inside `tf.cond`, where Keras' own merge_call fails (gradient
-accumulation, EMA overwriting: keras#20582).
+and weight decay, and no public switch turns the sum off (keras#19308). A local
+optimizer updates each replica's own copy of the variables, in replica context,
+from the gradients that it is given. So everything that it does also works
+inside `tf.cond`, where Keras' own merge_call fails (gradient accumulation, EMA
+overwriting; keras#20582).
 
 The object's type becomes a subclass whose `__class__` returns the original
 class, which preserves configs, files and `isinstance`:
@@ -36,15 +36,15 @@ from tf_xshard.private.keras import shards as keras_shards
 from tf_xshard.private.keras import wrapper_calls
 
 _OPTIMIZER = "keras.optimizers.Optimizer."
-# What the class swap overrides and calls. Present in Keras 3.12 to 3.16. These
-# are the only names without which `import tf_xshard` fails: no optimizer works
-# without them.
+# The class swap overrides and calls these names. Present in Keras 3.12 to 3.16.
+# They are the only names without which `import tf_xshard` fails, since no
+# optimizer works without them.
 _SWAP = names.PrivateNames(
     "A tf_xshard optimizer",
     {
-        # The sum over all replicas, which must not happen a second time.
+        # Sums over all replicas, which must not happen a second time.
         "all_reduce": _OPTIMIZER + "_all_reduce_sum_gradients",
-        # These use merge_call in TensorFlow's optimizer class; the base class'
+        # TensorFlow's versions of these methods use merge_call. The base class'
         # versions do the same on any variable that they are given.
         "update_step": _OPTIMIZER + "_backend_update_step",
         "weight_decay": _OPTIMIZER + "_apply_weight_decay",
@@ -52,7 +52,8 @@ _SWAP = names.PrivateNames(
         "overwrite": (
             _OPTIMIZER + "_overwrite_model_variables_with_average_value"
         ),
-        # Keras 3.16 and newer; before, the method above is called directly.
+        # Keras 3.16 and newer call this method. Older versions call the method
+        # above directly.
         "maybe_overwrite": (
             _OPTIMIZER + "_backend_maybe_overwrite_model_variables",
             _OPTIMIZER + "_overwrite_model_variables_with_average_value",
@@ -76,8 +77,8 @@ _BaseOptimizer: Any = names.defining_class(
 _TRACKING = names.PrivateNames(
     "Building a tf_xshard optimizer",
     {
-        # Whether Keras makes variables that are assigned to an attribute of an
-        # optimizer the optimizer's own.
+        # Says if an optimizer owns the variables that are assigned to its
+        # attributes.
         "is_enabled": "keras.src.utils.tracking.is_tracking_enabled",
         "set_attribute": (
             "keras.src.backend.common.global_state.set_global_attribute"
@@ -87,7 +88,7 @@ _TRACKING = names.PrivateNames(
 
 
 def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
-    """Makes optimizers update this replica only. Idempotent."""
+    """Makes optimizers update only this replica; idempotent."""
     found = list(optimizers)
     refuse_own_reductions(found)
     for one in found:
@@ -102,7 +103,7 @@ def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
 def refuse_own_reductions(
     optimizers: Iterable[keras.optimizers.Optimizer],
 ) -> None:
-    """Checks what `make_local` checks, and changes nothing."""
+    """Raises TypeError if an optimizer overrides Keras' sum over replicas."""
     for one in optimizers:
         _refuse_own_reduction(one)
 
@@ -111,8 +112,7 @@ def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
     own = type(optimizer)
     if issubclass(own, _Local):
         return
-    # A reduction elsewhere is noticed when it is called: see
-    # distribute.reduction_guard.
+    # distribute.reduction_guard notices other reductions when they are called.
     if own._all_reduce_sum_gradients is not (
         _TFOptimizer._all_reduce_sum_gradients
     ):
@@ -125,7 +125,8 @@ def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
 
 @functools.cache
 def _local_class(base: Any, mixin: Any) -> type:
-    # `_Local` follows the class (see there), `_LocalLossScale` precedes it.
+    # `_Local` follows the class (its docstring says why). `_LocalLossScale`
+    # precedes the class.
     bases = (base, mixin) if mixin is _Local else (mixin, base)
     return type(
         base.__name__,
@@ -134,8 +135,8 @@ def _local_class(base: Any, mixin: Any) -> type:
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
-            # Keras looks up the registered name by `obj.__class__`; files must
-            # contain the original's.
+            # Keras looks up the registered name by `obj.__class__`. Files must
+            # contain the name of the original class.
             "__class__": property(lambda self: base),
         },
     )
@@ -148,7 +149,7 @@ def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
 
 
 def _refuse_call_by_others(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises if no wrapper calls a local optimizer of several replicas."""
+    """Raises RuntimeError if no wrapper calls an optimizer under a strategy."""
     num_replicas = optimizer._distribution_strategy.num_replicas_in_sync
     if num_replicas > 1 and not wrapper_calls.is_inside():
         name = optimizer.__class__.__name__
@@ -166,7 +167,7 @@ class _Local(
     sharded_updates.UpdatesShards,
     keras.optimizers.Optimizer,
 ):
-    """Comes between an optimizer's class and `keras.optimizers.Optimizer`.
+    """A mixin between an optimizer's class and `keras.optimizers.Optimizer`.
 
     As the last class before the base in the method resolution order, it
     preserves a subclass's overrides (Nadam and Muon have some).
@@ -175,7 +176,7 @@ class _Local(
     def apply(
         self, grads: Sequence, trainable_variables: Sequence | None = None
     ) -> Any:
-        """See Keras; for the wrapper that made this optimizer local."""
+        """Applies gradients as Keras does; only a wrapper may call it."""
         _refuse_call_by_others(self)
         return super().apply(grads, trainable_variables)
 
@@ -204,8 +205,8 @@ class _Local(
     def _backend_maybe_overwrite_model_variables(
         self, trainable_variables: Sequence
     ) -> Any:
-        # Keras 3.16 and newer call this; its version for TensorFlow calls the
-        # next method inside merge_call.
+        # Keras 3.16 and newer call this method. TensorFlow's version of it
+        # calls the next method inside merge_call.
         return _BaseOptimizer._backend_maybe_overwrite_model_variables(
             self, trainable_variables
         )
@@ -222,7 +223,7 @@ class _Local(
                 self, trainable_variables
             )
         # At the end of fit, each replica's average is written to its own
-        # variable. Keras' own versions write replica 0's to all.
+        # variable. Keras' own versions write replica 0's average to all.
         with strategy.scope():
             for variable, average in zip(
                 trainable_variables,
@@ -247,7 +248,8 @@ class _LocalLossScale(
     """A LossScaleOptimizer that decides on each replica separately.
 
     Keras decides for all replicas by replica 0's gradients. The wrapper gives
-    all replicas non-finite gradients if any has them, so all decide the same.
+    all replicas non-finite gradients if any replica has them, so all replicas
+    decide the same.
     """
 
     _model_variables_moving_average = moving_averages.FORWARDED
@@ -255,7 +257,7 @@ class _LocalLossScale(
     def apply(
         self, grads: Sequence, trainable_variables: Sequence | None = None
     ) -> Any:
-        """See Keras; for the wrapper that made this optimizer local."""
+        """Applies gradients as Keras does; only a wrapper may call it."""
         _refuse_call_by_others(self)
         return super().apply(grads, trainable_variables)
 
@@ -277,9 +279,9 @@ class _LocalLossScale(
 class _ReplicaLocalVariable(keras.Variable):
     """A counter that each replica increments in its own copy.
 
-    Keras' step counter is ONLY_FIRST_REPLICA: each increment reads replica 0 by
-    merge_call, which fails in `tf.cond` and is an AllToAll on a TPU. All
-    replicas count the same, so none needs to.
+    Keras' step counter has the aggregation ONLY_FIRST_REPLICA. Each increment
+    reads replica 0 by merge_call, which fails in `tf.cond` and is an AllToAll
+    on a TPU. All replicas count the same, so none needs replica 0's value.
     """
 
     def _direct_assign(self, value: Any) -> Any:
@@ -298,10 +300,8 @@ class _ReplicaLocalVariable(keras.Variable):
 
 @contextlib.contextmanager
 def tracked() -> Iterator[None]:
-    """A context in which an optimizer owns the variables that it is given.
-
-    LossScaleOptimizer.build disables this for all that is built inside it.
-    """
+    """Makes an optimizer own the variables that it is given in this context."""
+    # LossScaleOptimizer.build disables tracking for all that is built in it.
     before = _TRACKING.is_enabled()
     _TRACKING.set_attribute("tracking_on", True)
     try:

@@ -1,6 +1,6 @@
-"""The moving averages of weights (`use_ema`) that SwapEMAWeights looks for.
+"""Shows SwapEMAWeights the moving averages of weights (`use_ema`).
 
-It unwraps one level of nesting and reads a private attribute of the optimizer,
+SwapEMAWeights unwraps one level of nesting and reads the optimizer's private
 `_model_variables_moving_average`. Present in Keras 3.12 to 3.16.
 """
 
@@ -13,7 +13,7 @@ import keras
 from tf_xshard.private import frames
 from tf_xshard.private import names
 
-# Of optimizers that have been built with `use_ema`.
+# Optimizers that have been built with `use_ema` have this attribute.
 names.attributes("SwapEMAWeights", "_model_variables_moving_average")
 
 
@@ -28,13 +28,13 @@ def _forward_averages(self: Any, value: list) -> None:
         self._updating_optimizer._model_variables_moving_average = value
 
 
-# The attribute of an optimizer around the one that has averages: SwapEMAWeights
-# unwraps one level of nesting only.
+# An optimizer around the optimizer with averages needs this attribute, since
+# SwapEMAWeights unwraps only one level of nesting.
 FORWARDED = property(_forwarded_averages, _forward_averages)
 
 
 class Averages:
-    """An optimizer whose averages may not be those of the model's variables."""
+    """An optimizer whose averages may not belong to the model's variables."""
 
     @property
     def _model_variables_moving_average(self) -> list:
@@ -54,12 +54,12 @@ class Averages:
 def refuse_swapped_averages(
     optimizer: keras.optimizers.Optimizer, why: str
 ) -> None:
-    """Makes SwapEMAWeights, which reads them, fail on a local optimizer."""
+    """Makes SwapEMAWeights raise ValueError when it reads the averages."""
     object.__setattr__(optimizer, "_refuses_to_swap", why)
 
 
 def _swaps_averages() -> bool:
-    """Whether SwapEMAWeights is among the callers of this function."""
+    """Returns True if SwapEMAWeights is among the callers of this function."""
     kind = keras.callbacks.SwapEMAWeights
     return any(
         isinstance(frame.f_locals.get("self"), kind)

@@ -1,7 +1,7 @@
-"""The places of Keras' training loops that fail over several processes.
+"""Replaces the functions of Keras' training loops that fail across processes.
 
-The replacements are in `multi_worker.fit`; this module has what Keras does not
-export, and recognizes and replaces it.
+This module recognizes and replaces these functions, which Keras does not
+export. `multi_worker.fit` has the replacements.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MODEL = "keras.Model."
 NAMES = names.PrivateNames(
     "tf_xshard.multi_worker_fit()",
     {
-        # Takes the mean of a tuple of PerReplica values, which
-        # MultiWorkerMirroredStrategy refuses (keras#20585).
+        # Takes the mean of a tuple of PerReplica values, on which
+        # MultiWorkerMirroredStrategy raises (keras#20585).
         "maybe_build": _MODEL + "_maybe_symbolic_build",
-        # Called by it; correct.
+        # The method above calls this method, which is correct.
         "build": _MODEL + "_symbolic_build",
         # Reduces scalars over dimension 0, which they do not have.
         "module": "keras.src.backend.tensorflow.trainer",
@@ -36,12 +36,12 @@ NAMES = names.PrivateNames(
     },
 )
 names.attributes(NAMES.feature, "_distribute_strategy")
-# The SHA-256 of sources known to be wrong: Keras 3.12 to 3.16.
+# The SHA-256 of sources that are known to be wrong, in Keras 3.12 to 3.16.
 _KNOWN_WRONG = {
     "_maybe_symbolic_build": "92a504f5eba9b29f",
     "reduce_per_replica": "2e7d54b1e6edc29a",
 }
-# The wrong calls in them. A source without them has been changed.
+# The wrong calls in these sources. A source without its call has been changed.
 _WRONG_CALLS = {
     "_maybe_symbolic_build": "distribute_strategy.reduce(",
     "reduce_per_replica": 'strategy.reduce("MEAN", v, axis=0)',
@@ -50,7 +50,7 @@ LOOPS = ("fit", "evaluate", "predict")
 
 
 def state_of(name: str, function: Callable) -> str:
-    """Whether a place of this Keras is `"wrong"`, `"right"` or `"unknown"`."""
+    """Returns `"wrong"`, `"right"` or `"unknown"` for a function of Keras."""
     source = inspect.getsource(function)
     digest = hashlib.sha256(source.encode()).hexdigest()
     if digest.startswith(_KNOWN_WRONG[name]):
@@ -63,7 +63,7 @@ def replace(
     mean_of_replicas: Callable[[Any, tf.distribute.Strategy], Any],
     spans_processes: Callable[[tf.distribute.Strategy], bool],
 ) -> Callable[[], None]:
-    """Replaces what is wrong if replicas are in several processes."""
+    """Replaces what fails across processes; returns a function to undo it."""
     NAMES.check()
     trainer: Any = names.defining_class(keras.Model, "fit")
     places = {
@@ -128,7 +128,7 @@ def _maybe_symbolic_build(
         ):
             return original(self, iterator, data_batch)
         for _, _, batches in iterator:
-            # Only shapes and dtypes matter, so one replica's are enough.
+            # Only shapes and dtypes matter, so one replica's batch is enough.
             data_batch = tf.nest.map_structure(
                 lambda one: strategy.experimental_local_results(one)[0],
                 next(batches),

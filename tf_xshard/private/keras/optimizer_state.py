@@ -1,4 +1,4 @@
-"""Attributes of Keras' optimizers that a wrapper has to keep in order."""
+"""Reads and sets attributes of Keras' optimizers, for wrappers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ names.attributes(
     "A tf_xshard optimizer",
     # The variable or schedule behind learning_rate.
     "_learning_rate",
-    # The step counter, with aggregation ONLY_FIRST_REPLICA: each increment
-    # would use merge_call.
+    # The step counter. Each increment would use merge_call, since its
+    # aggregation is ONLY_FIRST_REPLICA.
     "_iterations",
     # The strategy in whose scope the optimizer was created.
     "_distribution_strategy",
-    # State that a subclass of Optimizer has to maintain.
+    # State that a subclass of Optimizer must maintain.
     "_trainable_variables",
     "_var_key",
     "_variables",
     "_track_trackable",
 )
 
-# What `exclude_from_weight_decay` sets: keys of variables, and a pattern of
-# names or None. Present in Keras 3.12 to 3.16.
+# `exclude_from_weight_decay` sets these attributes: keys of variables, and a
+# pattern of names or None. Present in Keras 3.12 to 3.16.
 _EXCLUDED = "_exclude_from_weight_decay"
 _EXCLUDED_NAMES = "_exclude_from_weight_decay_pattern"
 
@@ -42,26 +42,24 @@ def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
 def strategy_of(
     optimizer: keras.optimizers.Optimizer,
 ) -> tf.distribute.Strategy:
-    """The strategy in whose scope an optimizer was created."""
+    """Returns the strategy in whose scope an optimizer was created."""
     return optimizer._distribution_strategy
 
 
 def trainable_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-    """The variables that an optimizer was built with; none before that."""
+    """Returns the variables that an optimizer was built with, or []."""
     return optimizer._trainable_variables or []
 
 
 def set_trainable_variables(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Does what the base class' `build` does, without creating variables.
-
-    Since `use_ema` and the like are forwarded, that would create the inner
-    optimizer's variables twice.
-    """
-    # Keras would track them as the optimizer's own.
+    """Does what the base class' `build` does, without creating variables."""
+    # `use_ema` and similar settings are forwarded, so `build` would create the
+    # inner optimizer's variables twice. A plain assignment would make Keras
+    # track the variables as the optimizer's own.
     object.__setattr__(optimizer, "_trainable_variables", variables)
     optimizer.built = True
 
@@ -69,8 +67,8 @@ def set_trainable_variables(
 def indices_of(
     optimizer: keras.optimizers.Optimizer, variables: Sequence
 ) -> list[int]:
-    """The positions of variables among those an optimizer was built with."""
-    # Keras' key is the same for a variable and for TensorFlow's inside it.
+    """Returns the positions of variables in `trainable_variables`."""
+    # A Keras variable and the TensorFlow variable inside it have the same key.
     key = optimizer._var_key
     positions = {
         key(one): index
@@ -83,7 +81,7 @@ def indices_of(
 def unknown_to(
     optimizer: keras.optimizers.Optimizer, variables: Sequence
 ) -> list[str]:
-    """The names of variables that an optimizer was not built with."""
+    """Returns the names of variables that an optimizer was not built with."""
     key = optimizer._var_key
     known = {key(one) for one in trainable_variables(optimizer)}
     return [
@@ -96,18 +94,15 @@ def unknown_to(
 def own_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-    """The variables that a wrapper has created itself.
-
-    Without the base class' step counter, which stays 0, since the inner
-    optimizer counts.
-    """
+    """Returns the variables that a wrapper has created itself."""
+    # The base class' step counter stays 0, since the inner optimizer counts.
     return [v for v in optimizer._variables if v is not optimizer._iterations]
 
 
 def excluded_from_weight_decay(
     optimizer: keras.optimizers.Optimizer, variables: Sequence
 ) -> list[Any]:
-    """The variables that an optimizer's weight decay leaves as they are."""
+    """Returns the variables that an optimizer's weight decay excludes."""
     keys = getattr(optimizer, _EXCLUDED, ())
     pattern = getattr(optimizer, _EXCLUDED_NAMES, None)
     return [
@@ -121,7 +116,7 @@ def excluded_from_weight_decay(
 def copy_exclusions(
     source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer
 ) -> None:
-    """Excludes the same variables from weight decay, as no config says."""
+    """Excludes the same variables from weight decay; no config names them."""
     for name in (_EXCLUDED, _EXCLUDED_NAMES):
         if hasattr(source, name):
             object.__setattr__(target, name, getattr(source, name))
@@ -131,7 +126,8 @@ def set_iterations(
     optimizer: keras.optimizers.Optimizer, iterations: int
 ) -> None:
     """Sets how many updates an optimizer has made."""
-    # With accumulation Keras counts calls, and divides on reading.
+    # With accumulation, Keras counts calls, and divides when it reads the
+    # count.
     steps = optimizer.gradient_accumulation_steps or 1
     optimizer._iterations.assign(iterations * steps)
 
@@ -139,7 +135,7 @@ def set_iterations(
 def learning_rate_at(
     optimizer: keras.optimizers.Optimizer, iterations: int
 ) -> float:
-    """The learning rate of the update after `iterations` updates."""
+    """Returns the learning rate of the update after `iterations` updates."""
     rate = optimizer._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return float(rate(iterations))
@@ -147,21 +143,20 @@ def learning_rate_at(
 
 
 def has_caller_of(kind: type, contains: Callable[[Any], bool]) -> bool:
-    """Whether a method of some optimizer is among the callers of this function.
+    """Returns True if an optimizer of this `kind` is among the callers.
 
-    An inner optimizer cannot find out what wraps it, except when `build` is
-    called: a LossScaleOptimizer's or a MultiOptimizer's calls the inner ones'.
-    A LossScaleOptimizer directly around an optimizer sets its
-    `loss_scale_factor`, which needs no such search.
+    An inner optimizer can only find out in `build` what wraps it. The `build`
+    of a LossScaleOptimizer or MultiOptimizer calls the `build` of its inner
+    optimizers. A LossScaleOptimizer directly around an optimizer also sets the
+    inner `loss_scale_factor`, so no search is needed.
     """
     found = (frame.f_locals.get("self") for frame in frames.callers())
     return any(isinstance(one, kind) and contains(one) for one in found)
 
 
 def is_writing_legacy_file() -> bool:
-    """Whether Keras is currently writing a legacy .h5 file.
-
-    Nothing that its writer calls on an optimizer is specific to it.
-    """
+    """Returns True if Keras is currently writing a legacy .h5 file."""
+    # Nothing that Keras' writer calls on an optimizer is specific to the
+    # writer.
     writer = "save_model_to_hdf5"
     return any(frame.f_code.co_name == writer for frame in frames.callers())

@@ -1,7 +1,7 @@
-"""What Keras' files hold of an optimizer and of those inside it.
+"""Reads and writes an optimizer and its inner optimizers in Keras' files.
 
-A store that Keras passes to `load_own_variables` shows one path of the file; an
-optimizer that was saved inside another one is below that path.
+The store that Keras passes to `load_own_variables` shows one path of the file.
+An optimizer that was saved inside another optimizer is below that path.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import numpy as np
 # Attributes of Keras' store of an .h5 file: the file, and the current path.
 # Present in 3.12 to 3.16. Other stores show one path only.
 _FILE, _PATH = "h5_file", "_h5_entry_path"
-# An AGNOptimizer's local optimizer is what others have as the inner one.
+# An AGNOptimizer has its local optimizer where other wrappers have the inner
+# optimizer.
 _CHILDREN = ("local_optimizer", "inner_optimizer")
 
 
 def levels(store: Any) -> list[list[np.ndarray]]:
-    """The variables at a store's path, and at each optimizer's inside it."""
+    """Returns the variables at a store's path, and at each path inside it."""
     found = [_arrays(store)]
     path = getattr(store, _PATH, None)
     for inner in _inner_paths(store):
@@ -32,16 +33,16 @@ def levels(store: Any) -> list[list[np.ndarray]]:
 
 
 def has_local_optimizer(store: Any) -> bool:
-    """Whether an AGNOptimizer's state is at a store's path, or inside it."""
+    """Returns True if an AGNOptimizer's state is at or below a store's path."""
     return any(path.endswith(_CHILDREN[0]) for path in _inner_paths(store))
 
 
 def _inner_paths(store: Any) -> list[str]:
-    """The paths of the optimizers inside the one at a store's path."""
+    """Returns the paths of the inner optimizers below a store's path."""
     file, inner = getattr(store, _FILE, None), getattr(store, _PATH, None)
     found: list[str] = []
     while file is not None and inner is not None:
-        # A pickled optimizer is the whole file, its path is empty.
+        # A pickled optimizer is the whole file, and its path is empty.
         children = [f"{inner}/{name}".lstrip("/") for name in _CHILDREN]
         inner = next((one for one in children if one in file), None)
         if inner is not None:
@@ -54,12 +55,10 @@ def _arrays(store: Any) -> list[np.ndarray]:
 
 
 class _Session:
-    """Holds the wrappers' wishes for the optimizers inside, for one file.
+    """The requests of wrappers for one file, by ids of inner optimizers.
 
-    Attributes:
-      write_instead: By an optimizer's id, what to write under its path.
-      skip: The ids of optimizers that have been loaded.
-      saved: The ids of optimizers that have been saved.
+    `write_instead` has functions that write a path instead, `skip` the
+    optimizers that have been loaded, and `saved` the saved optimizers.
     """
 
     def __init__(self) -> None:
@@ -68,8 +67,9 @@ class _Session:
         self.saved: set[int] = set()
 
 
-# By Keras' store, which is one object for a whole file. Nothing is left when
-# the file is closed, nor of a call with another store, such as a dict.
+# The keys are Keras' stores. A store is one object for a whole file, so its
+# session ends when the file is closed. A call with another store, such as a
+# dict, leaves no session.
 _sessions: weakref.WeakKeyDictionary[Any, _Session] = (
     weakref.WeakKeyDictionary()
 )
@@ -84,14 +84,17 @@ def _session(store: Any) -> _Session:
 def save_instead(
     optimizer: Any, store: Any, write: Callable[[Any], None]
 ) -> bool:
-    """Makes Keras save something else under an optimizer's path of a file."""
+    """Makes Keras save something else under an optimizer's path of a file.
+
+    Returns False if Keras has already saved the optimizer.
+    """
     session = _session(store)
     session.write_instead[id(optimizer)] = write
     return id(optimizer) not in session.saved
 
 
 def saves_something_else(optimizer: Any, store: Any) -> bool:
-    """Saves what `save_instead` was given for the file, if it was called."""
+    """Saves what `save_instead` was given; returns False if it got nothing."""
     session = _session(store)
     session.saved.add(id(optimizer))
     write = session.write_instead.pop(id(optimizer), None)
@@ -101,20 +104,20 @@ def saves_something_else(optimizer: Any, store: Any) -> bool:
 
 
 def skip_load(optimizer: Any, store: Any) -> None:
-    """Makes an optimizer keep what it has when Keras loads it from a file."""
+    """Makes an optimizer keep its state when Keras loads it from a file."""
     _session(store).skip.add(id(optimizer))
 
 
 def skips_this_load(optimizer: Any, store: Any) -> bool:
-    """Whether `skip_load` was called for the file."""
+    """Returns True if `skip_load` was called for the optimizer and the file."""
     return id(optimizer) in _session(store).skip
 
 
 def saved_variables(optimizer: Any) -> list[Any]:
-    """What Keras saves for an optimizer that is no wrapper.
+    """Returns the variables that Keras saves for an optimizer, not a wrapper.
 
-    A LossScaleOptimizer's are its own and those of the optimizer inside it; of
-    a wrapper in between, nothing.
+    A LossScaleOptimizer also saves the variables of the optimizer inside it,
+    but nothing of a wrapper in between.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.variables
@@ -128,7 +131,7 @@ class SavedElsewhere:
     """An optimizer whose state an outer wrapper may save and load for it."""
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves the optimizer's variables, or what a wrapper wants here."""
+        """Saves the optimizer's variables, or what a wrapper saves instead."""
         if not saves_something_else(self, store):
             super().save_own_variables(store)  # type: ignore[misc]
 

@@ -1,6 +1,6 @@
-"""Keras optimizers whose variables are shards: mixins of the class swap.
+"""Makes Keras optimizers create and update `shards.Sharded` variables.
 
-See `shards` for the variables.
+Its classes are mixins of the class swap in `local_optimizers`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ NAMES = names.PrivateNames(
         # Called with each variable that an optimizer creates, before anything
         # is restored into it.
         "track_variable": _OPTIMIZER + "_track_variable",
-        # Called with each attribute that tf.train.Checkpoint is to find.
+        # Called with each attribute that tf.train.Checkpoint must find.
         "track_trackable": _OPTIMIZER + "_track_trackable",
-        # What an optimizer looks variables up by.
+        # Returns the key by which an optimizer looks up a variable.
         "var_key": _OPTIMIZER + "_var_key",
-        # Clips by norms of what it is given: of shards.
+        # Clips by the norms of its arguments, which are shards.
         "clip": _OPTIMIZER + "_clip_gradients",
     },
 )
-# An attribute used the same way: what MultiOptimizer calls in `build` for a
-# variable's optimizer.
+# MultiOptimizer calls this attribute in `build` for a variable's optimizer.
 names.attributes("MultiOptimizer in a tf_xshard optimizer", "_optimizer_map")
 
 
 class TracksWholes(keras.optimizers.Optimizer):
-    """For a checkpoint, an optimizer has whole weights, not their shards.
+    """An optimizer that checkpoints see with whole weights, not with shards.
 
-    It would restore a weight into its shards, which are no state, and then
-    leave the model's own as it is.
+    Otherwise, a checkpoint would restore a weight into its shards, which are
+    not state, and leave the model's weight unchanged.
     """
 
     def _track_trackable(
@@ -54,8 +53,8 @@ class TracksWholes(keras.optimizers.Optimizer):
 class UpdatesShards(TracksWholes):
     """An optimizer that can be built with `Sharded` variables.
 
-    Its slot variables are then sharded as well, and it knows a weight by its
-    shards.
+    Its slot variables are then also sharded. A weight and its shards have the
+    same key.
     """
 
     def add_variable_from_reference(
@@ -64,23 +63,21 @@ class UpdatesShards(TracksWholes):
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        """Creates a slot variable: see Keras."""
+        """Creates a slot variable, sharded like its reference variable."""
         add = super().add_variable_from_reference
         if not isinstance(reference_variable, keras_shards.Sharded):
             return add(reference_variable, name=name, initializer=initializer)
         self.__dict__["_slot_of"] = reference_variable, initializer
-        # Only a shard's memory is ever allocated for it.
-        reference_variable.__dict__["_is_reference"] = True
         try:
-            return add(reference_variable, name=name)
+            with reference_variable.as_reference():
+                return add(reference_variable, name=name)
         finally:
-            del reference_variable.__dict__["_is_reference"]
             del self.__dict__["_slot_of"]
 
     def _track_variable(self, variable: Any) -> None:
         reference, initializer = self.__dict__.get("_slot_of", (None, None))
         if reference is not None:
-            # Before what was read for it from a checkpoint is assigned.
+            # Convert the variable before Keras assigns a checkpoint's value.
             slot = keras_shards.converted(
                 variable, reference.layout, reference.store
             )
@@ -90,7 +87,7 @@ class UpdatesShards(TracksWholes):
         super()._track_variable(variable)
 
     def assign(self, variable: Any, value: Any) -> None:
-        """Assigns a value: while it is built, on all replicas."""
+        """Assigns a value; on all replicas while the optimizer is built."""
         copies = getattr(getattr(variable, "value", None), "values", None)
         if (
             isinstance(variable, keras_shards.Sharded)
@@ -116,7 +113,7 @@ class UpdatesShards(TracksWholes):
 
 
 def _of_wholes(variables: Sequence) -> Sequence:
-    """Weights in place of their shards, in a list that can be tracked."""
+    """Replaces shards by their weights, in a list that can be tracked."""
     if not any(isinstance(one, keras_shards.Sharded) for one in variables):
         return variables
     tracked = tf.Module()
@@ -136,9 +133,9 @@ def clip_with(optimizer: keras.optimizers.Optimizer, clip: Callable) -> None:
 def changes_when_chosen(
     optimizer: keras.optimizers.Optimizer, change: Callable
 ) -> Iterator[None]:
-    """A context in which an optimizer is built, and MultiOptimizer may choose.
+    """Calls `change` with each optimizer that a MultiOptimizer chooses.
 
-    Its function is called with weights, not with their shards.
+    The MultiOptimizer's function is called with weights, not with their shards.
     """
     chosen = getattr(optimizer, "_optimizer_map", None)
     if chosen is None:

@@ -1,9 +1,9 @@
-"""Keras variables of which each replica holds a shard.
+"""Defines Keras variables that are split over replicas.
 
-Inside `strategy.run` such a variable is this replica's shard, which Keras'
-optimizers update as any other variable. Outside of it the variable is whole:
-its shape, its value, what is saved, and what is assigned to it. So files and
-checkpoints do not show how it is split.
+Inside `strategy.run`, such a variable is this replica's shard, which Keras'
+optimizers update like any other variable. Outside of `strategy.run`, it has the
+whole shape and value, also when it is saved and assigned. So files and
+checkpoints do not show the split.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ NAMES = names.PrivateNames(
     {
         # The write behind every assign of a Keras variable.
         "assign": "keras.Variable._direct_assign",
-        # What tf.train.Checkpoint writes and reads.
+        # tf.train.Checkpoint calls these methods to write and read.
         "serialize": "keras.Variable._serialize_to_tensors",
         "restore": "keras.Variable._restore_from_tensors",
         "shared_name": "keras.Variable._shared_name",
     },
 )
-# Attributes used the same way: a variable's TensorFlow variable, its path and
-# name.
+# These attributes hold a variable's TensorFlow variable, its path and its name.
 names.attributes(NAMES.feature, "_value", "_path", "_name")
 _KEY = "VARIABLE_VALUE"
 
 
 class Store(Protocol):
-    """Reads and writes whole variables, outside of `strategy.run`."""
+    """A reader and writer of whole variables, outside of `strategy.run`."""
 
     def read(self, slot: Sharded) -> tf.Tensor:
-        """The whole value, in the group of this process's first replica."""
+        """Returns the value in the group of this process's first replica."""
 
     def write(self, slot: Sharded, value: tf.Tensor) -> None:
         """Writes a whole value to all replicas of this process."""
@@ -55,9 +54,9 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """A context in which an optimizer is built, for all replicas at once.
+    """Marks code that builds an optimizer for all replicas at once.
 
-    The first step may build it, inside `strategy.run`.
+    The first step may build an optimizer inside `strategy.run`.
     """
     before = is_building()
     _thread.is_building = True
@@ -68,12 +67,12 @@ def building() -> Iterator[None]:
 
 
 def is_building() -> bool:
-    """Whether this code runs in a `building` context."""
+    """Returns True if this code runs in a `building` context."""
     return getattr(_thread, "is_building", False)
 
 
 def is_outside() -> bool:
-    """Whether this code runs outside of `strategy.run`."""
+    """Returns True outside of `strategy.run` and in a `building` context."""
     return (
         is_building()
         or not tf.distribute.has_strategy()
@@ -82,17 +81,26 @@ def is_outside() -> bool:
 
 
 class Sharded(keras.Variable):
-    """A variable of which each replica holds a shard; made by `shard_of`.
+    """A variable that is split over replicas; made by `shard_of`.
 
-    Attributes:
-      layout: How it is split, a `tf_xshard.distribute.shards.Layout`.
-      store: Reads and writes it whole.
-      whole: For a shard of a weight, the weight. None for a slot variable.
+    `layout` is a `tf_xshard.distribute.shards.Layout`. `whole` is the weight
+    for the shards of a weight, and None for a slot variable.
     """
 
     layout: Any
     store: Store
     whole: Any = None
+    _is_reference = False
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Gives the variable a shard's shape, to create slot variables."""
+        # A slot variable then never takes more memory than a shard.
+        self.__dict__["_is_reference"] = True
+        try:
+            yield
+        finally:
+            del self.__dict__["_is_reference"]
 
     @property
     def shards(self) -> tf.Variable:
@@ -101,7 +109,7 @@ class Sharded(keras.Variable):
 
     @property
     def value(self) -> Any:
-        """This replica's shard, or outside of `strategy.run` the whole."""
+        """This replica's shard; outside of `strategy.run`, the whole value."""
         if not self._is_whole():
             return self._value
         if self.whole is None:
@@ -116,7 +124,7 @@ class Sharded(keras.Variable):
         return tf.TensorShape([self.layout.size])
 
     def _is_whole(self) -> bool:
-        return is_outside() and not self.__dict__.get("_is_reference")
+        return is_outside() and not self._is_reference
 
     @property
     def ndim(self) -> int:
@@ -124,11 +132,11 @@ class Sharded(keras.Variable):
         return len(self.shape)
 
     def numpy(self) -> np.ndarray:
-        """The value as an array."""
+        """Returns the value as an array."""
         return np.asarray(self.value)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        # The value is read, so it is a copy.
+        # Reading the value makes a copy.
         del copy
         return np.asarray(self.value, dtype)
 
@@ -153,18 +161,9 @@ class Sharded(keras.Variable):
 def shard_of(
     variable: keras.Variable, whole: Any, layout: Any, store: Store
 ) -> Sharded:
-    """Makes a new variable the shards of a weight.
-
-    Args:
-      variable: A variable of shape [layout.size]; it gets the weight's path.
-      whole: The weight, a Keras or TensorFlow variable.
-      layout: How it is split.
-      store: Reads and writes such variables whole.
-
-    Returns:
-      The variable.
-    """
-    # Slots are named after it, whatever scope this is in.
+    """Makes a new variable, of shape [layout.size], the shards of a weight."""
+    # The variable gets the weight's path, after which slots are named in any
+    # scope.
     path = getattr(whole, "path", None) or whole.name.replace(":", "_")
     variable.__dict__.update(_path=path, _name=path.split("/")[-1])
     return converted(variable, layout, store, whole)
@@ -173,7 +172,7 @@ def shard_of(
 def converted(
     variable: Any, layout: Any, store: Store, whole: Any = None
 ) -> Sharded:
-    """Makes a variable `Sharded`; see `shard_of`. A slot has no `whole`."""
+    """Makes a variable `Sharded`; a slot variable has no `whole`."""
     variable.__class__ = Sharded
     variable.__dict__.update(layout=layout, store=store, whole=whole)
     return variable

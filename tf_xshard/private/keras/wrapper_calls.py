@@ -1,4 +1,4 @@
-"""Whether a tf_xshard optimizer is calling the optimizers inside it."""
+"""Tells whether a tf_xshard optimizer is calling the optimizers inside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _is_inside: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
-    """A context in which a wrapper calls the optimizers that it made local."""
+    """Marks code in which a wrapper calls the optimizers that it made local."""
     token = _is_inside.set(True)
     try:
         yield
@@ -22,5 +22,5 @@ def inside() -> Iterator[None]:
 
 
 def is_inside() -> bool:
-    """Whether a wrapper is among the callers of this function."""
+    """Returns True if a wrapper is among the callers of this function."""
     return _is_inside.get()

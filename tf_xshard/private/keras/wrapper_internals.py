@@ -1,8 +1,8 @@
-"""How tf.train.Checkpoint sees an optimizer that is wrapped.
+"""Makes checkpoints of wrappers and of plain Keras optimizers compatible.
 
-A wrapper's node in a checkpoint has the children that the wrapped optimizer's
-node would have, and one more with what the wrapper has of its own. So plain
-Keras' checkpoints load into wrappers, and the other way round:
+A wrapper's node in a tf.train.Checkpoint has the children of the wrapped
+optimizer's node, and one more child with the wrapper's own state. So plain
+Keras' checkpoints load into wrappers, and vice versa:
 
 plain Keras                 CrossShardOptimizer
 optimizer                   optimizer
@@ -28,37 +28,37 @@ from tf_xshard.private import names
 from tf_xshard.private.keras import moving_averages
 
 _TRACKABLE = "tensorflow.__internal__.tracking.Trackable."
-# What tf.train.Checkpoint calls on each object. No public API lets an object
-# have the children of another one. Present in TensorFlow 2.20 to 2.22.
+# tf.train.Checkpoint calls these methods on each object. No public API lets an
+# object have another object's children. Present in TensorFlow 2.20 to 2.22.
 _NODES = names.PrivateNames(
     "tf.train.Checkpoint of a tf_xshard optimizer",
     {
         # The children by name, when a checkpoint is written and when it is
         # read.
         "children": _TRACKABLE + "_trackable_children",
-        # The child that a node's child is read into.
+        # The object into which a node's child is read.
         "lookup": _TRACKABLE + "_lookup_dependency",
-        # What was read for children that do not exist yet, and its use when
-        # they are created.
+        # The values that were read for children that do not exist yet, and
+        # their assignment when the children are created.
         "deferred": _TRACKABLE + "_deferred_dependencies",
         "handle_deferred": _TRACKABLE + "_handle_deferred_dependencies",
-        # Called by the constructor.
+        # The constructor calls this method.
         "initialize": _TRACKABLE + "_maybe_initialize_trackable",
-        # Called first when a node is read, by a function whose argument has the
+        # Called first when a node is read. An argument of the caller has the
         # node.
         "adapter": _TRACKABLE + "_checkpoint_adapter",
     },
 )
-# The argument of that function, in 2.20 to 2.22: the node that is read.
+# The caller's argument that has the node that is read, in 2.20 to 2.22.
 _POSITION = "checkpoint_position"
 _PREFIX = "tf_xshard_"
-# Its optimizers, which a plain MultiOptimizer does not save. Each wrapper
-# around it tracks them.
+# The children of a MultiOptimizer that are its optimizers. A plain
+# MultiOptimizer does not save them, so each wrapper around it tracks them.
 _OF_MULTI_OPTIMIZER = "optimizer_"
-# Up to version 0.1.0 a wrapper's node had the wrapper's own children, among
-# them this one.
+# Up to version 0.1.0, a wrapper's node had the wrapper's own children,
+# including this child.
 _FIRST_FORMAT = "notice_of_saving"
-# The base class' own, which a wrapper does not use.
+# Children of the base class that a wrapper does not use.
 _UNUSED = (
     "_iterations",
     "_variables",
@@ -68,7 +68,7 @@ _UNUSED = (
 
 
 class OwnPart(tf.train.experimental.PythonState):
-    """What a wrapper has of its own in a checkpoint."""
+    """The node of a wrapper's own state in a checkpoint."""
 
     def __init__(self, children: Callable[[], dict]) -> None:
         self._maybe_initialize_trackable()
@@ -81,24 +81,25 @@ class OwnPart(tf.train.experimental.PythonState):
 
 
 class WrapperInternals(keras.optimizers.Optimizer):
-    """An optimizer whose node in a checkpoint is that of an optimizer inside.
+    """An optimizer that has the node of its inner optimizer in a checkpoint.
 
-    Subclasses say which with `_checkpointed_as`, and set `_own_part`.
+    Subclasses return the inner optimizer in `_checkpointed_as`, and set
+    `_own_part`.
     """
 
     _model_variables_moving_average = moving_averages.FORWARDED
     _own_part: OwnPart
     _reads_first_format = False
     _starts_fresh: tuple[str, ...] = ()
-    # What the checkpoint has of each part, by the names of the children.
+    # Maps each part to the names of its children in the checkpoint.
     _saved_children: dict[str, set[str]] = {}
 
     def _checkpointed_as(self) -> Any:
-        """The optimizer inside: a wrapper, too, or any other."""
+        """Returns the inner optimizer, which may be another wrapper."""
         raise NotImplementedError
 
     def _own_children(self) -> dict:
-        """What the wrapper tracks, without what its node shows instead."""
+        """Returns the wrapper's children, without the inner optimizer."""
         inner = self._checkpointed_as()
         return {
             name: child
@@ -107,7 +108,7 @@ class WrapperInternals(keras.optimizers.Optimizer):
         }
 
     def _parts(self) -> dict[str, WrapperInternals]:
-        """The wrappers that one node stands for, by their parts' names."""
+        """Returns the wrappers that one node stands for, by names of parts."""
         inner = self._checkpointed_as()
         parts = dict(inner._parts()) if _is_wrapper(inner) else {}
         name = _PREFIX + type(self).__name__
@@ -132,7 +133,7 @@ class WrapperInternals(keras.optimizers.Optimizer):
 
     def _checkpoint_adapter(self, path: str) -> Any:
         _NODES.check()
-        # The path does not say which of the checkpoint's nodes is read.
+        # `path` does not say which of the checkpoint's nodes is read.
         position = next(frames.callers()).f_locals.get(_POSITION)
         if position is None:
             raise RuntimeError(
@@ -180,9 +181,9 @@ class WrapperInternals(keras.optimizers.Optimizer):
         return super()._checkpoint_adapter(path)
 
     def _warn_of_fresh_parts(self) -> None:
-        """Names once the wrappers whose state was not in a checkpoint."""
+        """Warns once of parts that start fresh, and of state that is lost."""
         if not self.built:
-            return  # Called again by `build`.
+            return  # `build` calls this method again.
         parts = self._parts()
         # One part is enough for the optimizers of a MultiOptimizer.
         no_part = len(self._starts_fresh) == len(parts)
@@ -225,7 +226,8 @@ class WrapperInternals(keras.optimizers.Optimizer):
 
     @property
     def _deferred_dependencies(self) -> dict:
-        # Children of the node that do not exist yet: whose they will be.
+        # Children of the node that do not exist yet will belong to the object
+        # whose attribute is returned.
         if self._reads_first_format:
             return self._own_part._deferred_dependencies
         return self._checkpointed_as()._deferred_dependencies

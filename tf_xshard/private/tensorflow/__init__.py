@@ -1,9 +1,9 @@
-"""What TensorFlow does not export.
+"""Uses names that TensorFlow does not export.
 
-- `autograph`: keeps AutoGraph away from this package's code.
-- `tracing`: what is being traced: XLA, replicas, loops, new variables.
+- `autograph`: keeps AutoGraph from converting this package's code.
+- `tracing`: XLA, replicas, loops and new variables of what is being traced.
 - `cluster`: the key-value store of several processes.
-- `runtime`: what TensorFlow's runtime executes, and ending its collectives.
-- `iterators`: distributed datasets, for `tf_xshard.testing` only.
-- `v1`: TF1 graphs and optimizers.
+- `runtime`: which functions TensorFlow runs; aborts its collectives.
+- `iterators`: ends distributed datasets, for `tf_xshard.testing` only.
+- `v1`: graphs and optimizers of TF1, for `tf_xshard.compat`.
 """

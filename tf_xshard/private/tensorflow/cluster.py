@@ -1,4 +1,4 @@
-"""The key-value store of the processes of MultiWorkerMirroredStrategy."""
+"""Uses the key-value store of MultiWorkerMirroredStrategy's processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _STORE = names.PrivateNames(
     "An optimizer under MultiWorkerMirroredStrategy",
     {
         # The key-value store of the coordination service that
-        # MultiWorkerMirroredStrategy starts. Workers exchange there, while they
-        # trace, which variables have a gradient. A collective would not do: its
-        # error does not say which worker was missing.
+        # MultiWorkerMirroredStrategy starts. While workers trace, they exchange
+        # there which variables have a gradient. A collective would not do,
+        # since its error does not say which worker was missing.
         "context": _PYTHON + "eager.context.context",
         "set": _CONTEXT + "set_config_key_value",
         "get": _CONTEXT + "get_config_key_value",
@@ -34,7 +34,8 @@ _LOOKUP_SLICE_SECONDS = 5.0
 
 def lookup(key: str, timeout_seconds: float) -> str:
     """Waits for a value in the cluster's key-value store."""
-    # In slices: the time in which this process is stopped does not count.
+    # Wait in slices, so that time in which this process is stopped does not
+    # count.
     remaining = max(timeout_seconds, 0.001)
     while True:
         seconds = min(remaining, _LOOKUP_SLICE_SECONDS)

@@ -1,4 +1,4 @@
-"""The input pipelines of a simulated TPU, so that its process can end."""
+"""Lets a process end that has input pipelines of a simulated TPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tf_xshard.private import names
 _ITERATORS = names.PrivateNames(
     "tf_xshard.testing.simulated_tpu_strategy()",
     {
-        # Iterators over distributed datasets: `_iterators` has one for each
-        # host, whose `_iterator` has one for each device in
+        # An iterator over a distributed dataset. Its `_iterators` has an object
+        # for each host, whose `_iterator` has an iterator for each device in
         # `_device_iterators`.
         "distributed": (
             "tensorflow.python.distribute.input_lib.DistributedIterator"
@@ -29,13 +29,13 @@ names.attributes(
 
 
 def untuned(dataset: Any) -> Any:
-    """A dataset without the thread that tunes its buffers.
+    """Returns a dataset without the thread that tunes its buffers.
 
-    It sleeps for up to a minute, and a process that leaves an iterator
-    unfinished waits for it at its end.
+    The thread sleeps for up to a minute. A process that leaves an iterator
+    unfinished waits at its end for the thread.
     """
     if not isinstance(dataset, tf.data.Dataset):
-        return dataset  # TensorFlow says what is wrong with it.
+        return dataset  # TensorFlow raises an error for it.
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
@@ -45,8 +45,8 @@ def untuned(dataset: Any) -> Any:
 def end_iterators_at_exit() -> None:
     """Makes unfinished iterators end with the process.
 
-    Otherwise the threads that prefetch for their devices are waited for when
-    TensorFlow is torn down.
+    Otherwise TensorFlow, when it is torn down, waits for the threads that
+    prefetch for devices.
     """
     atexit.register(_end_iterators)
 
@@ -56,7 +56,8 @@ def _end_iterators() -> None:
         if not issubclass(type(one), _ITERATORS.distributed):
             continue
         for of_host in one._iterators:
-            # The threads of the devices first: the host's wait for them.
+            # End the devices' threads first, since the host's threads wait for
+            # them.
             iterator = getattr(of_host, "_iterator", None)
             getattr(iterator, "_device_iterators", []).clear()
         one._iterators = []

@@ -1,4 +1,4 @@
-"""What TensorFlow's runtime executes, and ending its collectives."""
+"""Finds what TensorFlow's runtime executes, and aborts its collectives."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _TIMEOUT = names.PrivateNames(
         "context": _PYTHON + "eager.context.context",
         # Ends collectives that wait for missing peers.
         "abort": _CONTEXT + "abort_collective_ops",
-        # Where a thread is while TensorFlow runs a function for it:
-        # distinguishes a waiting batch from one that is traced.
+        # A thread is in this module while TensorFlow runs a function for it.
+        # This tells a waiting batch from a batch that is being traced.
         "execute": _PYTHON + "eager.execute",
         "quick_execute": _PYTHON + "eager.execute.quick_execute",
     },
 )
-# The argument of `quick_execute` with a function's inputs, also captured ones.
+# The argument of `quick_execute` with a function's inputs and captures.
 _INPUTS = "inputs"
 
 
 def context() -> object:
-    """TensorFlow's runtime context: another object after it has been reset."""
+    """Returns TensorFlow's runtime context, another object after a reset."""
     return _TIMEOUT.context()
 
 
@@ -41,7 +41,7 @@ def abort_collectives(message: str) -> None:
 
 
 def _executing() -> Iterator[types.FrameType]:
-    """The frames in which other threads wait for TensorFlow to execute."""
+    """Yields the frames in which other threads wait for TensorFlow to run."""
     for thread, frame in sys._current_frames().items():
         if (
             thread != threading.get_ident()
@@ -51,12 +51,14 @@ def _executing() -> Iterator[types.FrameType]:
 
 
 def a_function_runs() -> bool:
-    """Whether TensorFlow executes (not just traces) a function for a thread."""
+    """Returns True if another thread executes, not just traces, a function."""
     return any(True for _ in _executing())
 
 
 def a_function_uses(handle: tf.Tensor) -> bool:
-    """Whether another thread waits for a function that captured a handle."""
+    """Returns True if another thread runs a function that captured a handle."""
+    # With asynchronous execution, no thread waits for a function, so assume
+    # that the function runs.
     return not tf.config.experimental.get_synchronous_execution() or any(
         any(one is handle for one in frame.f_locals.get(_INPUTS, ()))
         for frame in _executing()

@@ -1,4 +1,4 @@
-"""What is being traced: XLA, replicas, loops, variables that are new."""
+"""Finds what is being traced: XLA, replicas, loops, new variables."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FUNCTION = _PYTHON + "eager.polymorphic_function.polymorphic_function.Function"
 _REPLICAS = names.PrivateNames(
     "An optimizer under MirroredStrategy",
     {
-        # The thread that traces a replica, with `graph`, that of the replica
-        # function. The graphs between it and the current one decide if replicas
-        # can communicate: `is_control_flow_graph` of a FuncGraph, and the class
-        # below.
+        # The thread that traces a replica. Its `graph` is the graph of the
+        # replica function. The graphs between that graph and the current graph
+        # decide if replicas can communicate. A FuncGraph's
+        # `is_control_flow_graph` and the class below say what each graph is.
         "thread": _PYTHON + "distribute.mirrored_run._MirroredReplicaThread",
         "loop_body": (
             _PYTHON + "ops.control_flow_v2_func_graphs.WhileBodyFuncGraph"
@@ -28,9 +28,9 @@ _REPLICAS = names.PrivateNames(
 _TRACE = names.PrivateNames(
     "An optimizer that is first used in a tf.function",
     {
-        # The trace that creates variables (`_initialize`, with their initial
-        # values in its argument `add_initializers_to`), what initializes them
-        # after it, and its error.
+        # `_initialize` is the trace that creates variables. Its argument
+        # `add_initializers_to` has their initial values. The next method
+        # initializes them after the trace, and may raise UnliftableError.
         "Function": _FUNCTION,
         "initialize": _FUNCTION + "._initialize",
         "initialize_variables": (
@@ -39,13 +39,13 @@ _TRACE = names.PrivateNames(
         "UnliftableError": _PYTHON + "eager.lift_to_graph.UnliftableError",
     },
 )
-# Of TPUExtended since TF 1.12; there is no public accessor. Present in 2.20 to
-# 2.22.
+# TPUExtended has this attribute since TF 1.12, without a public accessor.
+# Present in 2.20 to 2.22.
 names.attributes("Groups under TPUStrategy", "_device_assignment")
 
 
 def has_device_assignment(strategy: tf.distribute.Strategy) -> bool:
-    """Whether a TPUStrategy fixed XLA's replica numbering.
+    """Returns True if a TPUStrategy fixed XLA's replica numbering.
 
     If not, XLA's replica ids may differ from `replica_id_in_sync_group`.
     """
@@ -55,11 +55,11 @@ def has_device_assignment(strategy: tf.distribute.Strategy) -> bool:
 def initialize_new_variables() -> None:
     """Initializes the variables that the function being traced has created.
 
-    A tf.function initializes them after its trace; until then they have no
-    values, which some optimizers copy when they are built.
+    A tf.function initializes its variables after its trace. Until then they
+    have no values, but some optimizers copy values when they are built.
     """
-    # Nothing else leads to the function that is being traced, nor to what it
-    # will initialize.
+    # Only the frames lead to the function that is being traced, and to the
+    # variables that it will initialize.
     for frame in frames.callers():
         function = frame.f_locals.get("self")
         if isinstance(function, _TRACE.Function) and (
@@ -70,19 +70,19 @@ def initialize_new_variables() -> None:
                     frame.f_locals["add_initializers_to"]
                 )
             except _TRACE.UnliftableError:
-                return  # A value depends on the function's arguments.
+                return  # A value depends on the arguments of the function.
 
 
 def in_xla() -> bool:
-    """Whether XLA will compile what is being traced."""
+    """Returns True if XLA will compile what is being traced."""
     return tf.__internal__.get_enclosing_xla_context() is not None
 
 
 def replica_graph() -> tf.Graph:
-    """The graph of the replica function that this thread traces.
+    """Returns the graph of the replica function that this thread traces.
 
-    Under MirroredStrategy and MultiWorkerMirroredStrategy every replica is
-    traced by a separate thread.
+    Under MirroredStrategy and MultiWorkerMirroredStrategy, a separate thread
+    traces each replica.
     """
     thread = threading.current_thread()
     assert isinstance(thread, _REPLICAS.thread), thread
@@ -90,5 +90,5 @@ def replica_graph() -> tf.Graph:
 
 
 def is_loop_body(graph: tf.Graph) -> bool:
-    """Whether a graph is the body of a `tf.while_loop`."""
+    """Returns True if a graph is the body of a `tf.while_loop`."""
     return isinstance(graph, _REPLICAS.loop_body)

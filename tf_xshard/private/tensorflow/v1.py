@@ -1,7 +1,4 @@
-"""Private names of TensorFlow that the TF1 surface needs.
-
-`tf_xshard.compat` uses them through this module only.
-"""
+"""Uses the private names of TensorFlow that `tf_xshard.compat` needs."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ _OPTIMIZER = "tensorflow.compat.v1.train.Optimizer."
 _V1 = names.PrivateNames(
     "tf_xshard.compat.v1",
     {
-        # The number of shards of tf.compat.v1.tpu.shard; nothing public has it.
+        # The number of shards of tf.compat.v1.tpu.shard. No public API has it.
         "tpu_context": "tensorflow.python.tpu.tpu_function.get_tpu_context",
-        # Under a strategy a v1 optimizer sums gradients over all replicas in
-        # here. Its argument `skip_gradients_aggregation` would skip more than
-        # the sum: slots would not be distributed variables any more.
+        # Under a strategy, a v1 optimizer sums gradients over all replicas in
+        # this method. Its argument `skip_gradients_aggregation` would skip more
+        # than the sum; slots would no longer be distributed variables.
         "apply": _OPTIMIZER + "_distributed_apply",
         # tf.train.Checkpoint restores an optimizer's slots through this method.
         "restore_slot": _OPTIMIZER + "_create_or_restore_slot_variable",
@@ -34,30 +31,31 @@ _V1 = names.PrivateNames(
         # The name under which a Saver stores the slices of a partitioned
         # variable.
         "slice_info": "tensorflow.Variable._get_save_slice_info",
-        # The counts behind tf.layers' "dense_1" (its `variable_scopes_count`),
-        # of which each thread has its own.
+        # Its `variable_scopes_count` has the counts behind names such as
+        # tf.layers' "dense_1". Each thread has its own counts.
         "scope_store": (
             "tensorflow.python.ops.variable_scope.get_variable_scope_store"
         ),
-        # `tf.compat.v1.summary.initialize` opens the default writer only.
+        # The collection of all summary writers. The public function
+        # `tf.compat.v1.summary.initialize` opens only the default writer.
         "writers": (
             "tensorflow.python.ops.summary_ops_v2"
             "._SUMMARY_WRITER_INIT_COLLECTION_NAME"
         ),
-        # The stack of tf.variable_creator_scope, of which each thread has its
-        # own.
+        # The stack of tf.variable_creator_scope. Each thread has its own stack.
         "creators": "tensorflow.Graph._variable_creator_stack",
-        # Whether code is in a branch or loop of control flow v1.
+        # Says if code is in a branch or loop of control flow v1.
         "control_flow": "tensorflow.Graph._get_control_flow_context",
-        # Makes a variable's initialization run before operations that exist.
+        # Makes a variable's initialization run before existing operations.
         "add_control_input": "tensorflow.Operation._add_control_input",
-        # Makes an operation use a shard's copy of a variable that all share.
+        # Makes an operation use a shard's copy of a variable that all shards
+        # share.
         "update_input": "tensorflow.Operation._update_input",
     },
 )
 _V1.check()
-# Attributes that only instances have: a v1 optimizer's state. Present in 2.20
-# to 2.22.
+# A v1 optimizer's state, in attributes that only instances have. Present in
+# 2.20 to 2.22.
 _STATE = names.attributes(
     "tf_xshard.compat.v1",
     *("_slots", "_non_slot_dict", "_deferred_slot_restorations"),
@@ -67,21 +65,21 @@ names.attributes("tf_xshard.compat.v1", "_handle_name")
 
 
 def tpu_number_of_shards() -> int | None:
-    """How many shards tf.compat.v1.tpu is building; None outside of it."""
+    """Returns how many shards tf.compat.v1.tpu is building, or None."""
     return _V1.tpu_context().number_of_shards
 
 
 def kept_by(graph: tf.Graph, name: str, make: Callable[[], Any]) -> Any:
-    """An object that lives as long as a graph."""
-    # An attribute, since the object refers to the graph's variables: as the
-    # value of a WeakKeyDictionary it would keep its own key.
+    """Returns an object that lives as long as a graph; makes it if needed."""
+    # The object refers to the graph's variables. As the value in a
+    # WeakKeyDictionary, it would keep its own key, so it is an attribute.
     if not hasattr(graph, name):
         setattr(graph, name, make())
     return getattr(graph, name)
 
 
 def in_control_flow(graph: tf.Graph) -> bool:
-    """Whether the current code is in a v1 branch or loop of `graph`."""
+    """Returns True if the current code is in a v1 branch or loop of `graph`."""
     return graph._get_control_flow_context() is not None
 
 
@@ -108,7 +106,7 @@ def replace_input(
 def collections_by_plain_names(
     graph: tf.Graph, plain_name: Callable[[str], str]
 ) -> Iterator[None]:
-    """`graph.get_collection(name, scope)` filters by other names."""
+    """Makes `graph.get_collection(name, scope)` filter by plain names."""
 
     def get_collection(name: str, scope: str | None = None) -> list[Any]:
         items = tf.Graph.get_collection(graph, name)
@@ -130,7 +128,7 @@ def collections_by_plain_names(
 def thread_state(
     graph: tf.Graph,
 ) -> contextlib.AbstractContextManager[None]:
-    """This thread's state of a graph, for another thread to build in."""
+    """Copies this thread's state of a graph, for another thread to enter."""
     counts = dict(_V1.scope_store().variable_scopes_count)
     creators = list(graph._variable_creator_stack)
 
@@ -146,7 +144,7 @@ def thread_state(
 
 
 class _Extended:
-    """A strategy's `extended` that takes gradients as already summed."""
+    """A strategy's `extended` that treats gradients as already summed."""
 
     def __init__(self, extended: tf.distribute.StrategyExtended) -> None:
         self._extended = extended
@@ -160,13 +158,13 @@ class _Extended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: Any = None,
     ) -> list[Any]:
-        """Returns the values, of any shapes, as they are."""
+        """Returns the values, of any shapes, unchanged."""
         del reduce_op, options
         return [value for value, _ in value_destination_pairs]
 
 
 class _Strategy:
-    """A strategy with the `extended` above."""
+    """A strategy whose `extended` is `_Extended`."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
@@ -177,9 +175,9 @@ class _Strategy:
 
 
 def take_out_the_sum(optimizer: tf.compat.v1.train.Optimizer) -> None:
-    """Makes a v1 optimizer apply each replica's gradients as they are.
+    """Makes a v1 optimizer apply each replica's gradients without summing.
 
-    The optimizers that it wraps do the same. Slots and step counter are not
+    The optimizers that it wraps do the same. Slots and the step counter are not
     affected.
     """
     if "_distributed_apply" not in vars(optimizer):
@@ -197,11 +195,12 @@ def take_out_the_sum(optimizer: tf.compat.v1.train.Optimizer) -> None:
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and all optimizers in its attributes, at any depth."""
+    """Yields an optimizer and all optimizers at any depth in its attributes."""
     yield optimizer
     if isinstance(optimizer, _Optimizer):
         for value in vars(optimizer).values():
-            value = getattr(value, "optimizer", value)  # A wrapper's adapter.
+            # A wrapper's attribute may be an adapter around an optimizer.
+            value = getattr(value, "optimizer", value)
             if isinstance(value, _Optimizer):
                 yield from optimizers_in(value)
 
@@ -209,10 +208,10 @@ def optimizers_in(optimizer: Any) -> Iterator[Any]:
 def stateless_copy(
     optimizer: tf.compat.v1.train.Optimizer,
 ) -> tf.compat.v1.train.Optimizer:
-    """A v1 optimizer with the same arguments and no slots.
+    """Copies a v1 optimizer without its slots.
 
-    The optimizers in its attributes are copied in the same way, except inside a
-    wrapper of this package, which copies its own.
+    The optimizers in its attributes are copied in the same way. A wrapper of
+    this package copies the optimizers inside it itself.
     """
     result = object.__new__(type(optimizer))
     vars(result).update(vars(optimizer))
@@ -240,29 +239,30 @@ def restore_slot(
 
 
 class WrapperBase(tf.compat.v1.train.Optimizer):
-    """A v1 optimizer whose slots are those of the optimizer inside."""
+    """A v1 optimizer that has the slots of the optimizer inside it."""
 
     def __dir__(self) -> list[str]:
         # Checkpoint saves the slots of every object that lists this method. A
-        # variable cannot be the slot of two; the inner optimizer saves them.
+        # variable can't be a slot of two optimizers, so only the inner
+        # optimizer saves its slots.
         return [name for name in super().__dir__() if name != "get_slot_names"]
 
     def _restore_slot(self, **kwargs: Any) -> None:
-        """Hands a slot of a checkpoint to the inner optimizer."""
+        """Passes a slot of a checkpoint to the inner optimizer."""
         raise NotImplementedError
 
     def _create_or_restore_slot_variable(self, **kwargs: Any) -> None:
-        # Checkpoints of the original optimizers have slots here, and no other
-        # variables.
+        # In checkpoints of the original optimizers, the wrapper has the slots,
+        # and no other variables.
         self._restore_slot(**kwargs)
 
 
 def saved_name(variable: tf.Variable) -> str:
-    """The name under which a `Saver` stores a variable."""
+    """Returns the name under which a `Saver` stores a variable."""
     whole = variable._get_save_slice_info()
     return whole.full_name if whole else variable.op.name
 
 
 def summary_writer_initializers(graph: tf.Graph) -> list[tf.Operation]:
-    """The operations that open the writers of `tf.summary` in a graph."""
+    """Returns the operations that open a graph's writers of `tf.summary`."""
     return graph.get_collection(_V1.writers)

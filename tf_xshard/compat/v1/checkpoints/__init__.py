@@ -1,5 +1,5 @@
 """Checkpoints of TF1, in Keras models.
 
-- `load_into_keras`: loads checkpoints of TF1's optimizers into Keras models.
-- `slots`: slots and step counts of TF1's optimizers, for those of Keras.
+- `load_into_keras`: matches a checkpoint's variables to a model's weights.
+- `slots`: converts slots and step counts of TF1's optimizers for Keras.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of TF1 optimizers, loaded into Keras models."""
+"""Loads checkpoints of TF1's optimizers into Keras models."""
 
 from __future__ import annotations
 
@@ -23,30 +23,28 @@ def load_into_keras(
 ) -> None:
     """Fills a Keras model and its optimizer from a TF1 checkpoint.
 
-    The checkpoint is one of `tf.compat.v1.train.Saver`, of a model that an
-    optimizer of `tf.compat.v1.train` trained, optionally inside a TF1
-    CrossShardOptimizer, TowerOptimizer or AGNOptimizer; of the last, the center
-    is loaded.
+    The checkpoint was written by `tf.compat.v1.train.Saver`, after training
+    with an optimizer of `tf.compat.v1.train`, optionally inside a TF1
+    CrossShardOptimizer, TowerOptimizer or AGNOptimizer (the center is loaded).
 
-    A variable of the checkpoint belongs to the weight of its shape whose path
-    is its name, or ends with its name ("sequential/dense/kernel" with
-    "dense/kernel"), or is the end of its name. Slots follow their variables.
-    `iterations` comes from `global_step`, or from Adam's beta powers if these
-    disagree with it, because they count updates. Without either it is left as
-    it is.
+    A weight gets the variable of its shape whose name is its path. The path can
+    also end with the name ("sequential/dense/kernel" with "dense/kernel"), or
+    the name with the path. Slots follow their variables. `iterations` comes
+    from `global_step`, or from Adam's beta powers if the two disagree, because
+    the powers count updates. Without either, `iterations` does not change.
 
     Args:
-      checkpoint: The checkpoint's path, or a directory that contains one.
-      model: A built model. Compiled, with the Keras counterpart of the v1
+      checkpoint: A checkpoint's path, or a directory that contains checkpoints.
+      model: A built model, compiled with the Keras counterpart of the v1
         optimizer: SGD (GradientDescent and Momentum), Adam, Adagrad, Adadelta,
         RMSprop or Ftrl, optionally inside a tf_xshard optimizer.
-      names: For weights whose names do not match: {path of the weight: name in
-        the checkpoint}. Default: none.
+      names: A dict {path of a weight: name in the checkpoint}, for weights
+        whose names do not match. Default: none.
 
     Raises:
-      TypeError: If the optimizer is not one of these.
-      ValueError: If a variable of the checkpoint or of the model cannot be
-        matched; all are named, and nothing is changed.
+      TypeError: If the model's optimizer is not in the list above.
+      ValueError: If a variable of the checkpoint or of the model has no match.
+        The error names all such variables, and nothing is changed.
       tf.errors.OpError: If there is no checkpoint.
 
     Example:
@@ -107,7 +105,7 @@ def load_into_keras(
 
 
 def _stored(reader: tf.train.CheckpointReader) -> dict[str, np.ndarray]:
-    """All variables by name, of their shapes; AGN's center by plain names."""
+    """Reads all variables by name; AGNOptimizer's center has plain names."""
     prefix = agn_custom_getter.GLOBAL_VARIABLE_NAME + "/"
     return {
         name.removeprefix(prefix): reader.get_tensor(name)
@@ -118,7 +116,7 @@ def _stored(reader: tf.train.CheckpointReader) -> dict[str, np.ndarray]:
 def _weights(
     model: keras.Model, stored: dict[str, np.ndarray], names: dict[str, str]
 ) -> tuple[list[tuple[keras.Variable, str]], list[Any]]:
-    """Matches weights and variables of the checkpoint of equal shapes."""
+    """Matches weights to the checkpoint's variables of equal shapes."""
     weights = model.weights
     paths = [weight.path for weight in weights]
     unknown = [
@@ -148,7 +146,7 @@ def _weights(
 
 
 def _candidates(path: str, stored: Iterable[str]) -> list[str]:
-    """Names that end with the path, or that the path ends with."""
+    """Lists the longest names that end with the path, or end the path."""
     return _longest(
         [
             name
@@ -160,6 +158,6 @@ def _candidates(path: str, stored: Iterable[str]) -> list[str]:
 
 
 def _longest(names: list[str]) -> list[str]:
-    """The most specific names: "a/kernel" rather than "kernel"."""
+    """Lists the most specific names, "a/kernel" instead of "kernel"."""
     length = max((len(name) for name in names), default=0)
     return [name for name in names if len(name) == length]

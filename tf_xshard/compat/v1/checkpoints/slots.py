@@ -1,4 +1,4 @@
-"""Slots and step counts of v1 optimizers, for the optimizers of Keras."""
+"""Converts slots and step counts of v1 optimizers for Keras optimizers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tf_xshard.compat.v1.optimizers import inner_optimizers
 from tf_xshard.optimizers import stack
 from tf_xshard.private.keras import optimizer_state
 
-# For each Keras optimizer: Keras' names of its slots, in the order in which the
-# v1 optimizer makes its own. None is a v1 slot that Keras does not have.
+# For each optimizer, Keras's names of its slots, in the order in which the v1
+# optimizer makes its slots. None is a v1 slot that Keras does not have.
 _SLOTS: dict[str, Callable[[Any], list[str | None]]] = {
     "SGD": lambda o: ["momentum"] if o.momentum else [],
     "Adam": lambda o: ["momentum", "velocity"],
@@ -25,15 +25,17 @@ _SLOTS: dict[str, Callable[[Any], list[str | None]]] = {
     "RMSprop": lambda o: [
         "velocity",
         *(["average_gradient"] if o.centered else []),
-        # The v1 optimizer always has it, and Keras only if it is not zero.
+        # The v1 optimizer always has this slot; Keras has it only if momentum
+        # is not zero.
         "momentum" if o.momentum else None,
     ],
 }
-_SMALLEST_POWER = 1e-30  # The least that float32 holds in full precision.
+# float32 still holds this value in full precision.
+_SMALLEST_POWER = 1e-30
 
 
 def innermost(optimizer: Any) -> keras.optimizers.Optimizer:
-    """The optimizer inside of all wrappers."""
+    """Returns the optimizer inside all wrappers, if TF1 has a counterpart."""
     leaves = [
         one
         for one in stack.descendants(optimizer)
@@ -45,7 +47,8 @@ def innermost(optimizer: Any) -> keras.optimizers.Optimizer:
             f"The model has several optimizers, {names}, but a TF1 checkpoint"
             " has the slots of one. Compile the model with one of them."
         )
-    # By its own name: a subclass of another name may have other slots.
+    # The class's own name decides, since a subclass of another name may have
+    # other slots.
     if names[0] not in _SLOTS:
         raise TypeError(
             f"{names[0]} has no counterpart among TF1's optimizers. Supported:"
@@ -61,7 +64,7 @@ def matched(
     stored: dict[str, np.ndarray],
     iterations: int | None,
 ) -> tuple[dict[str, tuple[Any, np.ndarray]], list[Any]]:
-    """Matches the optimizer's slots and those of the checkpoint."""
+    """Matches the optimizer's slots to the checkpoint's slots."""
     inner = innermost(optimizer)
     slot_names = _SLOTS[inner.__class__.__name__](inner)
     if not optimizer.built:
@@ -87,7 +90,8 @@ def matched(
         for key, target in zip(found, targets, strict=True):
             value = stored[key]
             if isinstance(inner, keras.optimizers.SGD):
-                # v1 accumulates gradients in momentum, Keras steps.
+                # v1's momentum accumulates gradients, and Keras's momentum
+                # accumulates steps.
                 rate = optimizer_state.learning_rate_at(inner, iterations or 0)
                 value = -rate * value
             slots[key] = target, value
@@ -95,7 +99,7 @@ def matched(
 
 
 class _Discarded:
-    """In place of a slot that the Keras optimizer does not have."""
+    """A stand-in for a slot that the Keras optimizer does not have."""
 
     def assign(self, value: np.ndarray) -> None:
         """Drops a value of any shape."""
@@ -105,11 +109,9 @@ class _Discarded:
 def _slots_of(
     name: str, stored: dict[str, np.ndarray], weights: set[str]
 ) -> list[str]:
-    """Names of a variable's slots, in the order in which they were made.
-
-    All have the optimizer's name, from the second on with a number appended:
-    NAME/Adam and NAME/Adam_1.
-    """
+    """Lists the names of a variable's slots, in the order of their creation."""
+    # All slots have the optimizer's name. From the second slot on, a number is
+    # appended, as in NAME/Adam and NAME/Adam_1.
     prefix = name + "/"
     suffixes = [
         key.removeprefix(prefix)
@@ -133,7 +135,7 @@ def _slots_of(
 
 
 def count_updates(optimizer: Any, stored: dict[str, np.ndarray]) -> int | None:
-    """The number of updates, from scalars in the checkpoint."""
+    """Computes the number of updates from scalars in the checkpoint."""
     inner = innermost(optimizer)
     powers = {
         match[1]: float(value)
@@ -142,8 +144,8 @@ def count_updates(optimizer: Any, stored: dict[str, np.ndarray]) -> int | None:
     }
     steps = [v for n, v in stored.items() if n.split("/")[-1] == "global_step"]
     global_step = int(steps[0]) if steps else None
-    # Before the first update a power is beta itself. beta1's underflows after
-    # about a thousand updates, beta2's much later.
+    # Before the first update, a power is beta itself. beta1's power underflows
+    # after about a thousand updates, and beta2's power much later.
     for which, beta in (
         ("beta2", getattr(inner, "beta_2", None)),
         ("beta1", getattr(inner, "beta_1", None)),
@@ -153,7 +155,8 @@ def count_updates(optimizer: Any, stored: dict[str, np.ndarray]) -> int | None:
         power = max(powers[which], _SMALLEST_POWER)
         counted = round(math.log(power) / math.log(beta)) - 1
         if power == _SMALLEST_POWER:
-            # At least that many: the bias correction has long become 1.
+            # At least `counted` updates were made, and the bias correction has
+            # long become 1.
             return counted if global_step is None else global_step
         if global_step is None or abs(global_step - counted) > (
             0.01 * counted + 1

@@ -1,4 +1,4 @@
-"""What a model_fn returns: the Estimator package, gone from TensorFlow."""
+"""Specs, modes and export outputs of TensorFlow's removed Estimator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class ModeKeys:
-    """The mode in which a model_fn is called.
+    """The modes in which a model_fn is called.
 
     Attributes:
       TRAIN: Training.
@@ -29,7 +29,7 @@ class ModeKeys:
 
 
 class EstimatorSpec(NamedTuple):
-    """What a model_fn returns.
+    """The result of a model_fn.
 
     Args:
       mode: One of `ModeKeys`.
@@ -39,11 +39,11 @@ class EstimatorSpec(NamedTuple):
       eval_metric_ops: A dict of (value, update operation) pairs. Default: None.
       export_outputs: A dict of `PredictOutput`, `ClassificationOutput` or
         `RegressionOutput`. Default: None.
-      training_chief_hooks: Hooks of the chief. Default: none.
-      training_hooks: Hooks of all workers. Default: none.
+      training_chief_hooks: Training hooks of the chief. Default: none.
+      training_hooks: Training hooks of all workers. Default: none.
       scaffold: A `tf.compat.v1.train.Scaffold`. Default: None.
-      evaluation_hooks: Hooks of evaluation. Default: none.
-      prediction_hooks: Hooks of prediction. Default: none.
+      evaluation_hooks: Evaluation hooks. Default: none.
+      prediction_hooks: Prediction hooks. Default: none.
 
     Example:
 
@@ -120,7 +120,7 @@ class RegressionOutput(NamedTuple):
 
 
 def replaced(spec: Any, **fields: Any) -> Any:
-    """A spec of the same type with other values in some fields."""
+    """Copies a spec of any type, with other values in some fields."""
     if hasattr(spec, "_replace"):
         return spec._replace(**fields)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
@@ -132,7 +132,7 @@ def replaced(spec: Any, **fields: Any) -> Any:
 
 
 def check_metric(name: str, pair: Any) -> None:
-    """Checks one of `eval_metric_ops`."""
+    """Checks that a metric is a (value, update operation) pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
             f"Metric {name!r} must be a (value, update operation) pair, as"

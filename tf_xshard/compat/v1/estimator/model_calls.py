@@ -28,7 +28,7 @@ _OPTIONAL_ARGUMENTS = ("labels", "mode", "params", "config")
 
 
 class ModelCalls:
-    """A model_fn with what it is called with."""
+    """A model_fn with the config, params and batch sizes for its calls."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ModelCalls:
         return params
 
     def inputs(self, input_fn: Callable[..., Any], mode: str) -> tuple:
-        """What an input_fn gives."""
+        """Returns (features, labels) of an input_fn; labels can be None."""
         known = {
             "params": self._params_of(mode),
             "mode": mode,
@@ -93,7 +93,7 @@ class ModelCalls:
     def call_model_fn(
         self, features: Any, labels: Any, mode: str, num_shards: int = 1
     ) -> Any:
-        """What model_fn returns."""
+        """Calls model_fn and checks the spec that it returns."""
         known = {
             "labels": labels,
             "mode": mode,
@@ -123,7 +123,7 @@ class ModelCalls:
         return spec
 
     def _check_that_shards_exchange(self) -> None:
-        """Without an exchange, shard 0 would train alone."""
+        """Checks that shards exchange; otherwise each would train alone."""
         shard_here = traced_shards.current()
         assert shard_here is not None
         if self._num_shards > 1 and not shard_here.num_exchanges:
@@ -156,7 +156,7 @@ class ModelCalls:
             )
 
     def build_training(self, features: Any, labels: Any) -> tuple:
-        """The training of all shards."""
+        """Builds all shards; returns a spec, the train_op and the mean loss."""
         given = [features] if labels is None else [features, labels]
         flat = tf.nest.flatten(given)
         for one in flat:
@@ -176,12 +176,12 @@ class ModelCalls:
             if call is not None:
                 tpu_estimator_spec.check_call("host_call", call)
                 tensors = tf.nest.flatten(call[1])
-            # As an operation, which is no output; it may be a tensor.
+            # A train_op can be a tensor, which would become an output.
             step = tf.group(spec.train_op)
             return [step, tf.reshape(spec.loss, [1]), *tensors]
 
         losses, *tensors = shard(computation, flat, self._num_shards)
-        # It comes after the operations of all shards.
+        # `shard` joins the losses after the operations of all shards.
         train_op = losses.op
         spec = specs[0]
         call = getattr(spec, "host_call", None)
@@ -196,7 +196,7 @@ class ModelCalls:
 
 def _check_scalar(loss: Any) -> None:
     shape = tf.convert_to_tensor(loss).shape
-    # A scalar or [1]; batches of unknown size are no scalars either.
+    # A loss can be a scalar or have the shape [1]. Unknown sizes pass.
     if shape.rank not in (None, 0) and not shape.is_compatible_with([1]):
         raise ValueError(
             f"The spec's loss must be one number, got a tensor of shape"
@@ -205,7 +205,7 @@ def _check_scalar(loss: Any) -> None:
 
 
 def _accepted_arguments(model_fn: Callable[..., Any]) -> list[str]:
-    """Which of the optional arguments a model_fn has."""
+    """Lists model_fn's known arguments; refuses unknown required arguments."""
     if not callable(model_fn):
         raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
     _, *others = inspect.signature(model_fn).parameters.values()
@@ -226,7 +226,7 @@ def _accepted_arguments(model_fn: Callable[..., Any]) -> list[str]:
 
 
 def _taken(function: Callable[..., Any], names: Iterable[str]) -> list[str]:
-    """Those of some argument names that a function takes."""
+    """Lists the given names that a function takes as arguments."""
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return [name for name in names if takes_all or name in parameters]

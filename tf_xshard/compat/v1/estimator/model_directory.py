@@ -1,4 +1,4 @@
-"""A TPUEstimator's model_dir: the checkpoints that it reads and writes."""
+"""Reads the checkpoints in a TPUEstimator's model_dir."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import tensorflow as tf
 
 
 class ModelDirectory:
-    """The part of TPUEstimator that reads checkpoints.
-
-    Args:
-      path: The directory.
-
-    Raises:
-      ValueError: If there is none.
-    """
+    """The part of TPUEstimator that reads checkpoints."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         if not path:
@@ -32,14 +25,11 @@ class ModelDirectory:
         return self._model_dir
 
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest checkpoint in model_dir, or None."""
+        """Returns the path of the newest checkpoint in model_dir, or None."""
         return tf.train.latest_checkpoint(self._model_dir)
 
     def get_variable_names(self) -> list[str]:
-        """The names of the variables in the newest checkpoint.
-
-        Returns:
-          A list of strings.
+        """Lists the names of the variables in the newest checkpoint.
 
         Raises:
           ValueError: If there is no checkpoint.
@@ -48,7 +38,7 @@ class ModelDirectory:
         return sorted(reader.get_variable_to_shape_map())
 
     def get_variable_value(self, name: str) -> np.ndarray:
-        """The value of a variable in the newest checkpoint.
+        """Returns a variable's value in the newest checkpoint.
 
         Args:
           name: The variable's name.

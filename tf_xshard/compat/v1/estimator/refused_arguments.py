@@ -1,4 +1,4 @@
-"""Arguments of TPUEstimator and its RunConfig that have no meaning here."""
+"""Unsupported arguments of TPUEstimator and RunConfig, with alternatives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_TPU_ESTIMATOR = {
         "Call tf.train.init_from_checkpoint in the spec's scaffold_fn."
     ),
     "embedding_config_spec": "There are no TPU embeddings.",
-    # These change nothing, since nothing runs on a TPU.
+    # These arguments are accepted, since they change nothing without a TPU.
     "eval_on_tpu": None,
     "export_to_cpu": None,
     "export_to_tpu": None,
@@ -30,7 +30,7 @@ OF_TPU_ESTIMATOR = {
 def refuse(
     owner: str, given: Mapping[str, Any], known: Mapping[str, str | None]
 ) -> None:
-    """Refuses arguments of an original that have no meaning here."""
+    """Raises an error for an unknown or unsupported argument."""
     for name, value in given.items():
         if name not in known:
             raise TypeError(

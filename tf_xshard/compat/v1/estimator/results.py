@@ -1,4 +1,4 @@
-"""What `evaluate` and `predict` of a TPUEstimator return."""
+"""Metrics and predictions for TPUEstimator's `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tf_xshard.compat.v1.estimator import tpu_estimator_spec
 
 
 def metrics(spec: Any) -> dict[str, tuple[Any, Any]]:
-    """The metrics of a spec, with its mean loss."""
+    """Returns a spec's metrics, including the mean loss."""
     if hasattr(spec, "eval_metrics"):
         found = tpu_estimator_spec.call_pair("eval_metrics", spec.eval_metrics)
     else:
@@ -34,7 +34,7 @@ def metrics(spec: Any) -> dict[str, tuple[Any, Any]]:
 def select_predictions(
     predictions: Any, keys: Sequence[str] | str | None
 ) -> Any:
-    """The predictions with these keys."""
+    """Checks the predictions and selects the given keys."""
     if isinstance(predictions, dict):
         tensors = list(predictions.values())
     else:
@@ -62,7 +62,7 @@ def select_predictions(
 
 
 def rows(batch: Any) -> Iterator[Any]:
-    """The predictions of each row of a batch."""
+    """Yields the predictions of each row of a batch."""
     arrays = batch if isinstance(batch, dict) else {"": batch}
     counts = {
         key: len(array) if np.ndim(array) else "no rows"

@@ -1,4 +1,4 @@
-"""The sessions of a TPUEstimator, and what it does around their steps."""
+"""A TPUEstimator's graphs, sessions, hooks and summaries."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from absl import logging
 from tf_xshard.compat.v1.estimator import tpu_config
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
-# The collection of what initializes a graph's input: not that of tables, which
-# a Scaffold's own local_init_op would leave out.
+# The collection of operations that initialize a graph's input. They are not in
+# the collection of table initializers, which a Scaffold with its own
+# local_init_op would leave out.
 INPUTS = "tf_xshard_inputs"
 
 
 class Sessions:
-    """Makes the graphs and sessions of a TPUEstimator."""
+    """A factory of a TPUEstimator's graphs and sessions."""
 
     def __init__(self, config: tpu_config.RunConfig, directory: str) -> None:
         self._config = config
@@ -28,7 +29,7 @@ class Sessions:
 
     @contextlib.contextmanager
     def graph(self) -> Iterator[None]:
-        """A new graph, with a global step, which all shards share."""
+        """Enters a new graph with a global step, which all shards share."""
         with tf.Graph().as_default():
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
             tf.compat.v1.train.create_global_step()
@@ -37,7 +38,7 @@ class Sessions:
     def for_training(
         self, spec: Any, loss: tf.Tensor, hooks: Sequence[Any] | None
     ) -> Any:
-        """A session that resumes from the newest checkpoint and saves."""
+        """Makes a session that resumes from the newest checkpoint and saves."""
         tf1 = tf.compat.v1
         config = self._config
         tf1.summary.scalar("loss", loss)
@@ -63,7 +64,7 @@ class Sessions:
                 )
             )
         scaffold = self._scaffold(spec)
-        # Last, so that what other hooks do in `end` is saved.
+        # The hook that saves is last, to save what other hooks do in `end`.
         every_steps = config.save_checkpoints_steps
         all_hooks.append(SaverHook(scaffold, self._directory, every_steps))
         return self._session(
@@ -73,7 +74,7 @@ class Sessions:
     def from_checkpoint(
         self, spec: Any, hooks: Sequence[Any], path: str
     ) -> Any:
-        """A session with the values of a checkpoint."""
+        """Makes a session with the values of a checkpoint."""
         return self._session(
             self._scaffold(spec), hooks, checkpoint_filename_with_path=path
         )
@@ -105,10 +106,10 @@ class Sessions:
 
 
 class InitHook(tf.compat.v1.train.SessionRunHook):
-    """Initializes the input, and the summary writers that a host_call made."""
+    """A hook that initializes the input and a host_call's summary writers."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Called when there is a session."""
+        """Runs the initializers in a new session."""
         del coord
         graph = session.graph
         session.run(
@@ -120,11 +121,10 @@ class InitHook(tf.compat.v1.train.SessionRunHook):
 
 
 class SaverHook(tf.compat.v1.train.SessionRunHook):
-    """Saves checkpoints, the last one at the end.
+    """A hook that saves before the first step, periodically and at the end."""
 
-    TensorFlow's own hook also writes the graph as a text, which fails in 2.20
-    with protobuf 7.34.
-    """
+    # TensorFlow's own hook also writes the graph as text, which fails in
+    # TensorFlow 2.20 with protobuf 7.34.
 
     def __init__(
         self, scaffold: Any, directory: str, every_steps: int | None
@@ -135,7 +135,7 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
         self._saved: int | None = None
 
     def begin(self) -> None:
-        """Called before there is a session."""
+        """Finds the graph's global step."""
         self._step = tf.compat.v1.train.get_global_step()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
@@ -152,7 +152,7 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
                 self._save(run_context.session, step)
 
     def end(self, session: Any) -> None:
-        """Saves at the end."""
+        """Saves the last step, unless it is saved already."""
         step = int(session.run(self._step))
         if step != self._saved:
             self._save(session, step)
@@ -166,7 +166,7 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
 
 
 def write_summary(directory: str, results: Mapping[str, Any]) -> None:
-    """Writes numbers as summaries."""
+    """Writes the scalar results as summaries."""
     summary = tf.compat.v1.Summary()
     for name, value in results.items():
         if name != "global_step" and np.ndim(value) == 0:

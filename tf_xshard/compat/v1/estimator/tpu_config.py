@@ -1,4 +1,4 @@
-"""How a TPUEstimator runs: `RunConfig` and `TPUConfig`."""
+"""A TPUEstimator's settings, `RunConfig` and `TPUConfig`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tf_xshard.compat.v1.estimator import refused_arguments
 
 
 class InputPipelineConfig(enum.IntEnum):
-    """How often `input_fn` is called, and for how many rows.
+    """The options for how often, and for how many rows, `input_fn` is called.
 
-    Here all shards are on one host: PER_HOST_V1 and PER_HOST_V2 call it once,
-    for the global batch; the others are refused.
+    All shards are on one host, so PER_HOST_V1 and PER_HOST_V2 call `input_fn`
+    once, for the global batch. `TPUConfig` refuses the other options.
 
     Source: tf.compat.v1.estimator.tpu.InputPipelineConfig.
     """
@@ -28,18 +28,18 @@ class InputPipelineConfig(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TPUConfig:
-    """How many shards train.
+    """The number of shards that train, and their input.
 
     Args:
-      iterations_per_loop: Accepted, but every step returns to Python. Default:
-        2.
+      iterations_per_loop: No effect; each step returns to Python. Default: 2.
       num_shards: The number of shards in training. Default: 1.
       per_host_input_for_training: See `InputPipelineConfig`. Default: True,
         once per host.
 
     Raises:
-      TypeError, ValueError: If num_shards is not a positive int, or
-        per_host_input_for_training asks for other input than once per host.
+      TypeError, ValueError: If num_shards is not a positive int.
+      ValueError: If per_host_input_for_training is not True, PER_HOST_V1 or
+        PER_HOST_V2.
 
     Example:
 
@@ -56,7 +56,7 @@ class TPUConfig:
     def __post_init__(self) -> None:
         if self.num_shards is not None:
             checks.positive_integer("num_shards", self.num_shards)
-        # PER_SHARD_V1 is equal to True.
+        # PER_SHARD_V1 is equal to True, so `==` would accept it.
         per_host = self.per_host_input_for_training
         if per_host is not True and per_host not in (
             InputPipelineConfig.PER_HOST_V1,
@@ -71,28 +71,27 @@ class TPUConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class RunConfig:
-    """Where a `TPUEstimator` saves, and how often.
+    """The settings of a `TPUEstimator`, such as how often it saves.
 
     Args:
       tpu_config: A `TPUConfig`. Default: one shard.
       model_dir: The directory of checkpoints and summaries. Default: None.
       tf_random_seed: The graph's seed. Default: None.
       save_summary_steps: Steps between summaries; 0 writes none. Default: 100.
-      save_checkpoints_steps: Steps between checkpoints; there is one at the end
-        in any case. Default: None, none in between.
-      keep_checkpoint_max: How many checkpoints are kept; 0 keeps all. Default:
-        5.
-      log_step_count_steps: Steps between lines of the log with the loss; 0 logs
+      save_checkpoints_steps: Steps between checkpoints. The last step is always
+        saved. Default: None, no checkpoints in between.
+      keep_checkpoint_max: Checkpoints to keep; 0 keeps all. Default: 5.
+      log_step_count_steps: Steps between log lines with the loss; 0 logs
         nothing. Default: 100.
       session_config: A `tf.compat.v1.ConfigProto`. Default: None.
-      **kwargs: Other arguments of the original, which are refused with what to
-        use instead unless they are None or empty.
+      **kwargs: Other arguments of the original. Unless they are None or empty,
+        they raise an error that says what to use instead.
 
     Raises:
-      TypeError: If tpu_config is no `TPUConfig`, a number is not an int, or an
-        argument is unknown.
-      ValueError: If an argument of the original has no meaning here, or a
-        number is negative.
+      TypeError: If tpu_config is not a `TPUConfig`, a number is not an int, or
+        an argument is unknown.
+      ValueError: If an argument of the original is not supported, or a number
+        of steps or checkpoints is negative.
 
     Example:
 
@@ -157,10 +156,10 @@ class RunConfig:
             object.__setattr__(self, name, value)
 
     def replace(self, **kwargs: Any) -> RunConfig:
-        """A copy with other values.
+        """Returns a copy of this `RunConfig` with other values.
 
         Args:
-          **kwargs: The other values.
+          **kwargs: The arguments to change, with their new values.
 
         Returns:
           A `RunConfig`.

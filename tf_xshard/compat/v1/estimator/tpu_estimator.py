@@ -1,4 +1,4 @@
-"""TPUEstimator: train, evaluate and predict with a model_fn, with no TPU.
+"""`TPUEstimator`, which trains, evaluates and predicts without a TPU.
 
 train     input_fn(params) --> features, labels --+--> shard 0: model_fn --+
                                of the global batch +--> shard 1: model_fn --+-->
@@ -32,37 +32,36 @@ _Modes = estimator_spec.ModeKeys
 
 
 class TPUEstimator(model_directory.ModelDirectory):
-    """Trains, evaluates and predicts with a TPUEstimator's model_fn.
+    """An estimator that trains, evaluates and predicts with a model_fn.
 
     `train` builds one graph with `config.tpu_config.num_shards` shards (see
     `shard`), so `CrossShardOptimizer` sums as on a TPU. `evaluate` and
-    `predict` build the model once. Variables are saved in `model_dir`, and read
-    from there by the next call.
+    `predict` build the model once. `model_dir` keeps variables between calls.
 
     Args:
-      model_fn: A function of `features` and, if it has them, `labels`, `mode`,
+      model_fn: A function of `features` and, optionally, `labels`, `mode`,
         `params` and `config`. It returns a `TPUEstimatorSpec`, or an
         `EstimatorSpec`, which has no host_call. In training it gets a shard's
-        part of the batch, and its size in `params["batch_size"]`.
-      model_dir: The directory of checkpoints and summaries. Default: that of
-        `config`.
-      config: A `RunConfig`. Default: one shard, nothing else.
+        part of the batch, and the part's size as `params["batch_size"]`.
+      model_dir: The directory of checkpoints and summaries. Default:
+        `config.model_dir`.
+      config: A `RunConfig`. Default: `RunConfig()`, which has one shard.
       params: A dict for `model_fn` and `input_fn`, without "batch_size".
         Default: none.
-      use_tpu: False makes one shard of all. Default: True.
+      use_tpu: If False, the whole batch is one shard. Default: True.
       train_batch_size: The global batch size, which the number of shards must
-        divide. Needed by `train`.
+        divide. Required by `train`. Default: None.
       eval_batch_size: The batch size of `evaluate`. Default: None.
       predict_batch_size: The batch size of `predict`. Default: None.
-      **kwargs: Other arguments of the original, refused with what to use
-        instead if they would change something.
+      **kwargs: Other arguments of the original. If they would change something,
+        they raise an error that says what to use instead.
 
     Raises:
-      TypeError: If model_fn is not callable, has an argument that nothing is
-        passed to, or config is not a `RunConfig`.
+      TypeError: If model_fn is not callable or has an argument that nothing is
+        passed to, config is not a `RunConfig`, or an argument is unknown.
       ValueError: If there is no model_dir, params has "batch_size", the number
         of shards does not divide train_batch_size, or an argument of the
-        original has no meaning here.
+        original is not supported.
 
     Example:
 
@@ -151,23 +150,22 @@ class TPUEstimator(model_directory.ModelDirectory):
         Continues from the newest checkpoint in model_dir.
 
         Args:
-          input_fn: A function of `params`, `mode` and `config` (those that it
-            has) that returns a `tf.data.Dataset` or tensors: features, or a
-            pair of features and labels. `params["batch_size"]` is the global
-            one.
+          input_fn: A function of any of `params`, `mode` and `config`. It gives
+            a `tf.data.Dataset` or tensors, either features or a pair of
+            features and labels. `params["batch_size"]` is the global size.
           hooks: `tf.compat.v1.train.SessionRunHook`s. Default: none.
-          steps: How many steps to train. Default: None, no limit.
+          steps: The number of steps to train. Default: None, no limit.
           max_steps: The global step to end at. Default: None, no limit.
 
         Returns:
           This object.
 
         Raises:
-          TypeError: If model_fn returns something else than a spec.
-          ValueError: If both steps and max_steps are given or one is no
-            positive int, there is no train_batch_size, the rows can't be split
-            over the shards, or the spec lacks a loss or a train_op, or shards
-            combine no gradients.
+          TypeError: If model_fn returns something other than a spec.
+          ValueError: If both steps and max_steps are given, either is not a
+            positive int, train_batch_size is None, rows can't be split over the
+            shards, the spec lacks a loss or a train_op, or shards combine no
+            gradients.
         """
         if steps is not None and max_steps is not None:
             raise ValueError("Pass steps or max_steps, not both.")
@@ -205,19 +203,18 @@ class TPUEstimator(model_directory.ModelDirectory):
         Args:
           input_fn: See `train`.
           steps: The number of batches. Default: None, until the input ends.
-          hooks: Hooks. Default: none.
-          checkpoint_path: Which checkpoint. Default: the newest in model_dir.
+          hooks: Hooks, as in `train`. Default: none.
+          checkpoint_path: The checkpoint. Default: the newest in model_dir.
           name: A suffix of the summary's directory. Default: none.
 
         Returns:
-          A dict: the metrics, the batches' mean "loss", and "global_step".
+          A dict of the metrics, the batches' mean "loss", and "global_step".
 
         Raises:
-          TypeError: If model_fn returns something else than a spec, or
+          TypeError: If model_fn returns something other than a spec, or
             eval_metrics or a metric is not a pair.
-          ValueError: If there is no checkpoint or no batch, the spec lacks a
-            loss, steps is no positive int, or a metric is called "loss" or
-            "global_step".
+          ValueError: If there is no checkpoint, batch or loss, steps is not a
+            positive int, or a metric is called "loss" or "global_step".
         """
         checks.count("steps", steps, None)
         path = os.fspath(checkpoint_path or self._checkpoint())
@@ -265,19 +262,19 @@ class TPUEstimator(model_directory.ModelDirectory):
 
         Args:
           input_fn: See `train`; labels are not used.
-          predict_keys: Which predictions, if they are a dict. Default: all.
-          hooks: Hooks. Default: none.
-          checkpoint_path: Which checkpoint. Default: the newest in model_dir.
-          yield_single_examples: Whether to yield rows. Default: True.
+          predict_keys: Keys to yield, if predictions are a dict. Default: all.
+          hooks: Hooks, as in `train`. Default: none.
+          checkpoint_path: The checkpoint. Default: the newest in model_dir.
+          yield_single_examples: If True (default), yields rows, not batches.
 
         Yields:
-          The predictions of one row, or of one batch: an array or a dict.
+          An array, or a dict of arrays, for one row or one batch.
 
         Raises:
-          TypeError: If model_fn returns something else than a spec, or its
+          TypeError: If model_fn returns something other than a spec, or if the
             predictions are neither a tensor nor a dict of tensors.
-          ValueError: If there is no checkpoint, a key is unknown, or rows are
-            to be yielded but predictions have different numbers of them.
+          ValueError: If there is no checkpoint, a key is unknown, or single
+            rows are requested but predictions differ in their number of rows.
         """
         path = os.fspath(checkpoint_path or self._checkpoint())
         with self._sessions.graph():

@@ -1,4 +1,4 @@
-"""What a TPUEstimator's model_fn returns."""
+"""`TPUEstimatorSpec`, the result of a TPUEstimator's model_fn."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from tf_xshard.compat.v1.estimator import estimator_spec
 
 
 class TPUEstimatorSpec(NamedTuple):
-    """What a `TPUEstimator`'s model_fn returns.
+    """The result of a `TPUEstimator`'s model_fn.
 
-    What each mode needs is checked by `TPUEstimator`.
+    `TPUEstimator` checks that a spec has the fields that its mode needs.
 
     Args:
       mode: One of `ModeKeys`.
       predictions: A dict of tensors [batch, ...]. Default: None.
       loss: A scalar tensor. Default: None.
       train_op: The operation of a training step. Default: None.
-      eval_metrics: A pair of a function and its tensors: a list of positional
-        arguments or a dict of keyword arguments. The function returns a dict of
+      eval_metrics: A pair of a function and its tensors (a list of positional
+        or a dict of keyword arguments). The function returns a dict of
         `tf.compat.v1.metrics` pairs. Default: None.
-      export_outputs: Signatures to export, which `TPUEstimator` does not use.
-        Default: None.
+      export_outputs: Signatures, not used by `TPUEstimator`. Default: None.
       scaffold_fn: A function without arguments that returns a
         `tf.compat.v1.train.Scaffold`. Default: None.
-      host_call: A pair like `eval_metrics`. In training its function is called
-        once a step with the tensors of all shards, concatenated along axis 0,
-        and returns an operation (to write summaries) or None. Default: None.
-      training_hooks: Hooks of training. Default: none.
-      evaluation_hooks: Hooks of evaluation. Default: none.
-      prediction_hooks: Hooks of prediction. Default: none.
+      host_call: A pair like `eval_metrics`. In training its function gets the
+        tensors of all shards, concatenated along axis 0. It returns None or an
+        operation (to write summaries) to run once a step. Default: None.
+      training_hooks: Training hooks. Default: none.
+      evaluation_hooks: Evaluation hooks. Default: none.
+      prediction_hooks: Prediction hooks. Default: none.
 
     Example:
 
@@ -57,13 +56,12 @@ class TPUEstimatorSpec(NamedTuple):
     prediction_hooks: tuple[Any, ...] | None = None
 
     def as_estimator_spec(self) -> estimator_spec.EstimatorSpec:
-        """The same as an `EstimatorSpec`, for one device.
+        """Converts this spec to an `EstimatorSpec`, for one device.
 
-        Calls `eval_metrics`, `host_call` and `scaffold_fn`, in the current
-        graph.
+        Calls `eval_metrics`, `host_call`, `scaffold_fn` in the current graph.
 
         Returns:
-          An `EstimatorSpec`; `host_call`'s operation is part of its train_op.
+          An `EstimatorSpec`, whose train_op includes `host_call`'s operation.
 
         Raises:
           TypeError: If `eval_metrics` or `host_call` is not a pair of a
@@ -90,14 +88,14 @@ class TPUEstimatorSpec(NamedTuple):
 
 
 def with_host_call(train_op: Any, pair: Any) -> tf.Operation:
-    """A training step that also runs what a `host_call` returns."""
+    """Adds the operation that a `host_call` returns to a training step."""
     result = call_pair("host_call", pair)
     after = [] if result is None else tf.nest.flatten(result)
     return tf.group(train_op, *after)
 
 
 def call_pair(field: str, pair: Any) -> Any:
-    """What the function of a (function, tensors) pair returns."""
+    """Calls the function of a (function, tensors) pair, or returns None."""
     if pair is None:
         return None
     check_call(field, pair)
@@ -108,7 +106,7 @@ def call_pair(field: str, pair: Any) -> Any:
 
 
 def check_call(field: str, pair: Any) -> None:
-    """Checks a (function, tensors) pair."""
+    """Checks that a value is a (function, tensors) pair."""
     if (
         not isinstance(pair, (tuple, list))
         or len(pair) != 2

@@ -1,12 +1,11 @@
-"""TF1's optimizers: CrossShardOptimizer and AGNOptimizer.
+"""CrossShardOptimizer, AGNOptimizer, and what all TF1 wrappers share.
 
 - `cross_shard`: `CrossShardOptimizer`, with and without a TPU.
-- `agn`: `AGNOptimizer`: local steps, with an exchange now and then.
-- `agn_custom_getter`: AGNOptimizer's variables: a worker's own, the center, an
-  accumulator.
-- `agn_operations`: its operations, on ref and on resource variables.
-- `agn_session`: its session hook, and the saver of the center.
-- `base`: what every wrapper forwards to the optimizer inside.
-- `inner_optimizers`: the optimizer inside: TF1's own, or one of Keras.
-- `losses_and_gradients`: losses and gradients as users of TF1 pass them.
+- `agn`: `AGNOptimizer`, with its local steps and periodic exchanges.
+- `agn_custom_getter`: AGNOptimizer's variables (local, center, accumulator).
+- `agn_operations`: AGNOptimizer's operations, on ref and resource variables.
+- `agn_session`: AGNOptimizer's session hook, and its saver of the center.
+- `base`: the wrappers' base class, which forwards to the inner optimizer.
+- `inner_optimizers`: adapters for inner optimizers of TF1 and of Keras.
+- `losses_and_gradients`: checks and converts losses and gradients from users.
 """

@@ -1,10 +1,10 @@
-"""`tf.contrib.opt.AGNOptimizer`: local steps, with an exchange now and then.
+"""`tf.contrib.opt.AGNOptimizer`, with a period of T steps between exchanges.
 
-each step             local variable  <-  optimizer(gradient)
-                      accumulator     <-  accumulator + gradient
-each communication_   center          <-  optimizer(accumulator / period)
-period steps          local variable  <-  center
-                      accumulator     <-  0
+each step      local variable  <-  optimizer(gradient)
+               accumulator     <-  accumulator + gradient
+each T steps   center          <-  optimizer(accumulator / T)
+               local variable  <-  center
+               accumulator     <-  0
 """
 
 from __future__ import annotations
@@ -29,31 +29,29 @@ _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
 
 
 class AGNOptimizer(wrapper.Wrapper):
-    """Accumulated gradient normalization.
+    """An optimizer for accumulated gradient normalization (AGN).
 
-    Every worker trains its own variables. Every `communication_period` steps
-    the sum of its gradients, divided by the period, is applied to the center as
-    one gradient, with the same optimizer, and the worker copies the center.
-    Workers do not wait for each other.
+    Each worker trains its own variables. Every `communication_period` steps, it
+    applies the sum of its gradients, divided by the period, to the center with
+    the same optimizer, then copies the center. No worker waits for another.
 
-    The optimizer's slots exist for the worker's variables and for the center.
-    State that is not per variable, such as Adam's beta powers, is the worker's
-    and counts local and center updates, as in the original.
+    The optimizer has slots for the worker's variables and for the center. State
+    that is not per variable, such as Adam's beta powers, belongs to the worker.
+    As in the original, this state counts local and center updates.
 
     Args:
       optimizer: The v1 optimizer for the local variables and the center.
-      num_worker: The number of workers. It has no effect, as in the original: a
-        worker normalizes by the number of its own steps.
+      num_worker: The number of workers. It has no effect, as in the original; a
+        worker normalizes by its own number of steps.
       custom_getter: The `AGNCustomGetter` that made the variables.
-      communication_period: The number of steps from one exchange to the next,
-        at least 1. Default: 10.
-      use_locking: If True (default), updates of ref variables by this class
-        (accumulators, copying the center) use locks. Resource variables have no
-        such choice, and the inner optimizer has its own flag.
+      communication_period: Steps per exchange, at least 1. Default: 10.
+      use_locking: Whether this class locks ref variables in its own updates
+        (accumulators, copies of the center). It does not affect resource
+        variables or the inner optimizer, which has its own flag. Default: True.
       name: Prefix of the operations' names. Default: "AGNOptimizer".
 
     Raises:
-      TypeError: If an argument is of the wrong type.
+      TypeError: If an argument has the wrong type.
       ValueError: If a number is not positive or the name is empty.
 
     Example:
@@ -125,24 +123,22 @@ class AGNOptimizer(wrapper.Wrapper):
         global_step: tf.Variable | None = None,
         name: str | None = None,
     ) -> tf.Operation | None:
-        """Makes a local step, and every communication_period steps an exchange.
+        """Takes a local step, and exchanges every `communication_period` steps.
 
         Args:
-          grads_and_vars: (gradient, variable) pairs of equal shapes, such as
-            `compute_gradients` returns, of variables that the custom getter
-            made; any iterable. IndexedSlices stay sparse in the local step.
-          global_step: A scalar variable that is incremented by one after the
-            global variables have been updated, that is at each exchange.
-            Default: none.
+          grads_and_vars: An iterable of (gradient, variable) pairs of equal
+            shapes, such as `compute_gradients` returns, for variables that the
+            custom getter made. IndexedSlices stay sparse in the local step.
+          global_step: A scalar variable to increment by one at each exchange,
+            after the center is updated. Default: None.
           name: Prefix of the operations' names. Default: the constructor's.
 
         Returns:
-          An operation, after which all of this has happened. None in eager
-          mode.
+          An operation for the step and any exchange. None in eager mode.
 
         Raises:
           ValueError: If grads_and_vars is empty, malformed or has no gradient,
-            or has a variable that the getter has not made.
+            or if the getter did not make one of the variables.
           TypeError: If a gradient can't be converted to a tensor.
 
         Example: see the class.
@@ -191,8 +187,9 @@ class AGNOptimizer(wrapper.Wrapper):
         copies: Sequence[agn_custom_getter.Copies],
         global_step: tf.Variable | None,
     ) -> tf.Tensor:
-        """Updates the center, and starts from it; returns a scalar bool."""
-        # Read once, so that the center never gets the undivided sum.
+        """Updates and then copies the center; returns a scalar bool tensor."""
+        # Each accumulator is read once, so that the center never gets the
+        # undivided sum.
         averages = [
             agn_operations.read(of.accumulator)
             / tf.cast(self._period, of.accumulator.dtype.base_dtype)
@@ -213,12 +210,12 @@ class AGNOptimizer(wrapper.Wrapper):
             return tf.constant(True)
 
     def get_init_op(self, task_index: int) -> tf.Operation | None:
-        """An operation that makes a worker start from the center.
+        """Makes an operation that lets a worker start from the center.
 
-        Local variables get the center's values, accumulators become zero.
+        The operation copies the center and sets the accumulators to zero.
 
         Args:
-          task_index: The worker's number. It has no effect, as in the original:
+          task_index: The worker's number. It has no effect, as in the original;
             the operation is for the worker that builds it.
 
         Returns:
@@ -244,16 +241,16 @@ class AGNOptimizer(wrapper.Wrapper):
     def make_session_run_hook(
         self, is_chief: bool, task_index: int
     ) -> tf.compat.v1.train.SessionRunHook:
-        """A hook that makes each new session start from the center.
+        """Makes a hook that lets each new session start from the center.
 
         Args:
-          is_chief: Whether the worker is the chief. It has no effect: the
-            session initializes global variables on the chief by itself.
+          is_chief: Whether the worker is the chief. It has no effect, because a
+            chief's session initializes global variables automatically.
           task_index: The worker's number; see `get_init_op`.
 
         Returns:
-          A `SessionRunHook`. A worker that was restarted adopts the center,
-          drops what it had accumulated and continues.
+          A `SessionRunHook`. With it, a worker that was restarted copies the
+          center, drops the gradients that it had accumulated, and continues.
         """
         del is_chief
         return agn_session.InitHook(lambda: self.get_init_op(task_index))
@@ -264,15 +261,15 @@ class AGNOptimizer(wrapper.Wrapper):
         name: str = "swapping_saver",
         **kwargs: Any,
     ) -> tf.compat.v1.train.Saver:
-        """A saver that stores the center under the variables' plain names.
+        """Makes a `Saver` that stores the center under plain variable names.
 
-        A graph for evaluation, built without the custom getter, loads it with
-        a plain `Saver`. To continue training, restore it with such a saver in
-        a new training graph and run `get_init_op` (the hook does).
+        An evaluation graph, built without the custom getter, loads these files
+        with a plain `Saver`. To continue training, restore with a swapping
+        saver in a new training graph and run `get_init_op` (the hook does).
 
         Args:
-          var_list: The variables to save. Default: all global variables, the
-            center and its slots included.
+          var_list: The variables to save. Default: all global variables,
+            including the center and its slots.
           name: Prefix of the operations' names. Default: "swapping_saver".
           **kwargs: Further arguments of `tf.compat.v1.train.Saver`.
 
@@ -287,11 +284,7 @@ class AGNOptimizer(wrapper.Wrapper):
         return self._inner
 
     def variables(self) -> list[tf.Variable]:
-        """Returns the state: the inner optimizer's, accumulators, local step.
-
-        Returns:
-          A list.
-        """
+        """Lists the inner optimizer's state, accumulators and local step."""
         return [
             *super().variables(),
             *[of.accumulator for of in self._getter.all_copies()],

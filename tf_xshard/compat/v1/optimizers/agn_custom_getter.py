@@ -1,4 +1,4 @@
-"""The variables of AGNOptimizer: a worker's own, the center, an accumulator."""
+"""AGNOptimizer's variables, in three copies: local, center, accumulator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRAD_VARIABLE_NAME = "grad_variable"
 
 
 class Copies(NamedTuple):
-    """What AGNCustomGetter makes for one trainable variable, of one shape."""
+    """The three variables, of one shape, for a trainable variable."""
 
     local: tf.Variable
     center: tf.Variable
@@ -24,15 +24,15 @@ class Copies(NamedTuple):
 class AGNCustomGetter:
     """A custom getter of `tf.compat.v1.variable_scope` for AGNOptimizer.
 
-    For each trainable variable NAME it makes
+    For each trainable variable NAME, it makes:
 
-    - the worker's own, NAME: trainable, in LOCAL_VARIABLES, on worker_device;
-    - the center, global_center_variable/NAME: in GLOBAL_VARIABLES, where the
-      surrounding device scope (`replica_device_setter`) puts it;
+    - the local variable, NAME: trainable, in LOCAL_VARIABLES, on worker_device;
+    - the center, global_center_variable/NAME: in GLOBAL_VARIABLES, placed by
+      the surrounding device scope (`replica_device_setter`);
     - the accumulator, grad_variable/NAME: zero, in LOCAL_VARIABLES, on
       worker_device.
 
-    Other variables are left as they are.
+    It does not change other variables.
 
     Args:
       worker_device: The worker's device, such as "/job:worker/task:0".
@@ -51,7 +51,8 @@ class AGNCustomGetter:
                 f"worker_device must be a str, got {worker_device!r}."
             )
         self.worker_device = worker_device
-        self._copies: dict[int, Copies] = {}  # By the local variables' ids.
+        # The keys are the ids of the local variables.
+        self._copies: dict[int, Copies] = {}
 
     def __call__(
         self,
@@ -61,7 +62,7 @@ class AGNCustomGetter:
         trainable: bool | None = True,
         **kwargs: Any,
     ) -> tf.Variable:
-        """Gets a variable; called by `tf.compat.v1.get_variable`."""
+        """Gets a variable, when `tf.compat.v1.get_variable` calls it."""
         if not trainable:
             return getter(name, *args, trainable=trainable, **kwargs)
         # The center and the accumulator are neither regularized nor trained.
@@ -81,7 +82,7 @@ class AGNCustomGetter:
             **others,
         )
         zeros = tf.compat.v1.zeros_initializer()
-        if kwargs.get("shape") is None:  # The initial value has the shape.
+        if kwargs.get("shape") is None:  # The initial value gives the shape.
             value = kwargs["initializer"]
             value = value() if callable(value) else value
             zeros = tf.zeros_like(tf.convert_to_tensor(value))
@@ -100,16 +101,16 @@ class AGNCustomGetter:
         return local
 
     def copies_of(self, variable: tf.Variable) -> Copies:
-        """The center and the accumulator of a worker's variable.
+        """Returns the center and the accumulator of a local variable.
 
         Args:
-          variable: The variable.
+          variable: The local variable.
 
         Returns:
           A named tuple of local, center and accumulator, of the same shape.
 
         Raises:
-          ValueError: If this getter has not made it.
+          ValueError: If this getter did not make the variable.
         """
         if id(variable) not in self._copies:
             raise ValueError(
@@ -120,11 +121,7 @@ class AGNCustomGetter:
         return self._copies[id(variable)]
 
     def all_copies(self) -> list[Copies]:
-        """All that this getter has made in the current graph.
-
-        Returns:
-          A list of named tuples of local, center and accumulator.
-        """
+        """Lists the named tuples of the current graph's local variables."""
         if tf.executing_eagerly():
             return list(self._copies.values())
         graph = tf.compat.v1.get_default_graph()
@@ -136,7 +133,7 @@ class AGNCustomGetter:
 
 
 def _parts(variable: Any) -> list[tf.Variable]:
-    """The slices of a partitioned variable, or the variable."""
+    """Lists the slices of a partitioned variable, or the variable itself."""
     partitioned = not hasattr(variable, "handle") and hasattr(
         variable, "__iter__"
     )

@@ -1,4 +1,4 @@
-"""The operations of AGNOptimizer, on ref and on resource variables."""
+"""AGNOptimizer's operations, on ref and on resource variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
 
 
 class Operations:
-    """Assignments, which return an operation or tensor, None in eager mode."""
+    """Assignments to AGNOptimizer's variables, with or without locks."""
 
     def __init__(self, use_locking: bool) -> None:
         self._locked = use_locking
@@ -36,7 +36,7 @@ class Operations:
     def start_from_center(
         self, copies: agn_custom_getter.Copies
     ) -> tuple[Any, Any]:
-        """Copies the center to the local variable, zeroes the accumulator."""
+        """Copies the center to the local variable; zeroes the accumulator."""
         return (
             self._assign(copies.local, read(copies.center)),
             self._assign(
@@ -58,12 +58,12 @@ class Operations:
 
 
 def read(variable: tf.Variable) -> tf.Tensor:
-    """A variable's value now, of its shape."""
+    """Reads a variable's current value, of the variable's shape."""
     return tf.identity(variable.read_value())
 
 
 def creating_local_variables() -> contextlib.AbstractContextManager[Any]:
-    """A context in which new variables are the worker's own."""
+    """Returns a context in which new variables are local to the worker."""
 
     def creator(
         next_creator: Callable[..., tf.Variable], **kwargs: Any
@@ -82,10 +82,8 @@ def cond(
     exchange: Callable[[], tf.Tensor],
     variables: Sequence[tf.Variable | None],
 ) -> tf.Tensor:
-    """`tf.cond`; in control flow v1 where a ref variable is used.
-
-    Control flow v2 does not support ref variables.
-    """
+    """Calls `tf.cond`, in control flow v1 if a variable is a ref variable."""
+    # Control flow v2 does not support ref variables.
     in_v2 = tf.compat.v1.control_flow_v2_enabled()
     of_refs = any(
         v is not None and v.dtype != v.dtype.base_dtype for v in variables

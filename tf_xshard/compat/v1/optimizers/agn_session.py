@@ -1,4 +1,4 @@
-"""AGNOptimizer in sessions: its hook, and the saver of the center."""
+"""AGNOptimizer's session hook, and its saver of the center."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
 
 class InitHook(tf.compat.v1.train.SessionRunHook):
-    """Runs an operation in each new session."""
+    """A hook that runs an operation in each new session."""
 
     def __init__(self, make_init_op: Callable[[], tf.Operation | None]) -> None:
         self._make_init_op = make_init_op
@@ -35,11 +35,11 @@ def swapping_saver(
     name: str,
     **kwargs: Any,
 ) -> tf.compat.v1.train.Saver:
-    """A saver that stores the center under the variables' plain names."""
+    """Makes a saver that stores the center under plain variable names."""
     if not isinstance(variables, dict):
         by_name: dict[str, list[tf.Variable]] = {}
         for variable in variables:
-            # The slices of a partitioned variable have one name.
+            # All slices of a partitioned variable have the same name.
             whole = tensorflow_v1.saved_name(variable)
             by_name.setdefault(whole, []).append(variable)
         variables = {

@@ -1,4 +1,4 @@
-"""What every v1 wrapper forwards to the optimizer inside."""
+"""The v1 wrappers' base class, which forwards to the inner optimizer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
 
 class Wrapper(tensorflow_v1.WrapperBase):
-    """Forwards slots, variables and checkpoints."""
+    """A v1 optimizer that forwards slots, variables and checkpoints."""
 
     def _inner_here(self) -> inner_optimizers.V1 | inner_optimizers.Keras:
-        """The adapter of the optimizer that is used where this is called."""
+        """Returns the inner optimizer's adapter, for the current shard."""
         raise NotImplementedError
 
     def _track(
@@ -27,33 +27,29 @@ class Wrapper(tensorflow_v1.WrapperBase):
         self._inner_here().restore_slot(**kwargs)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> tf.Variable | None:
-        """Returns a slot of the inner optimizer.
+        """Returns a slot variable of the inner optimizer.
 
         Args:
           *args: `var` and `name`, as the inner optimizer takes them.
-          **kwargs: The same by name.
+          **kwargs: `var` and `name`, as keyword arguments.
 
         Returns:
-          A variable, usually of `var`'s shape, or None if there is none yet.
+          A variable, usually of `var`'s shape, or None if there is no slot.
         """
         return self._inner_here().get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Returns the names of the inner optimizer's slots.
+        """Lists the names of the inner optimizer's slots.
 
         Args:
-          *args: None are documented.
-          **kwargs: None are documented.
+          *args: Passed to the inner optimizer; none are documented.
+          **kwargs: Passed to the inner optimizer; none are documented.
 
         Returns:
-          A list.
+          A list of strings.
         """
         return self._inner_here().get_slot_names(*args, **kwargs)
 
     def variables(self) -> list[tf.Variable]:
-        """Returns the inner optimizer's variables.
-
-        Returns:
-          A list.
-        """
+        """Lists the inner optimizer's variables."""
         return self._inner_here().variables()

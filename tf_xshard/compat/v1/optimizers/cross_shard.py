@@ -25,38 +25,36 @@ _REDUCTIONS = (Reduction.SUM, Reduction.MEAN)
 
 
 class CrossShardOptimizer(wrapper.Wrapper):
-    """An optimizer that averages gradients across shards or replicas.
+    """An optimizer that averages or sums gradients across shards or replicas.
 
-    The documented `tf.compat.v1.tpu.CrossShardOptimizer`, which runs on a TPU
-    only. This one runs
+    It is the documented `tf.compat.v1.tpu.CrossShardOptimizer`. The original
+    runs on a TPU only. This optimizer runs:
 
     - in `tf.compat.v1.tpu.shard`, `replicate` and `rewrite`, where it builds
-      what the original builds,
-    - in `tf_xshard.compat.v1.shard`, with no TPU,
-    - in the replica function of a `tf.distribute` strategy, in a graph, in a
-      `tf.function` and eagerly; it sums once, over the groups, and the inner
-      optimizer does not sum again,
-    - outside of these, where there is one shard.
+      the original's operations;
+    - in `tf_xshard.compat.v1.shard`, without a TPU;
+    - in a `tf.distribute` strategy's replica function (graph, `tf.function` or
+      eager), where it sums once, over the groups, and the inner optimizer does
+      not sum again;
+    - anywhere else, as one shard.
 
     `compute_gradients` divides the loss by the group size if the reduction is
-    MEAN, and `apply_gradients` sums. In between, each shard can clip its
-    gradients; the bound must take the division into account. Gradients from
-    other sources are summed as they are.
+    MEAN, and `apply_gradients` sums. Between the two calls, each shard can clip
+    its gradients; choose the bound for the divided gradients. Gradients from
+    other sources are summed without a division.
 
     Args:
-      opt: The optimizer to wrap: a v1 optimizer, or in a `tf.function` and
-        eagerly a Keras one. From now on it does not sum over replicas itself.
+      opt: The v1 optimizer to wrap; in a `tf.function` and eagerly it can be a
+        Keras optimizer. Once wrapped, it no longer sums over replicas itself.
       reduction: The reduction to apply to the shard losses,
         `tf.compat.v1.losses.Reduction.MEAN` (default) or `SUM`.
-      name: The name of the operation that applies gradients. Default:
-        "CrossShardOptimizer".
-      group_assignment: Lists of shard ids, [num_groups, shards_per_group]: the
-        groups in which gradients are combined. Default: None, all shards are
-        one group.
+      name: The update operation's name. Default: "CrossShardOptimizer".
+      group_assignment: Lists of shard ids, [num_groups, shards_per_group].
+        Gradients are combined within each group. Default: None, one group.
 
     Raises:
       ValueError: If reduction, name or group_assignment is invalid.
-      TypeError: If opt is not an optimizer, or a Keras one in a tf.Graph.
+      TypeError: If opt is not an optimizer, or a Keras optimizer in a tf.Graph.
 
     Example:
 
@@ -101,8 +99,8 @@ class CrossShardOptimizer(wrapper.Wrapper):
             communication_lib.Communication()
         )
         self._reduction = reductions.checked(reduction)
-        # By graph and shard: the inner optimizer, or a copy of it where the
-        # optimizer itself already has another shard's state.
+        # Keys are graphs and shards. Values are the inner optimizer, or a copy
+        # if the inner optimizer already has another shard's state.
         self._inner_of_shard: dict[
             tuple[tf.Graph, int], inner_optimizers.V1 | inner_optimizers.Keras
         ] = {}
@@ -115,23 +113,21 @@ class CrossShardOptimizer(wrapper.Wrapper):
         """Computes this shard's gradients of the scaled loss.
 
         Args:
-          loss: A scalar tensor, or in a `tf.function` and eagerly a function
-            without arguments that returns one.
-          var_list: The variables. Default: the trainable ones of the graph, or
-            those that the function uses.
-          **kwargs: Further arguments of the inner optimizer's
-            `compute_gradients`.
+          loss: A scalar tensor or, in a `tf.function` and eagerly, a function
+            without arguments that returns a scalar tensor.
+          var_list: The variables. Default: the graph's trainable variables, or
+            the variables that the function uses.
+          **kwargs: Passed to the inner optimizer's `compute_gradients`.
 
         Returns:
-          A list of (gradient, variable) pairs; a gradient has its variable's
-          shape. With MEAN, the loss was divided by the group size. Gradients
-          are not yet summed.
+          A list of (gradient, variable) pairs of equal shapes. The gradients
+          are not yet summed. With MEAN, the loss was divided by the group size.
 
         Raises:
-          TypeError, ValueError: If the loss is not a floating point tensor.
+          TypeError, ValueError: If the loss is not a floating-point tensor.
           ValueError: If group_assignment does not fit the number of shards.
-          RuntimeError: In eager mode with a loss that is not a function; in the
-            cross-replica context of a strategy.
+          RuntimeError: In eager mode, if the loss is not a function; in a
+            strategy's cross-replica context.
 
         Example: see the class.
         """
@@ -160,27 +156,27 @@ class CrossShardOptimizer(wrapper.Wrapper):
         global_step: Any = None,
         name: str | None = None,
     ) -> tf.Operation | None:
-        """Sums gradients over the group, and applies them.
+        """Sums gradients over the group and applies the sums.
 
         Args:
-          grads_and_vars: (gradient, variable) pairs of equal shapes, such as
-            `compute_gradients` returns; any iterable. IndexedSlices are made
-            dense. Where this shard has no gradient and another shard of the
-            group has one, this shard's counts as zero.
-          global_step: A scalar variable that is incremented by one after the
-            update. Default: none.
+          grads_and_vars: An iterable of (gradient, variable) pairs of equal
+            shapes, such as `compute_gradients` returns. IndexedSlices are made
+            dense. A missing gradient (None) counts as zero if another shard of
+            the group has a gradient for the variable.
+          global_step: A scalar variable to increment by one after the update.
+            Default: None.
           name: The name of the operation. Default: the constructor's.
 
         Returns:
-          The operation that applies the gradients, and increments the step.
+          The operation that applies the gradients and increments global_step.
           None in eager mode.
 
         Raises:
           ValueError: If grads_and_vars is empty, malformed or has no gradient,
             or if group_assignment does not fit the number of shards.
-          TypeError: If a gradient has no supported numeric type.
-          RuntimeError: In the cross-replica context of a strategy, and where
-            shards or replicas cannot communicate.
+          TypeError: If a gradient's type is not a supported numeric type.
+          RuntimeError: In a strategy's cross-replica context, and where shards
+            or replicas cannot communicate.
 
         Example: see the class.
         """
@@ -221,10 +217,10 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
         Args:
           *args: `var` and `name`, as the inner optimizer takes them.
-          **kwargs: The same by name.
+          **kwargs: `var` and `name`, as keyword arguments.
 
         Returns:
-          A variable, usually of `var`'s shape, or None if there is none yet.
+          A variable, usually of `var`'s shape, or None if there is no slot.
         """
         for inner in (self._inner, *self._inner_of_shard.values()):
             slot = inner.get_slot(*args, **kwargs)

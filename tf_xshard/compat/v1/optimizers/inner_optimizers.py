@@ -1,4 +1,4 @@
-"""The optimizer that a TF1 wrapper holds: v1's own, or one of Keras."""
+"""Adapters for a TF1 wrapper's inner optimizer, from v1 or from Keras."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tf_xshard.reduction import gradients as gradients_lib
 
 
 class V1:
-    """A v1 optimizer."""
+    """An adapter for a v1 optimizer."""
 
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer) -> None:
         self.optimizer = optimizer
 
     def leave_out_the_sum(self) -> None:
-        """Makes the optimizer apply each replica's gradients as they are."""
+        """Makes the optimizer apply gradients without summing over replicas."""
         tensorflow_v1.take_out_the_sum(self.optimizer)
 
     def anew(self) -> V1:
-        """The same optimizer without its state, for another shard."""
+        """Copies the optimizer without its state, for another shard."""
         result = V1(tensorflow_v1.stateless_copy(self.optimizer))
         result.leave_out_the_sum()
         return result
@@ -43,19 +43,19 @@ class V1:
         )
 
     def get_name(self) -> str:
-        """The optimizer's name."""
+        """Returns the optimizer's name."""
         return self.optimizer.get_name()
 
     def get_slot(self, *args: Any, **kwargs: Any) -> tf.Variable | None:
-        """The optimizer's slot, usually of its variable's shape, or None."""
+        """Returns a slot, usually of its variable's shape, or None."""
         return self.optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> list[str]:
-        """The names of the optimizer's slots."""
+        """Lists the names of the optimizer's slots."""
         return self.optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self) -> list[tf.Variable]:
-        """Slots, and state that is not per variable."""
+        """Lists the slots, and the state that is not per variable."""
         return self.optimizer.variables()
 
     def restore_slot(self, **kwargs: Any) -> None:
@@ -64,17 +64,17 @@ class V1:
 
 
 class Keras:
-    """A Keras optimizer with the v1 methods."""
+    """An adapter that gives a Keras optimizer the v1 methods."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
 
     def leave_out_the_sum(self) -> None:
-        """Makes the optimizer apply each replica's gradients as they are."""
+        """Makes the optimizer apply gradients without summing over replicas."""
         whole.make_local(self.optimizer)
 
     def anew(self) -> Keras:
-        """The same optimizer without its state, for another shard."""
+        """Copies the optimizer without its state, for another shard."""
         with tf.init_scope():
             result = Keras(
                 type(self.optimizer).from_config(self.optimizer.get_config())
@@ -83,7 +83,7 @@ class Keras:
         return result
 
     def get_name(self) -> str:
-        """The optimizer's name."""
+        """Returns the optimizer's name."""
         return self.optimizer.name
 
     def apply(
@@ -108,13 +108,14 @@ class Keras:
         whole.apply(
             self.optimizer, gradients_lib.GradientBatch(gradients, variables)
         )
-        # Operations of a tf.function run in the order in which they are made.
+        # A tf.function runs operations in the order in which they are made, so
+        # the increment needs no control dependency.
         if global_step is not None:
             global_step.assign_add(tf.ones([], global_step.dtype))
         return None if tf.executing_eagerly() else tf.no_op(name)
 
     def check_graph(self) -> None:
-        """Refuses a graph that is run by a Session."""
+        """Raises TypeError in a graph that a Session runs."""
         if not tf.executing_eagerly() and not isinstance(
             tf.compat.v1.get_default_graph(), tf.__internal__.FuncGraph
         ):
@@ -126,18 +127,18 @@ class Keras:
             )
 
     def get_slot(self, var: Any, name: str) -> Any:
-        """The optimizer's variable `name` for `var`, of its shape, or None."""
+        """Returns the slot `name` of `var`, of `var`'s shape, or None."""
         return dict(self._slots_of(var)).get(name)
 
     def get_slot_names(self) -> list[str]:
-        """The names of the optimizer's variables, one per trained variable."""
+        """Lists the names of the slots that exist per trained variable."""
         names: list[str] = []
         for var in optimizer_state.trainable_variables(self.optimizer):
             names += [name for name, _ in self._slots_of(var)]
         return sorted(set(names))
 
     def _slots_of(self, var: Any) -> Iterator[tuple[str, Any]]:
-        # Keras names them "<variable's path with _ for />_<name>".
+        # Keras names a slot "<variable's path with _ for />_<name>".
         path = getattr(var, "path", None) or var.name
         prefix = path.replace("/", "_").replace(":", "_") + "_"
         positions = optimizer_state.indices_of(self.optimizer, [var])
@@ -153,15 +154,15 @@ class Keras:
                 yield name.removeprefix(prefix), slot
 
     def variables(self) -> list[keras.Variable]:
-        """All of the optimizer's variables."""
+        """Lists all of the optimizer's variables."""
         return list(self.optimizer.variables)
 
     def restore_slot(self, **kwargs: Any) -> None:
-        """Does nothing: Keras optimizers restore their own variables."""
+        """Does nothing, because Keras optimizers restore their variables."""
 
 
 def of(opt: Any) -> V1 | Keras:
-    """An adapter for a user's optimizer."""
+    """Returns an adapter for a user's optimizer."""
     if isinstance(opt, tf.compat.v1.train.Optimizer):
         return V1(opt)
     if isinstance(opt, keras.optimizers.Optimizer):
@@ -181,7 +182,7 @@ def compute_gradients(
     var_list: Any = None,
     **kwargs: Any,
 ) -> list[tuple[Any, Any]]:
-    """Computes gradients as the inner optimizer, or for Keras as v1 does."""
+    """Computes gradients with the inner v1 optimizer, or with `compute`."""
     if callable(loss) and not tf.is_tensor(loss):
         loss = autograph.as_called_by_user(loss)
     if isinstance(inner, V1):
@@ -190,7 +191,7 @@ def compute_gradients(
         )
     if var_list is None:
         return compute(loss, **kwargs)
-    # v1 takes TensorFlow's variables, which Keras' hold.
+    # v1 takes TensorFlow variables, which Keras variables hold in `value`.
     var_list = tf.nest.flatten(var_list)
     inside = [v.value if isinstance(v, keras.Variable) else v for v in var_list]
     pairs = compute(loss, var_list=inside, **kwargs)

@@ -1,4 +1,4 @@
-"""Losses and gradients as users of TF1's optimizers pass them."""
+"""Checks and converts the losses and gradients that users pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tf_xshard.private.tensorflow import autograph
 
 
 def map_loss(function: Callable[[Any], Any], loss: Any) -> Any:
-    """Applies a function to a loss, now or when the loss is computed."""
+    """Applies a function to a loss, now or when a callable loss is called."""
     if callable(loss) and not tf.is_tensor(loss):
         computed = autograph.as_called_by_user(loss)
         return lambda: function(computed())
@@ -21,7 +21,7 @@ def map_loss(function: Callable[[Any], Any], loss: Any) -> Any:
 
 
 def pairs_of(grads_and_vars: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """A list of (gradient, variable) pairs, from any iterable."""
+    """Lists the (gradient, variable) pairs of any iterable."""
     pairs = []
     for pair in grads_and_vars:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -39,7 +39,7 @@ def pairs_of(grads_and_vars: Iterable[Any]) -> list[tuple[Any, Any]]:
 def tensors_of(
     grads_and_vars: Sequence[tuple[Any, Any]],
 ) -> list[tuple[Any, Any]]:
-    """Pairs whose gradients are tensors, IndexedSlices or None."""
+    """Converts gradients to tensors, except IndexedSlices and None."""
 
     def converted(gradient: Any) -> Any:
         if gradient is None or isinstance(gradient, tf.IndexedSlices):

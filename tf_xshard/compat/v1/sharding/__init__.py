@@ -1,9 +1,8 @@
 """Several shards of one computation in one graph, without a TPU.
 
-- `shard`: `shard`, and the initializer of its variables.
-- `traced_shards`: the shards while they are traced, each in a thread.
-- `copies`: which variables are the shards' copies of which of shard 0.
-- `shared_variables`: variables made outside of a computation that its shards
-  assign.
-- `sums`: where a CrossShardOptimizer sums, and over how many shards.
+- `shard`: `shard`, and `shard_initializer` for the shards' variables.
+- `traced_shards`: traces the shards, each in its own thread.
+- `copies`: maps shard 0's variables to the other shards' copies.
+- `shared_variables`: lets shards assign variables made outside them.
+- `sums`: sums gradients for CrossShardOptimizer, wherever it runs.
 """

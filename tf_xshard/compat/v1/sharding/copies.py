@@ -1,7 +1,7 @@
-"""Which variables are the shards' copies of which variables of shard 0.
+"""Maps shard 0's variables to the other shards' copies.
 
-Also which shard an optimizer belongs to: if several shards shared one, it would
-count all their updates.
+Also records which shard an optimizer belongs to. An optimizer that several
+shards shared would count all their updates.
 """
 
 from __future__ import annotations
@@ -16,56 +16,54 @@ from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
 
 def of(graph: tf.Graph) -> ShardCopies:
-    """The `ShardCopies` of a graph, for all calls of `shard` in it."""
+    """Returns the graph's `ShardCopies`, shared by all calls of `shard`."""
     return tensorflow_v1.kept_by(graph, "tf_xshard_shard_copies", ShardCopies)
 
 
 class ShardCopies:
-    """Shard 0's variables, and the other shards' copies of them."""
+    """The variables of shard 0, and the other shards' copies."""
 
     def __init__(self) -> None:
-        # Shard 0's variables, by id.
+        # Maps the id of a variable of shard 0 to the variable.
         self._originals: dict[int, tf.Variable] = {}
-        # For each of their ids: {shard's index: the copy}.
+        # Maps the id of a variable of shard 0 to {index of a shard: copy}.
         self._copies: dict[int, dict[int, tf.Variable]] = {}
-        # By a copy's id: (original, shard's index).
+        # Maps the id of a copy to (variable of shard 0, index of the shard).
         self._original_of: dict[int, tuple[tf.Variable, int]] = {}
-        # The copies' own names, by their ids.
+        # Maps the id of a copy to the copy's own name.
         self._own_names: dict[int, str] = {}
-        # By an optimizer's id: (the optimizer, shard's index).
+        # Maps the id of an optimizer to (optimizer, index of its shard).
         self._owners: dict[int, tuple[Any, int]] = {}
 
     def add_original(self, variable: tf.Variable) -> None:
-        """Remembers a variable that shard 0 has made."""
+        """Records a variable that shard 0 has made."""
         self._originals[id(variable)] = variable
         self._copies[id(variable)] = {}
 
     def add_copy(
         self, original: tf.Variable, index: int, variable: tf.Variable
     ) -> None:
-        """Remembers shard `index`'s copy of a variable."""
+        """Records shard `index`'s copy of a variable."""
         self._copies[id(original)][index] = variable
         self._own_names[id(variable)] = variable.name
         self._original_of[id(variable)] = original, index
 
     def is_of(self, variable: tf.Variable, index: int) -> bool:
-        """Whether a shard has made a variable."""
+        """Returns True if shard `index` has made the variable."""
         if index == 0:
             return id(variable) in self._originals
         return self._original_of.get(id(variable), (None, None))[1] == index
 
     def show_plain_names(self, shown: bool) -> None:
-        """Gives copies the name of shard 0's variable, or their own again.
-
-        A computation selects variables by their names (`tf.trainable_variables(
-        "generator")`, `variable.name.startswith`).
-        """
+        """Shows shard 0's names for copies, or their own names again."""
+        # A computation can select variables by their names, as in
+        # `tf.trainable_variables("generator")` or `variable.name.startswith`.
         for original, copy in self.pairs():
             name = original.name if shown else self._own_names[id(copy)]
             tensorflow_v1.show_name(copy, name)
 
     def is_any(self, handle: tf.Tensor) -> bool:
-        """Whether a resource is that of a variable made by a shard."""
+        """Returns True if a shard made the variable that has this resource."""
         return any(
             handle is variable.handle
             for pair in self.pairs()
@@ -73,12 +71,12 @@ class ShardCopies:
         ) or any(handle is one.handle for one in self._originals.values())
 
     def key(self, variable: tf.Variable) -> int:
-        """Equal for a variable of shard 0 and all copies of it."""
+        """Returns one key for a variable of shard 0 and all its copies."""
         original, _ = self._original_of.get(id(variable), (variable, 0))
         return id(original)
 
     def missing(self, index: int) -> list[tf.Variable]:
-        """Variables of shard 0 of which a shard has no copy, in order."""
+        """Lists shard 0's variables that a shard has not copied, in order."""
         return [
             variable
             for number, variable in self._originals.items()
@@ -86,7 +84,7 @@ class ShardCopies:
         ]
 
     def pairs(self) -> Iterator[tuple[tf.Variable, tf.Variable]]:
-        """(variable of shard 0, copy) for all copies."""
+        """Yields (variable of shard 0, copy) for every copy."""
         for number, copies in self._copies.items():
             for copy in copies.values():
                 yield self._originals[number], copy
@@ -94,9 +92,10 @@ class ShardCopies:
     def original_for(
         self, name: str, name_scope: str, index: int
     ) -> tf.Variable:
-        """The variable that a shard is about to copy."""
+        """Finds the variable of shard 0 that a shard is about to copy."""
         prefix = f"shard_{index}/"
-        plain = name.rstrip("/").removeprefix(prefix)  # A slot has a slash.
+        # The name of a slot variable ends with a slash.
+        plain = name.rstrip("/").removeprefix(prefix)
         scope = f"{name_scope}/".removeprefix(prefix)
         missing = self.missing(index)
         for wanted in (plain, f"{scope}{plain}"):
@@ -114,7 +113,7 @@ class ShardCopies:
     def translated(
         self, collections: dict[str, list[Any]], index: int
     ) -> dict[str, list[Any]]:
-        """A graph's collections with one shard's copies of the variables."""
+        """Replaces variables in collections with one shard's copies."""
         return {
             name: [
                 self._copies.get(id(value), {}).get(index, value)
@@ -124,7 +123,7 @@ class ShardCopies:
         }
 
     def owner(self, optimizer: Any, index: int) -> int:
-        """The first shard that used an optimizer; now `index`, if none did."""
+        """Returns an optimizer's first shard, or makes `index` the first."""
         return self._owners.setdefault(id(optimizer), (optimizer, index))[1]
 
 

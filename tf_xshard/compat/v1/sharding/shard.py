@@ -1,4 +1,4 @@
-"""`shard`: several shards of one computation in one graph, with no TPU.
+"""`shard`, which builds the shards of a computation into one graph.
 
 inputs --split--> shard 0 -- gradients --+               +-- shard 0 --+
                   shard 1 -- gradients --+-- group sum --+-- shard 1 --+--
@@ -19,14 +19,14 @@ from tf_xshard.private.tensorflow import autograph
 
 
 def shard_initializer() -> tf.Operation:
-    """An operation that gives all shards' copies shard 0's values.
+    """Makes an operation that copies shard 0's values to the other shards.
 
-    A copy without a value takes shard 0's by itself, when a session first runs
-    the shards. This is only needed after shard 0's variables are changed later,
-    such as by a `Saver.restore` in the middle of training.
+    When a session first runs the shards, copies without a value take shard 0's
+    values automatically. Run this operation only after a later change to shard
+    0's variables, such as a `Saver.restore` in the middle of training.
 
     Returns:
-      An operation, of the current graph.
+      An operation in the current graph.
 
     Example:
 
@@ -58,55 +58,55 @@ def shard(
     name: str | None = None,
     xla_options: Any = None,
 ) -> list[Any]:
-    """Shards `computation`, with no TPU; like `tf.compat.v1.tpu.shard`.
+    """Shards `computation` without a TPU, like `tf.compat.v1.tpu.shard`.
 
     Builds one copy of the computation for each shard into the current graph.
-    Shards may share a device: `tf_xshard.compat.v1.CrossShardOptimizer` sums
-    their gradients inside the graph.
+    Shards can share a device. `tf_xshard.compat.v1.CrossShardOptimizer` sums
+    the shards' gradients inside the graph.
 
-    Each shard has a copy of every variable that the computation makes. Shard
-    0's has the plain name and is the only one in the collections and in a
-    default Saver. The others are resource variables `shard_<i>/NAME` in the
-    collection `SHARD_VARIABLES`, and take shard 0's value in the first
-    `session.run` of the shards in which they have none. Inside the computation
-    each shard finds its own in `tf.compat.v1.trainable_variables()`, under the
-    plain names. A variable made outside the computation is shared: the sum of
-    the gradients is applied to it once, which is refused with several groups.
-    Whatever else assigns it, such as `global_step.assign(global_step + 1)`,
-    does so once, and all shards read it as it was before; in a `tf.function`
-    that is refused.
+    Each shard has a copy of every variable that the computation makes. Only
+    shard 0's copy has the plain name, and is in the collections and in a
+    default Saver. The other copies are resource variables `shard_<i>/NAME` in
+    the collection `SHARD_VARIABLES`. A copy without a value takes shard 0's
+    value when a session runs the shards. Inside the computation, a shard finds
+    its copies in `tf.compat.v1.trainable_variables()`, under the plain names.
+
+    Shards share a variable made outside the computation. It is updated once,
+    with the sum of the gradients; several groups raise ValueError. Any other
+    assignment, such as `global_step.assign(global_step + 1)`, also happens
+    once, and all shards read the value before it. In a `tf.function`, such an
+    assignment raises ValueError.
 
     Args:
       computation: A function of one tensor per input. It returns a tensor, an
         operation, None, or a list of tensors and operations.
-      inputs: A list of tensors of rank 1 or more, split over the shards: a
-        shard's part has the input's shape, with that axis divided by
-        num_shards. Default: none.
+      inputs: A list of tensors of rank 1 or more, split over the shards. A part
+        has its input's shape, with the split axis divided by num_shards.
+        Default: none.
       num_shards: The number of shards, at least 1. Default: 1.
-      input_shard_axes: For each input the axis along which it is split, which
-        the number of shards must divide. Default: 0 for all.
-      outputs_from_all_shards: Whether the shards' outputs are concatenated
-        (scalars: stacked to shape [num_shards]), or shard 0's is taken; one
-        bool, or one for each output. Default: True.
-      output_shard_axes: For each output the axis to concatenate along. Default:
-        0 for all.
-      infeed_queue: Refused: there is no TPU to feed.
+      input_shard_axes: For each input, the axis to split, whose size num_shards
+        must divide. Default: 0 for all.
+      outputs_from_all_shards: Whether to concatenate all shards' outputs
+        (scalars are stacked to shape [num_shards]) or to take shard 0's output.
+        A bool, or a list with a bool for each output. Default: True.
+      output_shard_axes: For each output, the axis to concatenate along.
+        Default: 0 for all.
+      infeed_queue: Must be None; there is no TPU to feed.
       device_assignment: A device name for each shard. Default: TensorFlow
         places the shards.
       name: Does nothing, as documented.
-      xla_options: Refused: XLA is not used.
+      xla_options: Must be None; XLA is not used.
 
     Returns:
-      A list of the outputs. If there are none, a list of one operation, after
-      which all shards have run.
+      A list of the outputs. Without outputs, a list of one operation that runs
+      all shards.
 
     Raises:
       TypeError: If inputs is not a list, num_shards is not an int, or an output
         can't be converted to a tensor.
-      ValueError: If num_shards is not positive, if there are too few or too
-        many axes or devices, if infeed_queue or xla_options is given, or if
-        shards make different variables or apply gradients a different number of
-        times.
+      ValueError: If num_shards is not positive, the number of axes or devices
+        is wrong, infeed_queue or xla_options is given, or shards make different
+        variables or apply gradients a different number of times.
       RuntimeError: In eager mode, in another `shard`, or if gradients are
         applied in a branch, a loop or a function inside the computation.
 
@@ -153,7 +153,7 @@ def shard(
         for x, axis in zip(inputs, axes, strict=True)
     ]
 
-    # Not in the shards' threads: AutoGraph's state belongs to this thread.
+    # AutoGraph's state belongs to this thread, not to the shards' threads.
     computation = autograph.as_called_by_user(computation)
 
     def of_shard(index: int) -> tuple[list[tf.Tensor], list[tf.Operation]]:
@@ -199,7 +199,7 @@ def _one_each(
     default: Any,
     tensors: Sequence[Any],
 ) -> list[Any]:
-    """One value for each tensor, or an error that names the argument."""
+    """Lists one value for each tensor; an error names the argument."""
     if values is None:
         return [default] * len(tensors)
     if len(values) != len(tensors):
@@ -213,7 +213,7 @@ def _one_each(
 def _flat_outputs(
     outputs: Any,
 ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
-    """A shard's outputs: tensors, of unchanged shapes, and operations."""
+    """Splits a shard's outputs into tensors (same shapes) and operations."""
     if outputs is None:
         outputs = []
     elif not isinstance(outputs, (list, tuple)):
@@ -225,6 +225,6 @@ def _flat_outputs(
         if o is not None and not isinstance(o, tf.Operation)
     ]
     with tf.control_dependencies(operations):
-        # A TPU's outputs wait for the computation's operations.
+        # As on a TPU, outputs wait for the computation's operations.
         tensors = [tf.identity(tensor) for tensor in tensors]
     return tensors, operations

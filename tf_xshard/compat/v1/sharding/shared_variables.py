@@ -1,15 +1,15 @@
-"""Variables made outside a computation that its shards assign.
+"""Lets shards assign variables made outside the computation.
 
-A global step for example. On a TPU each core reads what a variable was before
-the step, assigns its own copy, and all copies get the same value. In one graph
-all shards would assign one variable: it would change several times, and a shard
-might read what another has assigned. So in each `session.run`:
+On a TPU, each core reads a variable's old value (of a global step, for example)
+and assigns its own copy, so all copies get the same value. In one graph, the
+shards would change one variable several times and read each other's values. So
+in each `session.run`:
 
-            +--copy--> as it was before the step: what all shards read first
+            +--copy--> the value before the step, which all shards read first
             |
-variable ---+--------> assigned by shard 0, and read by it after that
+variable ---+--------> assigned by shard 0, which then reads it
             |
-            +--copy--> of shard 1: assigned and then read by it, and forgotten
+            +--copy--> assigned by shard 1, which then reads and drops it
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def separate(
     operations: Mapping[int, Sequence[tf.Operation]],
     start: tf.Operation,
 ) -> None:
-    """Makes shards read what was, and assign each variable once."""
+    """Makes shards read old values, and assign each variable once."""
     for variable in variables:
         users = {
             shard: _users(variable, of_shard)
@@ -46,7 +46,7 @@ def separate(
         writers = {
             shard for shard, of in users.items() if any(map(_assigns, of))
         }
-        # An optimizer updates the weights in shard 0, after all have read them.
+        # An optimizer updates weights in shard 0, after all shards read them.
         if not writers or (writers == {0} and variable.trainable):
             continue
         before = _Copy(variable, "before_the_step", start)
@@ -63,7 +63,7 @@ def refuse_assignments(
     operations: Sequence[tf.Operation],
     is_of_a_shard: Callable[[tf.Tensor], bool],
 ) -> None:
-    """Checks that a shard of a `tf.function` assigns only what shards made."""
+    """Raises ValueError if a `tf.function`'s shard assigns shared variables."""
     shared = {
         inside.ref(): outside
         for outside, inside in graph.captures
@@ -96,7 +96,7 @@ def _users(
 def _after_an_assignment(
     users: Sequence[tf.Operation], operations: Sequence[tf.Operation]
 ) -> set[tf.Operation]:
-    """The operations that assign a variable, and those that run after one."""
+    """Finds operations that assign a variable or run after an assignment."""
     found = {one for one in users if _assigns(one)}
     if found:
         for operation in operations:
@@ -112,7 +112,7 @@ def _after_an_assignment(
 
 
 def _tensors_of(variable: tf.Variable) -> Iterator[tf.Tensor]:
-    """The tensors of a variable that operations take as an input."""
+    """Yields the tensors of a variable that operations take as an input."""
     if _is_resource(variable):
         yield variable.handle
     else:
@@ -127,7 +127,8 @@ def _is_resource(variable: tf.Variable) -> bool:
 def _assigns(operation: tf.Operation) -> bool:
     kind = operation.type
     if kind in _FUNCTION_CALLS:
-        return True  # It may.
+        # A called function might assign; assume that it does.
+        return True
     if kind.startswith("Assign") and kind.endswith("VariableOp"):
         return True
     if kind.startswith("Resource"):
@@ -136,7 +137,7 @@ def _assigns(operation: tf.Operation) -> bool:
 
 
 class _Copy:
-    """A copy of a variable that is made anew before any shard runs."""
+    """A copy of a variable, assigned in each run before any shard runs."""
 
     def __init__(
         self, variable: tf.Variable, suffix: str, start: tf.Operation

@@ -1,9 +1,9 @@
-"""Where a v1 CrossShardOptimizer sums gradients, and over how many shards.
+"""Sums gradients for a v1 CrossShardOptimizer, wherever it runs.
 
 in shard()                 InShards     add_n over the shards of one graph
 in a replica function      InReplicas   reducer.GradientReducer
 in tf.compat.v1.tpu        OnTPU        cross_replica_sum, as in the original
-anywhere else              Alone        one shard: nothing to sum
+anywhere else              Alone        one shard, so nothing to sum
 """
 
 from __future__ import annotations
@@ -23,25 +23,21 @@ from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import reducer as reducer_lib
 
-# (gradient, variable) pairs, of the same shape.
+# (gradient, variable) pairs of equal shapes.
 Pairs = list[tuple[Any, Any]]
 
 
 class Alone:
-    """One shard, outside of everything that combines gradients.
-
-    Attributes:
-      num_shards: The number of shards.
-      description: What has these shards, for errors.
-    """
+    """One shard, outside everything that combines gradients."""
 
     num_shards: int = 1
+    # Errors name the owner of the shards with this text.
     description = "code outside of shard() and of a strategy"
 
     def groups(
         self, given: group_assignment_lib.GroupAssignment | None
     ) -> group_assignment_lib.GroupAssignment:
-        """The groups of the shards."""
+        """Returns the groups of the shards."""
         return group_relations.for_replicas(
             given, self.num_shards, self.description
         )
@@ -63,13 +59,13 @@ class Alone:
         global_step: Any,
         groups: group_assignment_lib.GroupAssignment,
     ) -> tuple[Pairs, Any]:
-        """What this shard updates."""
+        """Selects the pairs and the global step that this shard updates."""
         del groups
         return pairs, global_step
 
 
 class InReplicas(Alone):
-    """In the replica function of a strategy."""
+    """The replicas of a strategy, in its replica function."""
 
     description = "the strategy"
 
@@ -84,7 +80,7 @@ class InReplicas(Alone):
         reducer: reducer_lib.GradientReducer,
         given: group_assignment_lib.GroupAssignment | None,
     ) -> list[tf.Tensor | None]:
-        """See `Alone.sum`; the same shapes."""
+        """Sums gradients over this replica's group, as `Alone.sum` does."""
         values = gradients_lib.standardized(
             _dense(gradients, variables), variables
         )
@@ -97,7 +93,7 @@ class InReplicas(Alone):
 
 
 class OnTPU(Alone):
-    """In tf.compat.v1.tpu.shard and the like."""
+    """The shards of tf.compat.v1.tpu.shard, replicate or rewrite."""
 
     description = "the TPU computation"
 
@@ -111,9 +107,10 @@ class OnTPU(Alone):
         reducer: reducer_lib.GradientReducer,
         given: group_assignment_lib.GroupAssignment | None,
     ) -> list[tf.Tensor | None]:
-        """See `Alone.sum`; the same shapes, and the original's operations."""
+        """Sums gradients, of any shapes, with the original's operations."""
         groups = given and given.to_list()
-        # The original takes the number of rows from the gradient, if it has it.
+        # The original takes the number of rows from a gradient that has a
+        # dense_shape.
         gradients = [
             tf.convert_to_tensor(gradient)
             if getattr(gradient, "dense_shape", None) is not None
@@ -132,7 +129,7 @@ class OnTPU(Alone):
 
 
 class InShards(Alone):
-    """In the computation of `shard`."""
+    """The shards of `tf_xshard.compat.v1.shard`, in its computation."""
 
     description = "shard()"
 
@@ -148,7 +145,7 @@ class InShards(Alone):
         reducer: reducer_lib.GradientReducer,
         given: group_assignment_lib.GroupAssignment | None,
     ) -> list[tf.Tensor | None]:
-        """See `Alone.sum`; shards may order their variables differently."""
+        """Sums gradients of shards that may order variables differently."""
         dense = _dense(gradients, variables)
         for gradient, variable in zip(dense, variables, strict=True):
             if gradient is not None:
@@ -167,7 +164,7 @@ class InShards(Alone):
         global_step: Any,
         groups: group_assignment_lib.GroupAssignment,
     ) -> tuple[Pairs, Any]:
-        """Its own variables; in shard 0 also those that all shards share."""
+        """Selects the shard's variables; in shard 0, also shared variables."""
         shard = self._shard
         shared = [
             v.name for _, v in pairs if not self._copies.is_of(v, shard.index)
@@ -184,7 +181,7 @@ class InShards(Alone):
 
 
 def current() -> Alone:
-    """What combines gradients where this is called."""
+    """Returns the object that sums gradients for the calling code."""
     shard = traced_shards.current()
     if shard is not None:
         return InShards(shard)
@@ -205,10 +202,7 @@ def current() -> Alone:
 def _dense(
     gradients: Sequence[indexed_slices.Gradient], variables: Sequence[Any]
 ) -> list[tf.Tensor | None]:
-    """Gradients of the variables' shapes, so that updates are dense.
-
-    The original does the same.
-    """
+    """Makes gradients dense, in variables' shapes, as the original does."""
     return [
         indexed_slices.dense(gradient, variable)
         if isinstance(gradient, tf.IndexedSlices)
@@ -221,7 +215,7 @@ def _summed_in_groups(
     of_shards: Sequence[dict[int, tf.Tensor | None]],
     groups: group_assignment_lib.GroupAssignment,
 ) -> list[dict[int, tf.Tensor | None]]:
-    """Each shard's sums over its group."""
+    """Returns each shard's sums over its group."""
     for index, one in enumerate(of_shards):
         if one.keys() != of_shards[0].keys():
             raise ValueError(

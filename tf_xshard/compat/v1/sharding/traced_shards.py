@@ -1,8 +1,8 @@
-"""The shards of one computation while they are traced into one graph.
+"""Traces the shards of one computation into one graph.
 
-Shard 0 is traced by the caller's thread, each other shard by a thread of its
-own. Only one runs at a time. Where it needs the others' gradients it pauses,
-and the next one runs until it needs them too:
+The caller's thread traces shard 0, and another thread traces each other shard.
+Only one thread runs at a time. Where a shard needs the others' gradients, it
+pauses, and the next shard runs up to the same exchange:
 
 shard 0   runs | gather: resume 1, resume 2, combine | runs | ended
 shard 1        |         runs to exchange            |      | runs, ends
@@ -23,10 +23,11 @@ from tf_xshard.compat.v1.sharding import copies as shard_copies
 from tf_xshard.compat.v1.sharding import shared_variables
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
-# The collection of the shards' copies of variables, without shard 0's.
+# The collection of the copies that all shards except shard 0 have.
 SHARD_VARIABLES = "shard_variables"
 
-# What shards add to these belongs to the graph, and not to one shard's view.
+# What shards add to these collections belongs to the graph, not to one shard's
+# view.
 _SHARED_COLLECTIONS = (
     tf.compat.v1.GraphKeys.TABLE_INITIALIZERS,
     tf.compat.v1.GraphKeys.QUEUE_RUNNERS,
@@ -34,36 +35,26 @@ _SHARED_COLLECTIONS = (
 
 
 class Team:
-    """The shards of one call of `shard`.
-
-    Attributes:
-      graph: The graph into which they are traced.
-      is_legacy_graph: Whether it is a `tf.Graph` that a session runs, and not
-        the graph of a `tf.function`.
-      copies: The graph's `ShardCopies`.
-      devices: A device name for each shard, or None.
-      variable_scope: The variable scope around `shard`.
-      name_scope: The name scope around `shard`.
-      cancelled: Whether all shards have ended or must end.
-      start: A list of one operation, after which all others of all shards run.
-      outer_device: The device scope around `shard`, or None.
-      initial_collections: The graph's collections before the first shard.
-      shards: The shards.
-    """
+    """The shards of one call of `shard`."""
 
     def __init__(self, devices: Sequence[str | None]) -> None:
         self.graph = tf.compat.v1.get_default_graph()
+        # A session runs a legacy graph; a `tf.function` has a FuncGraph.
         self.is_legacy_graph = not isinstance(
             self.graph, tf.__internal__.FuncGraph
         )
         self.copies = shard_copies.of(self.graph)
         self.devices = devices
+        # The variable, name and device scopes are the scopes around `shard`.
         self.variable_scope = tf.compat.v1.get_variable_scope()
         self.name_scope = self.graph.get_name_scope()
+        # True once all shards have ended or must end.
         self.cancelled = False
+        # All other operations of all shards run after this operation.
         start = tf.no_op("shards_start")
         self.start = [start]
         self.outer_device = start.device or None
+        # The graph's collections before the first shard.
         self.initial_collections = self._collections()
         self._outside = [
             variable
@@ -83,14 +74,14 @@ class Team:
         return len(self.shards)
 
     def is_shared(self, name: str) -> bool:
-        """Whether a variable was made outside of all computations."""
+        """Returns True if a variable was made outside all computations."""
         return any(
             one.op.name == name or one.op.name.startswith(f"{name}/part_")
             for one in self._outside
         )
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Traces the computation of all shards."""
+        """Traces the computation of all shards; returns their outputs."""
         first, *others = self.shards
         if self.is_legacy_graph:
             self.graph.switch_to_thread_local()
@@ -136,7 +127,7 @@ class Team:
         shared_variables.separate(self._outside, operations, self.start[0])
 
     def gather(self, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        """In shard 0: runs all others up to the same exchange."""
+        """Runs the other shards up to shard 0's exchange, and combines."""
         for shard in self.shards[1:]:
             shard.resume()
         done = [shard.index for shard in self.shards if shard.done]
@@ -148,7 +139,7 @@ class Team:
         return results[0]
 
     def check_place(self) -> None:
-        """Refuses a place where shards cannot communicate."""
+        """Raises RuntimeError where shards cannot communicate."""
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph or tensorflow_v1.in_control_flow(graph):
             raise RuntimeError(
@@ -169,7 +160,7 @@ class Team:
                 for v in (variable, original)
             )
             ready = tf.cond(
-                # There is no value yet while shard 0's own is initialized.
+                # Shard 0's variable has no value while a run initializes it.
                 tf.logical_or(has_value, tf.logical_not(can_have_one)),
                 tf.no_op,
                 lambda: variable.assign(original.read_value()).op,
@@ -214,35 +205,28 @@ _this_thread = threading.local()
 
 
 class _Cancelled(BaseException):
-    """Ends the thread of a shard when another shard has failed."""
+    """An exception that ends a shard's thread after another shard failed."""
 
 
 class Shard:
-    """One shard while it is traced.
-
-    Attributes:
-      index: Its number.
-      team: The `Team` that it belongs to.
-      num_exchanges: How many times it has called `exchange`.
-      contribution: What it gave in the last `exchange`.
-      result: What it got in the last `exchange`; in the end, its outputs.
-      done: Whether it has ended.
-      operations: What it has made, if it is not shard 0.
-      collections: The graph's collections, with this shard's variables.
-    """
+    """One shard while it is traced."""
 
     def __init__(self, index: int, team: Team) -> None:
         self.index = index
         self.team = team
+        # The shard's input to its last `exchange`, and the result. When the
+        # shard has ended, `result` is the shard's outputs.
         self.contribution: Any = None
         self.result: Any = None
         self.done = False
         self.num_exchanges = 0
+        # This shard's operations. The list stays empty for shard 0.
         self.operations: list[tf.Operation] = []
+        # The graph's collections, with this shard's variables.
         self.collections = team.copies.translated(
             team.initial_collections, index
         )
-        # Copies that the computation has not yet made, by the originals' ids.
+        # Maps the id of a variable of shard 0 to a copy made in advance.
         self._prepared: dict[int, tf.Variable] = {}
         self._error: BaseException | None = None
         self._may_run = threading.Event()
@@ -250,13 +234,13 @@ class Shard:
         self._thread: threading.Thread | None = None
 
     def owns(self, variable: tf.Variable) -> bool:
-        """Whether this shard updates a variable: its own, or a shared one."""
+        """Returns True for the shard's own variables; in shard 0, for all."""
         return self.index == 0 or self.team.copies.is_of(variable, self.index)
 
     def exchange(
         self, contribution: Any, combine: Callable[[list[Any]], list[Any]]
     ) -> Any:
-        """Waits for the other shards' contributions."""
+        """Waits for the other shards, and returns this shard's result."""
         self.team.check_place()
         self.num_exchanges += 1
         self.contribution = contribution
@@ -266,7 +250,7 @@ class Shard:
         return self.result
 
     def run_here(self, function: Callable[[int], Any]) -> None:
-        """Traces `function` in this thread; for shard 0."""
+        """Traces `function` for shard 0, in the caller's thread."""
         outer = current()
         _this_thread.shard = self
         try:
@@ -281,14 +265,14 @@ class Shard:
         function: Callable[[int], Any],
         state: contextlib.AbstractContextManager[None],
     ) -> None:
-        """In shard 0's thread: starts this shard's thread, which waits."""
+        """Starts this shard's thread, which waits; runs in shard 0's thread."""
         self._thread = threading.Thread(
             target=self._run, args=(function, state), daemon=True
         )
         self._thread.start()
 
     def resume(self) -> None:
-        """In shard 0's thread: lets this shard run until it pauses or ends."""
+        """Runs this shard until it pauses or ends, from shard 0's thread."""
         self._paused.clear()
         num_operations = len(self.team.graph.get_operations())
         with self.team.collections_of(self):
@@ -306,7 +290,7 @@ class Shard:
         function: Callable[[int], Any],
         state: contextlib.AbstractContextManager[None],
     ) -> None:
-        """In this shard's thread: traces `function`."""
+        """Traces `function` in this shard's thread."""
         _this_thread.shard = self
         self._may_run.wait()
         try:
@@ -329,7 +313,7 @@ class Shard:
 
     @contextlib.contextmanager
     def _building(self) -> Iterator[None]:
-        """Names and places what this shard makes."""
+        """Names and places the operations and variables of this shard."""
         team = self.team
         if self.index == 0:
             with (
@@ -364,7 +348,7 @@ class Shard:
         *args: Any,
         **kwargs: Any,
     ) -> tf.Variable:
-        """`get_variable` in another shard: its copy, or a shared variable."""
+        """Gets this shard's copy, or a shared variable, for `get_variable`."""
         prefix = f"shard_{self.index}/"
         if not name.startswith(prefix) and not self.team.is_shared(name):
             name = prefix + name
@@ -373,9 +357,10 @@ class Shard:
     def _recorded(
         self, next_creator: Callable[..., tf.Variable], **kwargs: Any
     ) -> tf.Variable:
-        """Makes a variable of shard 0."""
+        """Makes and records a variable of shard 0."""
         if self.team.is_legacy_graph:
-            kwargs["use_resource"] = True  # As tf.compat.v1.tpu.shard does.
+            # tf.compat.v1.tpu.shard does the same.
+            kwargs["use_resource"] = True
         variable = next_creator(**kwargs)
         self.team.copies.add_original(variable)
         return variable
@@ -408,10 +393,8 @@ class Shard:
         return variable
 
     def _copy_global_step(self) -> None:
-        """Makes a copy of shard 0's global step, before it is asked for.
-
-        TensorFlow looks a global step up by name, and would find shard 0's.
-        """
+        """Copies shard 0's global step before the computation asks for it."""
+        # TensorFlow looks up a global step by name, and would find shard 0's.
         if not self.team.is_legacy_graph:
             return
         copies = self.team.copies
@@ -432,7 +415,7 @@ class Shard:
     def _check_alike(
         self, shape: Any, dtype: Any, original: tf.Variable
     ) -> None:
-        """Refuses a copy of another shape or type; None is the original's."""
+        """Raises ValueError if a copy's given shape or type is different."""
         shape = original.shape if shape is None else tf.TensorShape(shape)
         dtype = tf.as_dtype(dtype or original.dtype).base_dtype
         expected = original.shape, original.dtype.base_dtype
@@ -446,5 +429,5 @@ class Shard:
 
 
 def current() -> Shard | None:
-    """The shard that this thread traces; None outside of `shard`."""
+    """Returns the shard that this thread traces, or None outside `shard`."""
     return getattr(_this_thread, "shard", None)

@@ -1,4 +1,4 @@
-"""The towers of a graph while they are built."""
+"""The state of a graph's towers while they are built."""
 
 from __future__ import annotations
 
@@ -11,52 +11,45 @@ import tensorflow as tf
 
 Reduction = tf.compat.v1.losses.Reduction
 
-# (gradient, variable) pairs, of the same shape.
+# (gradient, variable) pairs of equal shapes.
 Pairs = list[tuple[Any, Any]]
 
-# The towers that are being built, by graph.
+# For each graph, the towers that are being built.
 _states: weakref.WeakKeyDictionary[tf.Graph, Towers] = (
     weakref.WeakKeyDictionary()
 )
-# The graphs in which a TowerOptimizer was used since its last towers.
+# Graphs in which a TowerOptimizer was used since the last towers were built.
 _used_in: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
 class Towers:
-    """The towers of one graph while `replicate_model_fn` builds them.
-
-    Attributes:
-      num_towers: Their number.
-      loss_reduction: How their losses are combined.
-      index: The number of the tower that is being built.
-      graph: The graph.
-      variable_scope: The variable scope around the towers.
-      name_scope: The name scope around the towers.
-      collected: For each tower the (gradient, variable) pairs of each call of
-        `apply_gradients`, of all its optimizers.
-    """
+    """The towers of one graph while `replicate_model_fn` builds them."""
 
     def __init__(self, num_towers: int, loss_reduction: str) -> None:
         self.num_towers = num_towers
         self.loss_reduction = loss_reduction
+        # The tower that is being built.
         self.index = 0
         self.graph = tf.compat.v1.get_default_graph()
+        # The scopes around the towers.
         self.variable_scope = tf.compat.v1.get_variable_scope()
         self.name_scope = self.graph.get_name_scope()
+        # For each tower, the pairs of each call of `apply_gradients`, by any of
+        # the tower's optimizers.
         self.collected: list[list[Pairs]] = [[] for _ in range(num_towers)]
 
     @property
     def averages(self) -> bool:
-        """Whether the losses of several towers are averaged."""
+        """True if the losses of several towers are averaged."""
         return self.num_towers > 1 and self.loss_reduction != Reduction.SUM
 
     @property
     def is_last(self) -> bool:
-        """Whether the last tower is being built."""
+        """True while the last tower is built."""
         return self.index == self.num_towers - 1
 
     def check_equal_counts(self) -> None:
-        """Refuses towers that apply gradients a different number of times."""
+        """Raises ValueError if towers called `apply_gradients` unequally."""
         counts = [len(applied) for applied in self.collected]
         if len(set(counts)) > 1:
             raise ValueError(
@@ -84,7 +77,7 @@ def building(num_towers: int, loss_reduction: str) -> Iterator[Towers]:
 
 
 def current() -> Towers | None:
-    """The towers that are being built in this graph or one around it."""
+    """Returns the towers that are built in this graph or an outer graph."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
         if graph in _states:
@@ -94,10 +87,10 @@ def current() -> Towers | None:
 
 
 def mark_used() -> None:
-    """Remembers that a TowerOptimizer was used in the current graph."""
+    """Records that a TowerOptimizer was used in the current graph."""
     _used_in.add(tf.compat.v1.get_default_graph())
 
 
 def is_used() -> bool:
-    """Whether one was, since the graph's last towers were built."""
+    """Returns True if a TowerOptimizer was used since the last towers."""
     return tf.compat.v1.get_default_graph() in _used_in

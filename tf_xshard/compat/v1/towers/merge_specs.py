@@ -1,4 +1,4 @@
-"""What all towers of a replicated model_fn return, as one spec."""
+"""Merges the specs of a replicated model_fn's towers into one spec."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tf_xshard.compat.v1.estimator import estimator_spec
 
 
 def training(specs: Sequence[Any]) -> Any:
-    """The last tower's spec, whose train_op is for all, with all losses."""
+    """Returns the last tower's spec, with all towers' update and loss."""
     return estimator_spec.replaced(specs[-1], loss=_loss(specs))
 
 
 def evaluation(
     specs: Sequence[Any], metrics: Sequence[Sequence[tf.Variable]]
 ) -> Any:
-    """The first tower's spec, with the loss and the metrics of all."""
+    """Returns the first tower's spec, with all towers' loss and metrics."""
     shapes = [[(v.shape, v.dtype.base_dtype) for v in vs] for vs in metrics]
     if any(of_tower != shapes[0] for of_tower in shapes):
         raise ValueError(
@@ -34,7 +34,8 @@ def evaluation(
             estimator_spec.check_metric(name, pair)
             updates.append(pair[1])
     with tf.control_dependencies(updates):
-        # All are read before any of the other towers' is set to zero.
+        # All metric variables are read before the other towers' variables are
+        # set to zero.
         additions = [
             (variables, [tf.identity(v.read_value()) for v in variables[1:]])
             for variables in zip(*metrics, strict=True)
@@ -56,7 +57,7 @@ def evaluation(
 
 
 def prediction(specs: Sequence[Any]) -> Any:
-    """The first tower's spec, with the outputs of all, [batch, ...]."""
+    """Returns the first tower's spec, with all outputs, [batch, ...]."""
     fields = {"predictions": _concatenated([s.predictions for s in specs])}
     if specs[0].export_outputs is not None:
         fields["export_outputs"] = {
@@ -67,7 +68,7 @@ def prediction(specs: Sequence[Any]) -> Any:
 
 
 def _concatenated(structures: Sequence[Any]) -> Any:
-    """Of each tower's tensors [batch / num_towers, ...] one [batch, ...]."""
+    """Joins the towers' [batch / num_towers, ...] tensors to [batch, ...]."""
     return tf.nest.map_structure(
         lambda *parts: None if parts[0] is None else tf.concat(parts, 0),
         *structures,
@@ -75,7 +76,7 @@ def _concatenated(structures: Sequence[Any]) -> Any:
 
 
 def _export_output(key: str, outputs: Sequence[Any]) -> Any:
-    """The towers' outputs concatenated, in an object of the same type."""
+    """Concatenates the towers' outputs in an object of the same type."""
     kind = type(outputs[0])
     for fields in (("scores", "classes"), ("value",), ("outputs",)):
         if all(hasattr(outputs[0], field) for field in fields):
@@ -92,7 +93,7 @@ def _export_output(key: str, outputs: Sequence[Any]) -> Any:
 
 
 def _loss(specs: Sequence[Any]) -> tf.Tensor | None:
-    """The sum of the towers' losses, a scalar; None if a tower has none."""
+    """Returns the towers' summed loss, or None if a tower has no loss."""
     if any(spec.loss is None for spec in specs):
         return None
     return tf.add_n([spec.loss for spec in specs], name="loss")

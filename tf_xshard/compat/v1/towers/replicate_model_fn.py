@@ -29,35 +29,38 @@ def replicate_model_fn(
 ) -> Callable[..., Any]:
     """Replicates a model_fn over several devices, one tower on each.
 
-    Features and labels are split along their first axis, the model_fn is called
-    for each part, and towers share variables (of `tf.compat.v1.get_variable`).
-    Optimizers in the model_fn must be wrapped with `TowerOptimizer`.
+    The batch is split along its first axis, and model_fn is called for each
+    part. Towers share the variables of `tf.compat.v1.get_variable`. Optimizers
+    in the model_fn must be wrapped with `TowerOptimizer`.
 
     Args:
       model_fn: A function of `features`, `labels` and `mode`, and optionally of
         `params` and `config`. It returns an `EstimatorSpec`, or any object with
-        its fields.
-      loss_reduction: How the towers' losses are combined, one of
-        `tf.compat.v1.losses.Reduction`: SUM adds them, all others average them.
-        NONE is refused. Default: SUM_BY_NONZERO_WEIGHTS.
+        the same fields.
+      loss_reduction: How the towers' losses are combined. With
+        `tf.compat.v1.losses.Reduction.SUM` they are added, with other values
+        averaged. NONE is not allowed. Default: SUM_BY_NONZERO_WEIGHTS.
       devices: The towers' devices; a device can have several towers. Default:
         all GPUs, or the CPU if there are none.
 
     Returns:
       A function of `features`, `labels`, `mode`, `params` and `config`, the
-      last two None by default. Features and labels are tensors [batch, ...],
-      `tf.SparseTensor`s [batch, ...] or nested structures of these; each tower
-      gets [batch / num_towers, ...]. It returns a spec: for TRAIN the last
-      tower's with the combined loss, a scalar; for EVAL the first tower's with
-      the combined loss and metrics over all towers' examples; for PREDICT the
-      first tower's with the predictions and export outputs of all,
-      [batch, ...]. With one device it returns what model_fn returns.
+      last two None by default. Features and labels are `tf.Tensor`s or
+      `tf.SparseTensor`s [batch, ...], or nested structures of tensors. Each
+      tower gets [batch / num_towers, ...]. With one device, the function
+      returns model_fn's result. With several devices, it returns:
+
+      - for TRAIN, the last tower's spec with the combined loss, a scalar;
+      - for EVAL, the first tower's spec with the combined loss, and with
+        metrics over all towers' examples;
+      - for PREDICT, the first tower's spec with all towers' predictions and
+        export outputs, [batch, ...].
 
     Raises:
-      ValueError: If loss_reduction is NONE or unknown. When the function is
-        called: if a batch can't be split evenly, an optimizer is not wrapped,
-        towers differ in the gradients that they apply or the metrics that they
-        make, or the mode or the type of an export output is unknown.
+      ValueError: If loss_reduction is NONE or unknown, or devices is a str.
+        When the function is called, if a batch can't be split evenly, an
+        optimizer is not wrapped, towers apply different gradients or make
+        different metrics, or the mode or an export output's type is unknown.
       RuntimeError: If a replicated model_fn is called inside another one.
 
     Example: see `TowerOptimizer`.
@@ -117,7 +120,7 @@ def _local_devices() -> list[str]:
 
 
 def _consolidation_device(devices: Sequence[str]) -> str:
-    """Where the towers' variables, inputs and combined outputs are."""
+    """Returns the device of variables, inputs and combined outputs."""
     if len(devices) == 1 and "GPU" in devices[0].upper():
         return devices[0]
     return "/CPU:0"
@@ -126,9 +129,10 @@ def _consolidation_device(devices: Sequence[str]) -> str:
 def _with_arguments(
     model_fn: Callable[..., Any], mode: str, params: Any, config: Any
 ) -> Callable[[Any, Any], Any]:
-    """The model_fn as a function of features and labels only."""
+    """Makes the model_fn a function of features and labels only."""
     names = inspect.signature(model_fn).parameters
-    # One copy for all towers, so that a model_fn can't change the caller's.
+    # All towers get one copy, so that a model_fn can't change the caller's
+    # params and config.
     optional = {
         name: copy.deepcopy(value)
         for name, value in (("params", params), ("config", config))
@@ -154,7 +158,7 @@ def _towers(
     devices: Sequence[str],
     towers: towers_lib.Towers,
 ) -> tuple[list[Any], list[list[tf.Variable]]]:
-    """Builds all towers."""
+    """Builds all towers; returns their specs and metric variables."""
     num_towers = len(devices)
     variables_device = _consolidation_device(devices)
     with tf.device(variables_device), tf.name_scope("split_inputs"):
@@ -195,7 +199,7 @@ def _towers(
 def _placed(
     device: str, variables_device: str
 ) -> str | Callable[[tf.Operation], str]:
-    """Variables on one device, everything else on the tower's."""
+    """Returns a device function, for variables and for other operations."""
     if tf.executing_eagerly():
         return device
 
@@ -213,7 +217,7 @@ def _placed(
 
 
 def _split(structure: Any, num_towers: int) -> list[Any]:
-    """For each tower a structure of [batch / num_towers, ...] tensors."""
+    """Splits a structure's tensors into [batch / num_towers, ...] per tower."""
     flat = tf.nest.flatten(structure)
     parts = [_split_tensor(value, num_towers) for value in flat]
     return [
@@ -223,7 +227,7 @@ def _split(structure: Any, num_towers: int) -> list[Any]:
 
 
 def _split_tensor(value: Any, num_towers: int) -> list[Any]:
-    """Parts [batch / num_towers, ...] of a tensor [batch, ...], or of None."""
+    """Splits [batch, ...], or None, into parts [batch / num_towers, ...]."""
     if value is None:
         return [None] * num_towers
     is_sparse = isinstance(value, tf.SparseTensor)

@@ -1,4 +1,4 @@
-"""`tf.contrib.estimator.TowerOptimizer`: one update from several towers."""
+"""`tf.contrib.estimator.TowerOptimizer`, one update from several towers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tf_xshard.private.tensorflow import autograph
 
 
 class TowerOptimizer(wrapper.Wrapper):
-    """Gathers gradients from all towers and reduces them in the last one.
+    """An optimizer that sums the gradients of all towers in the last tower.
 
-    For optimizers in a model_fn that `replicate_model_fn` replicates; with one
-    tower, or outside of it, all calls go to the wrapped optimizer.
+    Wrap the optimizers of a model_fn that `replicate_model_fn` replicates. With
+    one tower, or outside such a model_fn, calls go to the wrapped optimizer.
 
     `compute_gradients` divides the loss by the number of towers, unless losses
-    are combined by SUM. `apply_gradients` collects gradients; in the last tower
-    it applies the sum of all towers' gradients once. A `SyncReplicasOptimizer`
-    must be inside, not around it.
+    are combined by SUM. `apply_gradients` collects gradients. In the last
+    tower, it applies the sum of all towers' gradients once. Put a
+    `SyncReplicasOptimizer` inside a TowerOptimizer, not around it.
 
     Args:
-      optimizer_or_optimizer_fn: A v1 optimizer (in a `tf.function` and eagerly
-        a Keras one, too), or a function without arguments that returns one,
-        which is called once, when the optimizer is first needed.
+      optimizer_or_optimizer_fn: A v1 optimizer (in a `tf.function` and eagerly,
+        also a Keras optimizer), or a function without arguments that returns an
+        optimizer. The function is called once, at the optimizer's first use.
 
     Raises:
-      TypeError: If it is neither.
+      TypeError: If the argument is neither an optimizer nor a function.
 
     Example:
 
@@ -85,7 +85,7 @@ class TowerOptimizer(wrapper.Wrapper):
         return self._inner
 
     def _inner_here(self) -> inner_optimizers.V1 | inner_optimizers.Keras:
-        """The wrapped optimizer's adapter; remembers that it was needed."""
+        """Returns the wrapped optimizer's adapter, and records its use."""
         towers_lib.mark_used()
         if self._inner is not None:
             return self._inner
@@ -96,12 +96,9 @@ class TowerOptimizer(wrapper.Wrapper):
 
     @staticmethod
     def has_been_used() -> bool:
-        """Whether a TowerOptimizer was used in the current graph.
+        """Returns True if the current graph has used a TowerOptimizer.
 
-        Since its last towers were built, if there were any.
-
-        Returns:
-          A bool.
+        A use before the graph's last towers were built does not count.
         """
         return towers_lib.is_used()
 
@@ -112,19 +109,17 @@ class TowerOptimizer(wrapper.Wrapper):
         """Scales the loss if needed, and computes this tower's gradients.
 
         Args:
-          loss: A scalar tensor, or in a `tf.function` and eagerly a function
-            without arguments that returns one.
-          *args: Further arguments of the wrapped optimizer's
-            `compute_gradients`.
-          **kwargs: The same by name.
+          loss: A scalar tensor or, in a `tf.function` and eagerly, a function
+            without arguments that returns a scalar tensor.
+          *args: Passed to the wrapped optimizer's `compute_gradients`.
+          **kwargs: Passed to the wrapped optimizer's `compute_gradients`.
 
         Returns:
-          A list of (gradient, variable) pairs of this tower; a gradient has its
-          variable's shape.
+          A list of this tower's (gradient, variable) pairs of equal shapes.
 
         Raises:
-          TypeError, ValueError: If the loss is not a floating point tensor.
-          ValueError, RuntimeError: As the wrapped optimizer's.
+          TypeError, ValueError: If the loss is not a floating-point tensor.
+          ValueError, RuntimeError: If the wrapped optimizer raises them.
 
         Example: see the class.
         """
@@ -143,24 +138,25 @@ class TowerOptimizer(wrapper.Wrapper):
         global_step: tf.Variable | None = None,
         **kwargs: Any,
     ) -> tf.Operation | None:
-        """Collects gradients; in the last tower, applies those of all towers.
+        """Collects gradients; in the last tower, applies all towers' gradients.
 
         Args:
-          grads_and_vars: (gradient, variable) pairs of equal shapes; any
-            iterable. Where a variable has a dense gradient in one tower and
-            IndexedSlices in another, the slices are made dense.
-          global_step: A scalar variable that is incremented by one after the
-            update; the last tower's is used. Default: none.
+          grads_and_vars: An iterable of (gradient, variable) pairs of equal
+            shapes. If a variable has a dense gradient in one tower and
+            IndexedSlices in another tower, the slices are made dense.
+          global_step: A scalar variable to increment by one after the update;
+            the last tower's argument is used. Default: None.
           **kwargs: Further arguments of the wrapped optimizer's
-            `apply_gradients`; the last tower's are used.
+            `apply_gradients`; the last tower's arguments are used.
 
         Returns:
-          In the last tower, the operation that applies the gradients; in the
-          others, one that waits for this tower's gradients. None in eager mode.
+          In the last tower, the operation that applies the gradients. In other
+          towers, an operation that waits for the tower's gradients. None in
+          eager mode.
 
         Raises:
-          ValueError: If grads_and_vars is empty, malformed or, over all towers,
-            has no gradient, or towers applied gradients a different number of
+          ValueError: If grads_and_vars is empty or malformed, if no tower has a
+            gradient, or if towers applied gradients a different number of
             times.
           TypeError: If a gradient can't be converted to a tensor.
           RuntimeError: In a branch, a loop or a function inside the model_fn,
@@ -204,23 +200,19 @@ class TowerOptimizer(wrapper.Wrapper):
             return inner.apply(summed, global_step, **kwargs)
 
     def get_name(self) -> str:
-        """Returns the wrapped optimizer's name.
-
-        Returns:
-          A str.
-        """
+        """Returns the wrapped optimizer's name, a str."""
         return self._inner_here().get_name()
 
 
 def averaged_loss(loss: Any, num_towers: int) -> Any:
-    """A tower's share of the mean of all towers' losses."""
+    """Returns a tower's share of the mean of all towers' losses."""
     return losses_and_gradients.map_loss(
         lambda x: tf.divide(x, float(num_towers), name="averaged_loss"), loss
     )
 
 
 def _summed(of_towers: list[towers_lib.Pairs]) -> towers_lib.Pairs:
-    """The towers' gradients added up, variables in first-seen order."""
+    """Adds up the towers' gradients, with variables in first-seen order."""
     by_variable: dict[int, tuple[Any, list[indexed_slices.Gradient]]] = {}
     for pairs in of_towers:
         for gradient, variable in pairs:
