@@ -74,7 +74,12 @@ class Hook:
                 f" it returned {len(returned)} that do not match."
             )
         result = list(batch.values)
-        for i, (gradient, _) in zip(present, returned, strict=True):
+        # The function may return other IndexedSlices, with repeated indices.
+        gradients = gradients_lib.standardized(
+            [gradient for gradient, _ in returned],
+            [variable for _, variable in given],
+        )
+        for i, gradient in zip(present, gradients, strict=True):
             dtype = batch.values[i].dtype
             result[i] = indexed_slices.map_values(
                 lambda values, dtype=dtype: scaled_again(values, dtype),
