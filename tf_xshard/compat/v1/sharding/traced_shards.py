@@ -193,6 +193,15 @@ class Team:
             self.graph.get_collection_ref(name)[:] = collections.get(name, [])
 
 
+def _read_there(variable: tf.Variable) -> tf.Tensor:
+    """Reads a variable on its own device."""
+    # TensorFlow puts a variable's initial value on the new variable's device.
+    with tf.compat.v1.colocate_with(variable.handle):
+        return tf.raw_ops.ReadVariableOp(
+            resource=variable.handle, dtype=variable.dtype.base_dtype
+        )
+
+
 def _unequal(waiting: list[int]) -> ValueError:
     return ValueError(
         f"Shards {waiting} wait for the others' gradients, but the others apply"
@@ -380,7 +389,7 @@ class Shard:
         )
         self._check_alike(kwargs.get("shape"), kwargs.get("dtype"), original)
         if team.is_legacy_graph:
-            kwargs["initial_value"] = lambda: original.read_value()
+            kwargs["initial_value"] = lambda: _read_there(original)
             kwargs["name"] = f"shard_{self.index}/{original.op.name}/"
             kwargs["use_resource"] = True
         with tf.control_dependencies(None):
