@@ -45,6 +45,8 @@ class Sessions:
         all_hooks = [
             tf1.train.NanTensorHook(loss),
             *(spec.training_hooks or ()),
+            # This process is the chief. A TPUEstimatorSpec has no such hooks.
+            *(getattr(spec, "training_chief_hooks", None) or ()),
             *(hooks or ()),
         ]
         if config.log_step_count_steps:
