@@ -22,48 +22,41 @@ def _strategy(devices, num_replicas, cluster=None):
     )
 
 
-_TASK = "/job:worker/replica:0/task:{}/device:{}:{}"
+def _devices(kind, *tasks_and_indices):
+    return [
+        f"/job:worker/replica:0/task:{task}/device:{kind}:{index}"
+        for task, index in tasks_and_indices
+    ]
 
 
 @pytest.mark.parametrize(
-    "strategy, expected",
+    "devices, cluster, expected",
     [
         (
-            _strategy(
-                [_TASK.format(0, "GPU", i) for i in (0, 1)],
-                4,
-                {"worker": ["a:1", "b:1"]},
-            ),
+            _devices("GPU", (0, 0), (0, 1)),
+            {"worker": ["a:1", "b:1"]},
             [[0, 1], [2, 3]],
         ),
         (  # Two processes on each of two hosts, in turns.
-            _strategy(
-                [_TASK.format(0, "CPU", 0)],
-                4,
-                {"worker": ["a:1", "b:1", "a:2", "b:2"]},
-            ),
+            _devices("CPU", (0, 0)),
+            {"worker": ["a:1", "b:1", "a:2", "b:2"]},
             [[0, 2], [1, 3]],
         ),
         (
-            _strategy(
-                [_TASK.format(0, "CPU", 0)],
-                2,
-                {"chief": ["[::1]:1"], "worker": ["[::2]:1"], "ps": ["p:1"]},
-            ),
+            _devices("CPU", (0, 0)),
+            {"chief": ["[::1]:1"], "worker": ["[::2]:1"], "ps": ["p:1"]},
             [[0], [1]],
         ),
         (  # A TPU pod with cores in an order of its own.
-            _strategy(
-                [_TASK.format(t, "TPU", c) for t, c in ((1, 0), (0, 0))]
-                + [_TASK.format(t, "TPU", c) for t, c in ((1, 1), (0, 1))],
-                4,
-            ),
+            _devices("TPU", (1, 0), (0, 0), (1, 1), (0, 1)),
+            None,
             [[0, 2], [1, 3]],
         ),
     ],
     ids=["gpus", "processes", "chief", "tpu"],
 )
-def test_by_host(strategy, expected):
+def test_by_host(devices, cluster, expected):
+    strategy = _strategy(devices, sum(map(len, expected)), cluster)
     groups = tf_xshard.GroupAssignment.by_host(strategy)
     assert groups.to_list() == expected
     columns = [list(row) for row in zip(*expected, strict=True)]
@@ -72,20 +65,15 @@ def test_by_host(strategy, expected):
 
 
 def test_by_host_of_real_strategies():
-    assert tf_xshard.GroupAssignment.by_host(
-        replicas.mirrored(4)
-    ).to_list() == [[0, 1, 2, 3]]
+    by_host = tf_xshard.GroupAssignment.by_host
+    assert by_host(replicas.mirrored(4)).to_list() == [[0, 1, 2, 3]]
     pod = testing.simulated_tpu_strategy(8, num_hosts=2)
-    assert tf_xshard.GroupAssignment.by_host(pod).to_list() == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-    ]
+    assert by_host(pod).to_list() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_hosts_of_different_sizes_are_refused():
-    strategy = _strategy(
-        [_TASK.format(0, "CPU", 0)], 3, {"worker": ["a:1", "a:2", "b:1"]}
-    )
+    cluster = {"worker": ["a:1", "a:2", "b:1"]}
+    strategy = _strategy(_devices("CPU", (0, 0)), 3, cluster)
     with pytest.raises(ValueError, match="different numbers of replicas"):
         tf_xshard.GroupAssignment.by_host(strategy)
 
@@ -110,21 +98,25 @@ def test_two_levels(kind):
             loss_normalization="replica",
         )
         optimizer.build([weight])
+
+    def on_replica(gradients):
+        own = tf.gather(gradients, replicas.replica_id_tensor())
+        optimizer.apply([own], [weight])
+
+    step = tf.function(
+        lambda gradients: strategy.run(on_replica, (gradients,)),
+        autograph=False,
+    )
     rng = np.random.default_rng(0)
     expected = np.tile([1.0, 2.0], [4, 1])
-    for step in range(4):
+    for number in range(4):
         gradients = rng.normal(size=(4, 2)).astype("float32")
-        replicas.apply_once(
-            strategy,
-            optimizer,
-            lambda r, gradients=gradients: [tf.constant(gradients[r])],
-            [weight],
-        )
+        step(tf.constant(gradients))
         for host in hosts:
             expected[list(host)] -= 0.5 * gradients[list(host)].mean(0)
-        if step % 2:
+        if number % 2:
             expected[:] = (expected[[0]] + expected[[2]]) / 2
         got = np.array(replicas.values(strategy, weight))
         np.testing.assert_allclose(got, expected, rtol=1e-6)
         assert (got[0] == got[1]).all() and (got[2] == got[3]).all()
-        assert np.array_equal(got[0], got[2]) == bool(step % 2)
+        assert np.array_equal(got[0], got[2]) == bool(number % 2)

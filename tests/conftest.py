@@ -10,7 +10,6 @@ import pytest
 
 # Importing it postpones Python's garbage collector: before TensorFlow.
 from tests.support import garbage  # isort: skip
-from tests.support import forked
 from tests.support import seeds
 
 NUM_LOGICAL_CPUS = 8
@@ -66,8 +65,6 @@ def pytest_configure(config):
     )
     if config.option.dist == "no" or hasattr(config, "workerinput"):
         _set_up_tensorflow()
-    else:  # xdist's controller: it runs no test, and those that do wait for it.
-        forked.server()
 
 
 def _set_up_tensorflow():
@@ -77,20 +74,14 @@ def _set_up_tensorflow():
     from tests.support import device_iterators
     from tests.support import eager_operations
     from tests.support import iterators
-    from tests.support import stack_traces
 
     eager_operations.not_as_functions()
-    # Functions of tf.data keep the option that is set when the context is made.
-    tf.config.optimizer.set_experimental_options(
-        {"disable_meta_optimizer": True}
-    )
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
     )
     iterators.without_autotuning()
     device_iterators.traced_once()
-    stack_traces.not_recorded()
     # Not for each test: see `seeds`.
     tf.random.set_seed(1)
 
@@ -108,21 +99,6 @@ def pytest_collection_modifyitems(config, items):
         return
     for item in large:
         item.add_marker(pytest.mark.skip(reason="needs --full"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _graph_optimizer(request):
-    """TensorFlow's graph optimizer, where a module asks for it.
-
-    It takes a third of the time of a test that runs a few small steps. What
-    users run has it, so the modules that compare numbers with one device, with
-    NumPy and with plain Keras do, and programs that do not turn it off.
-    """
-    import tensorflow as tf
-
-    is_on = getattr(request.module, "WITH_GRAPH_OPTIMIZER", False)
-    options = {"disable_meta_optimizer": not is_on}
-    tf.config.optimizer.set_experimental_options(options)
 
 
 @pytest.fixture(autouse=True)

@@ -37,14 +37,8 @@ def test_what_is_tested(where, monkeypatch):
     assert dependencies.tested("keras") == ((3, 12), (3, 16))
     assert dependencies.tested("tensorflow") == ((2, 20), (2, 22))
     jax = dependencies.specifier("jax")
-    assert [
-        jax.contains(v) for v in ("0.10.1", "0.10.2", "0.12.1", "0.13")
-    ] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    versions = ("0.10.1", "0.10.2", "0.12.1", "0.13")
+    assert [jax.contains(v) for v in versions] == [False, True, True, False]
 
 
 def test_the_metadata_allows_a_newer_keras():
@@ -63,15 +57,13 @@ def _run(*arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "how, arguments",
     [
-        ["--help"],
-        ["launch", "--help"],
-        ["launch", "--workers", "1", "-m", "json.tool", "--help"],
+        ("script", ["--help"]),
+        ("module", ["launch", "--help"]),
+        ("script", ["launch", "--workers", "1", "-m", "json.tool", "--help"]),
     ],
-    ids=" ".join,
 )
-@pytest.mark.parametrize("how", ["module", "script"])
 def test_no_tensorflow_for_help_and_launch(how, arguments):
     """An import of it ends the process, as where it is not installed."""
     program = f"""

@@ -54,8 +54,6 @@ def test_is_frozen():
     with pytest.raises(AttributeError, match="cannot (assign|delete)"):
         made.num_groups = 3
     with pytest.raises(AttributeError, match="cannot (assign|delete)"):
-        made._groups = ()
-    with pytest.raises(AttributeError, match="cannot (assign|delete)"):
         del made._groups
     made.to_list()[0].append(7)
     assert made.to_list() == [[0, 1]]
@@ -74,31 +72,19 @@ def test_layouts():
     [
         (None, TypeError, "not a list of replica ids"),
         ("01", TypeError, "not a list of replica ids"),
-        (3, TypeError, "not a list of replica ids"),
-        ({0: 1}, TypeError, "not a list of replica ids"),
         (np.array(3), TypeError, "not a list of replica ids"),
         ([0, 1], ValueError, "not two-dimensional"),
-        (np.arange(4), ValueError, "not two-dimensional"),
-        ([[0, 1], 2], ValueError, "not two-dimensional"),
         ([[[0, 1]], [[2, 3]]], ValueError, "more than two dimensions"),
-        (np.zeros([1, 2, 2], int), ValueError, "more than two dimensions"),
         ([[0.0, 1.0]], TypeError, r"0\.0 \(float\), which is not an integer"),
         ([[False, True]], TypeError, r"False \(bool\), which is not an int"),
-        ([["0", "1"]], TypeError, "which is not an integer"),
-        ([[0, None]], TypeError, "which is not an integer"),
-        (np.eye(2), TypeError, "which is not an integer"),
         (np.eye(2, dtype=bool), TypeError, "which is not an integer"),
         ([[0, -1]], ValueError, "negative replica id -1"),
         ([[0, 1], [1, 0]], ValueError, "replica 1 in groups 0 and 1"),
-        ([[0, 1], [1, 2]], ValueError, "puts replica 1 in groups 0 and 1"),
         ([[0, 0], [1, 2]], ValueError, "puts replica 0 twice in group 0"),
-        ([[0, 1], [3, 4]], ValueError, "leaves out replica 2"),
         ([[1, 2]], ValueError, "leaves out replica 0"),
         ([[0, 1], [2]], ValueError, r"different sizes \[2, 1\]"),
-        ([[0, 1], []], ValueError, r"different sizes \[2, 0\]"),
         ([], ValueError, "is empty"),
         ([[]], ValueError, "is empty"),
-        ([[], []], ValueError, "is empty"),
     ],
     ids=str,
 )
@@ -107,33 +93,25 @@ def test_refuses(groups, error, message):
         GroupAssignment(groups)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "strided"])
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
         ((8, 3), ValueError, "group_size=3 does not divide num_replicas=8"),
-        ((4, 8), ValueError, "does not divide"),
         ((0, 1), ValueError, "num_replicas must be positive"),
-        ((4, 0), ValueError, "group_size must be positive"),
         ((4, -2), ValueError, "group_size must be positive"),
         ((4.0, 2), TypeError, r"num_replicas must be an int, got 4\.0"),
-        ((True, 1), TypeError, "num_replicas must be an int, got True"),
     ],
     ids=str,
 )
-def test_layouts_refuse(layout, arguments, error, message):
-    with pytest.raises(error, match=message):
-        getattr(GroupAssignment, layout)(*arguments)
+def test_layouts_refuse(arguments, error, message):
+    for layout in (GroupAssignment.contiguous, GroupAssignment.strided):
+        with pytest.raises(error, match=message):
+            layout(*arguments)
 
 
-def test_single_refuses():
+def test_single_and_group_of_refuse():
     with pytest.raises(ValueError, match="num_replicas must be positive"):
         GroupAssignment.single(0)
-    with pytest.raises(TypeError, match=r"num_replicas must be an int, got 2"):
-        GroupAssignment.single(2.0)
-
-
-def test_group_of_refuses():
     with pytest.raises(ValueError, match="No group holds replica 4"):
         GroupAssignment([[0, 1], [2, 3]]).group_of(4)
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 from absl import logging
 
 import tf_xshard
+from tests.support import fitting
 from tests.support import group_training
 from tests.support import replicas
 from tf_xshard.group_state import divergence
@@ -21,34 +22,30 @@ def logged(monkeypatch):
     return lines
 
 
+PAIR = [[0], [1]]
+
+
 def test_each_groups_validation_is_in_the_history():
-    strategy = replicas.mirrored(4)
-    model = group_training.compiled(strategy)
+    model = group_training.compiled(replicas.mirrored(2), groups=PAIR)
     x, y = group_training.data(40)
-    history = group_training.fit(
+    history = fitting.fit(
         model,
         [tf_xshard.GroupValidation((x, y), every=2, batch_size=16)],
-        epochs=4,
         validation_data=(x[:32], y[:32]),
     )
-    state = tf_xshard.GroupState(model)
-    names = ["group_0", "group_1", "ensemble"]
-    for name, row in zip(
-        names, state.evaluate(x, y, batch_size=16), strict=True
-    ):
+    rows = tf_xshard.GroupState(model).evaluate(x, y, batch_size=16)
+    for name, row in zip(["group_0", "group_1", "ensemble"], rows, strict=True):
         for metric in ("loss", "accuracy"):
-            values = history[f"val_{name}_{metric}"]
-            assert len(values) == 2
-            assert values[-1] == row[metric]
-    assert len(history["loss"]) == len(history["val_loss"]) == 4
+            assert history[f"val_{name}_{metric}"] == [row[metric]]
+    assert len(history["loss"]) == len(history["val_loss"]) == 2
     assert history["val_group_0_loss"] != history["val_group_1_loss"]
 
 
 def test_the_ensemble_and_the_number_of_batches_can_be_chosen():
-    model = group_training.compiled(replicas.mirrored(4))
+    model = group_training.compiled(replicas.mirrored(2), groups=PAIR)
     x, y = group_training.data(40)
     seen = []
-    history = group_training.fit(
+    history = fitting.fit(
         model,
         [
             tf_xshard.GroupValidation(
@@ -102,9 +99,7 @@ def test_the_sentinel_raises(kind, variable_of):
     model = group_training.compiled(strategy)
     spoil = _SpoilAt(variable_of, 1)
     with pytest.raises(RuntimeError, match="After batch 1") as error:
-        group_training.fit(
-            model, [spoil, tf_xshard.DivergenceSentinel(every=2)]
-        )
+        fitting.fit(model, [spoil, tf_xshard.DivergenceSentinel(every=2)])
     text = str(error.value)
     assert variable_of(model).path in text
     assert "in group 1: replicas [3] by up to 0.25" in text
@@ -119,7 +114,7 @@ def test_the_sentinel_warns_and_repairs(logged):
         model = group_training.compiled(strategy, groups=groups)
         spoil = _SpoilAt(lambda model: model.layers[0].kernel, 2)
         logged.clear()
-        group_training.fit(
+        fitting.fit(
             model, [spoil, tf_xshard.DivergenceSentinel(1, action)], epochs=1
         )
         return replicas.values(strategy, model.layers[0].kernel)
@@ -133,33 +128,37 @@ def test_the_sentinel_warns_and_repairs(logged):
         np.testing.assert_array_equal(value, values[0])
     # The majority was right: as with nothing spoilt.
     model = group_training.compiled(strategy, groups=groups)
-    group_training.fit(model, [], epochs=1)
+    fitting.fit(model, [], epochs=1)
     np.testing.assert_array_equal(
         values[0], replicas.values(strategy, model.layers[0].kernel)[0]
     )
 
 
-@pytest.mark.parametrize("optimizer", ["agn", "agn_updates"])
-def test_the_sentinel_finds_an_unequal_center(optimizer):
-    """What AGN's workers train may differ; their center may not."""
+@pytest.mark.parametrize(
+    "optimizer, variable_of, name",
+    [
+        ("momentum", lambda model: model.layers[0].kernel, ""),
+        # What AGN's workers train may differ; their center may not.
+        ("agn", lambda model: model.optimizer.center_variables[0], "center/"),
+    ],
+)
+def test_the_sentinel_looks_before_training_begins(
+    optimizer, variable_of, name
+):
     strategy = replicas.mirrored(4)
     model = group_training.compiled(strategy, optimizer)
-    center = model.optimizer.center_variables[0]
-    name = center.path
-    _spoil(strategy, center, 3)
-    with pytest.raises(RuntimeError, match=f"center/{name}' in group 1.*3"):
-        group_training.fit(model, [tf_xshard.DivergenceSentinel()])
+    variable = variable_of(model)
+    _spoil(strategy, variable, 3)
+    text = f"When training began.*{name}{variable.path}' in group 1.*3"
+    with pytest.raises(RuntimeError, match=text):
+        fitting.fit(model, [tf_xshard.DivergenceSentinel()])
 
 
-def test_the_sentinel_looks_before_training_begins():
-    strategy = replicas.mirrored(4)
-    model = group_training.compiled(strategy)
-    _spoil(strategy, model.layers[0].kernel, 2)
-    with pytest.raises(RuntimeError, match="When training began.*group 0"):
-        group_training.fit(model, [tf_xshard.DivergenceSentinel()])
-
-
-@group_training.on_one_strategy_each
+@pytest.mark.parametrize(
+    "optimizer, kind",
+    # "towers" are around the optimizer with momentum.
+    replicas.in_turn(["towers", "agn", "agn_updates"], ["mirrored", "tpu"]),
+)
 def test_the_sentinel_never_fires_on_what_is_meant_to_differ(kind, optimizer):
     """Statistics, random states, AGN's own, open rounds, other groups."""
     strategy = replicas.STRATEGIES[kind](4)
@@ -168,29 +167,24 @@ def test_the_sentinel_never_fires_on_what_is_meant_to_differ(kind, optimizer):
     for r in range(4):
         _spoil(strategy, seeds, r, r)
     swap = [tf_xshard.SwapCenterWeights(swap_on_epoch=True)]
-    x, y = group_training.data(16)
-    repair = tf_xshard.DivergenceSentinel(1, "repair")
     states = []
-    check = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: states.append(
-            group_training.values(model)
-        )
-    )
-    again = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: group_training.assert_same(
-            group_training.values(model), states[-1]
-        )
-    )
-    group_training.fit(
+
+    def check(batch, logs):
+        states.append(group_training.values(model))
+
+    def check_again(batch, logs):
+        group_training.assert_same(group_training.values(model), states[-1])
+
+    fitting.fit(
         model,
         [
             *(swap if "agn" in optimizer else []),
             tf_xshard.DivergenceSentinel(1),
-            check,
-            repair,
-            again,
+            keras.callbacks.LambdaCallback(on_train_batch_end=check),
+            tf_xshard.DivergenceSentinel(1, "repair"),
+            keras.callbacks.LambdaCallback(on_train_batch_end=check_again),
         ],
-        validation_data=(x, y),
+        validation_data=group_training.data(16),
     )
     assert len(states) == 8
 
@@ -198,7 +192,7 @@ def test_the_sentinel_never_fires_on_what_is_meant_to_differ(kind, optimizer):
 def test_one_device_and_a_model_that_is_built_by_the_first_step(tmp_path):
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    group_training.fit(
+    fitting.fit(
         model,
         [
             tf_xshard.DivergenceSentinel(1),
@@ -225,42 +219,3 @@ def test_nan_and_minus_zero_are_no_difference():
         rows = divergence.unequal(state.catalog(), state.replicas, repair=False)
         expected = [] if difference is None else [difference]
         assert rows.column("largest_difference") == expected
-
-
-def test_a_generator_is_refused_at_once():
-    with pytest.raises(TypeError, match="a generator can be read only once"):
-        tf_xshard.GroupValidation(x for x in ())
-
-
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        (
-            lambda: tf_xshard.GroupCheckpoint("d", every=0),
-            "every must be a positive int or 'epoch', got 0",
-        ),
-        (
-            lambda: tf_xshard.GroupCheckpoint("d", every="batch"),
-            "every must be a positive int or 'epoch', got 'batch'",
-        ),
-        (
-            lambda: tf_xshard.GroupCheckpoint("d", keep=0),
-            "keep must be a positive int or None, got 0",
-        ),
-        (
-            lambda: tf_xshard.GroupValidation(None, every=1.5),
-            "every must be a positive int, got 1.5",
-        ),
-        (
-            lambda: tf_xshard.DivergenceSentinel(every=True),
-            "every must be a positive int, got True",
-        ),
-        (
-            lambda: tf_xshard.DivergenceSentinel(action="stop"),
-            "action must be one of .*, got 'stop'",
-        ),
-    ],
-)
-def test_arguments(make, text):
-    with pytest.raises(ValueError, match=text):
-        make()

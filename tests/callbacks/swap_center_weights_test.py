@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tf_xshard
+from tests.support import fitting
 from tests.support import replicas
 
 X = np.random.default_rng(3).normal(size=(16, 2)).astype("float32")
@@ -21,33 +22,9 @@ def _model(make):
     return model
 
 
-def _fit(model, callbacks, **kwargs):
-    model.fit(
-        X,
-        X[:, :1],
-        batch_size=4,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-        **kwargs,
-    )
-
-
-class _Center(keras.callbacks.Callback):
-    """Notes the center and the local variables at the end of epochs."""
-
-    def __init__(self):
-        super().__init__()
-        self.centers, self.locals = [], []
-
-    def on_epoch_end(self, epoch, logs=None):
-        optimizer = self.model.optimizer
-        assert not optimizer.center_is_shown
-        for noted, of in (
-            (self.centers, optimizer.center_variables),
-            (self.locals, self.model.trainable_variables),
-        ):
-            noted.append([variable.numpy() for variable in of])
+def _fit(model, callbacks, epochs=1, **kwargs):
+    xy = X, X[:, :1]
+    fitting.fit(model, callbacks, epochs, xy, 4, **kwargs)
 
 
 def test_model_checkpoint_saves_the_center(tmp_path):
@@ -55,14 +32,27 @@ def test_model_checkpoint_saves_the_center(tmp_path):
     path = tmp_path / "model.keras"
     with replicas.mirrored(2).scope():
         model = _model(_agn)
-    noted = _Center()
-    swap = tf_xshard.SwapCenterWeights(swap_on_epoch=True)
-    save = keras.callbacks.ModelCheckpoint(path)
-    _fit(model, [noted, swap, save], epochs=2)
+    noted = []
+
+    def note(epoch, logs):
+        assert not model.optimizer.center_is_shown
+        noted[:] = [
+            (center.numpy(), local.numpy())
+            for center, local in zip(
+                model.optimizer.center_variables,
+                model.trainable_variables,
+                strict=True,
+            )
+        ]
+
+    callbacks = [
+        keras.callbacks.LambdaCallback(on_epoch_end=note),
+        tf_xshard.SwapCenterWeights(swap_on_epoch=True),
+        keras.callbacks.ModelCheckpoint(path),
+    ]
+    _fit(model, callbacks, epochs=2)
     saved = keras.models.load_model(path, compile=False)
-    for value, center, local in zip(
-        saved.get_weights(), noted.centers[1], noted.locals[1], strict=True
-    ):
+    for value, (center, local) in zip(saved.get_weights(), noted, strict=True):
         np.testing.assert_array_equal(value, center)
         assert np.abs(value - local).max() > 1e-4
 

@@ -53,12 +53,8 @@ def _trace(groups, kind="tpu", inner=None, sparse=False, dtype="float32", **kw):
             assert node.attr["mode"].s == b"CrossReplica"
             groups_of = by_name[node.input[1]].attr["value"].tensor
             (shape,) = node.attr["_output_shapes"].list.shape
-            sums.append(
-                (
-                    [dim.size for dim in shape.dim],
-                    tf.make_ndarray(groups_of).tolist(),
-                )
-            )
+            sizes = [dim.size for dim in shape.dim]
+            sums.append((sizes, tf.make_ndarray(groups_of).tolist()))
     return collections.Counter(node.op for node in nodes), sums
 
 
@@ -67,33 +63,35 @@ def _no_other_communication(counts):
     assert not counts["XlaCustomCallV2"] and not counts["CollectiveReduceV2"]
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize(
-    "groups",
-    [None, [[2, 0], [1, 3]], [[0, 1], [2, 3]]],
-    ids=["all", "shuffled", "contiguous"],
+    "groups, sparse",
+    [
+        (None, False),
+        ([[2, 0], [1, 3]], True),
+        ([[0, 1], [2, 3]], False),
+        ([[0], [1], [2], [3]], True),
+    ],
+    ids=["all", "shuffled", "contiguous", "alone"],
 )
 def test_one_native_sum_per_gradient(groups, sparse):
+    """None in groups of one."""
     counts, sums = _trace(groups, sparse=sparse)
-    assert [shape for shape, _ in sums] == [[3, 2], []]
-    for _, assignment in sums:
-        assert assignment == (groups or [[0, 1, 2, 3]])
+    is_alone = groups is not None and len(groups) == NUM_REPLICAS
+    shapes = [] if is_alone else [[3, 2], []]
+    assert sums == [(shape, groups or [[0, 1, 2, 3]]) for shape in shapes]
     _no_other_communication(counts)
 
 
-def test_groups_without_a_device_assignment_travel_as_a_stack():
-    counts, sums = _trace([[2, 0], [1, 3]], kind="tpu_permuted")
-    # One bucket of both gradients, one slot per group.
-    assert sums == [([2, 7], [[0, 1, 2, 3]])]
-    _no_other_communication(counts)
-
-
-def test_the_log_says_once_how_to_get_the_fast_path(monkeypatch):
+def test_groups_without_a_device_assignment_travel_as_a_stack(monkeypatch):
+    """The log says once how to get the fast path."""
     lines = []
     monkeypatch.setattr(cross_replica_sum.logging, "warning", lines.append)
     cross_replica_sum.warn_about_the_slow_path.cache_clear()
     for _ in range(2):
-        _trace([[2, 0], [1, 3]], kind="tpu_permuted")
+        counts, sums = _trace([[2, 0], [1, 3]], kind="tpu_permuted")
+        # One bucket of both gradients, one slot per group.
+        assert sums == [([2, 7], [[0, 1, 2, 3]])]
+        _no_other_communication(counts)
     (line,) = lines
     for name in (
         "tf.tpu.experimental.initialize_tpu_system",
@@ -105,12 +103,6 @@ def test_the_log_says_once_how_to_get_the_fast_path(monkeypatch):
     _trace([[2, 0], [1, 3]], kind="tpu")
     _trace(None, kind="tpu_permuted")
     assert len(lines) == 1
-
-
-def test_groups_of_one_need_nothing():
-    counts, sums = _trace([[0], [1], [2], [3]])
-    assert sums == []
-    _no_other_communication(counts)
 
 
 def test_the_finite_flag_goes_over_all_replicas():

@@ -35,14 +35,10 @@ def _examples():
                 yield pytest.param(test, id=test.name)
 
 
-def _needs_libtpu(text):
-    if "compile_for_tpu(" in text:
-        pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
-
-
 @pytest.mark.parametrize("example", list(_examples()))
 def test_docstring_example(example):
-    _needs_libtpu(example.docstring)
+    if "compile_for_tpu(" in example.docstring:
+        pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
     output = []
     runner.run(example, out=output.append)
@@ -72,7 +68,6 @@ def _public():
         v1.replicate_model_fn,
         v1.load_into_keras,
     ],
-    ids=lambda function: function.__name__,
 )
 def test_functions_are_documented(function):
     doc = inspect.getdoc(function)
@@ -91,7 +86,6 @@ def test_functions_are_documented(function):
 @pytest.mark.parametrize(
     "value",
     [testing.Collective, testing.CompiledForTPU, testing.MemoryStatistics],
-    ids=lambda value: value.__name__,
 )
 def test_results_are_documented(value):
     doc = inspect.getdoc(value)
@@ -120,15 +114,10 @@ def test_documented(value):
 
 
 def test_all_is_what_there_is():
-    assert len(set(tf_xshard.__all__)) == len(tf_xshard.__all__)
+    """`compat` is imported on request, the others with the package."""
+    source = (paths.ROOT / "tf_xshard" / "public.py").read_text()
+    imported = [*re.findall(r"(\w+) as \1", source), "__version__", "compat"]
+    assert sorted(tf_xshard.__all__) == sorted(imported)
+    assert len(set(imported)) == len(imported)
     for name in tf_xshard.__all__:
         assert hasattr(tf_xshard, name)
-
-
-def test_every_public_name_is_imported():
-    """`compat` on request, the others with the package."""
-    source = (paths.ROOT / "tf_xshard" / "public.py").read_text()
-    found = re.findall(r"(\w+) as \1", source)
-    assert sorted([*found, "__version__", "compat"]) == sorted(
-        tf_xshard.__all__
-    )

@@ -12,7 +12,6 @@ from tests.support import mutants
 from tests.support import replicas
 from tests.support import training
 from tests.support import versions
-from tf_xshard import group_assignment
 
 O = keras.optimizers  # noqa: E741
 
@@ -49,23 +48,10 @@ OTHERS = {
     "static_loss_scale": lambda: O.SGD(0.05, loss_scale_factor=64.0),
     "user_subclass": lambda: TanhDescent(0.002),
 }
-for _name, _class in (
-    ("multi", "MultiOptimizer"),
-    ("schedule_free", "ScheduleFreeAdamW"),
-):
-    if not hasattr(O, _class):  # Keras 3.12 has neither.
-        del OTHERS[_name]
-# Plain Keras can't trace these under a strategy: see plain_keras_test.py.
-PLAIN_FAILS = ("accumulation",)
-# tests/conformance/groups_test.py permutes 8.
-OTHER_COUNTS = (
-    ("mirrored", 2),
-    ("tpu", 4),
-    ("mirrored", 8),
-    ("tpu_permuted", 8),
-    ("tpu_permuted", 4),
-)
-MUTANTS = ("factor_2", "factor_1_n", "no_reduction", "groups_ignored")
+if not hasattr(O, "MultiOptimizer"):  # Keras 3.12 has neither.
+    del OTHERS["multi"]
+if not hasattr(O, "ScheduleFreeAdamW"):
+    del OTHERS["schedule_free"]
 
 
 class TanhDescent(O.Optimizer):
@@ -91,50 +77,52 @@ def _tolerance(optimizer_fn):
     return 3 * order_matters if order_matters > 3e-7 else 1e-6
 
 
-def _check(got, optimizer_fn, name, report):
-    """Equal to one device but for the order of rows in a batch."""
-    reference = training.alone(optimizer_fn)
-    moved = training.deviation(reference, training.initial())
-    assert moved >= 1e-2, moved
-    difference = training.deviation(got, reference)
-    tolerance = 1e-6 if difference <= 1e-6 else _tolerance(optimizer_fn)
-    report(
-        f"{name}: moved {moved:.3f}, tolerance {tolerance:.1e};"
-        f" difference {difference:.1e}"
-    )
-    assert difference <= tolerance
-
-
 def _wrapped(optimizer_fn):
     return lambda: tf_xshard.CrossShardOptimizer(optimizer_fn())
 
 
 @pytest.mark.parametrize(
-    "name, kind, num_replicas",
+    "name, kind, num_replicas, options",
     [
-        *((name, "mirrored", 4) for name in SETTINGS),
-        # Every other number and strategy, with some setting or other.
         *(
-            (name, *other)
-            for name, other in replicas.in_turn(SETTINGS, OTHER_COUNTS)
+            (name, "mirrored", n, dict(fit=name in ("ema", "accumulation")))
+            for name, n in replicas.in_turn(SETTINGS, [4, 2])
         ),
-        ("global_clipnorm", "tpu", 4),
+        *replicas.in_turn(OTHERS, ["mirrored"], [2], [{}]),
+        ("sgd", "mirrored", 8, {}),
+        ("adam", "tpu_permuted", 8, {}),
+        ("ema", "tpu", 4, {}),
+        ("accumulation", "tpu_permuted", 4, {}),
+        ("global_clipnorm", "tpu", 4, {}),
+        ("adam", "mirrored", 2, dict(steps_per_execution=4)),
+        ("adam", "tpu", 2, dict(steps_per_execution=4)),
+        # A TPU never runs eagerly.
+        ("adam", "mirrored", 2, dict(run_eagerly=True)),
     ],
+    ids=str,
 )
-def test_on_2_4_8_replicas(name, kind, num_replicas, report):
+def test_equal_to_one_device(name, kind, num_replicas, options, report):
     """Some by `fit`, the others by the step that `fit` runs."""
-    optimizer_fn = SETTINGS[name]
-    _, got = training.train(
-        _wrapped(optimizer_fn),
-        replicas.STRATEGIES[kind](num_replicas),
-        fit=num_replicas == 4 and name in ("adam", "accumulation", "ema"),
+    if name == "muon" and keras.__version__.startswith("3.12."):
+        pytest.skip("Keras 3.12's Muon fails on one device")
+    optimizer_fn = (SETTINGS | OTHERS)[name]
+    strategy = replicas.STRATEGIES[kind](num_replicas)
+    _, got = training.train(_wrapped(optimizer_fn), strategy, **options)
+    reference = training.alone(optimizer_fn)
+    moved = training.deviation(reference, training.initial())
+    assert moved >= 1e-2, moved
+    difference = training.deviation(got, reference)
+    # Equal but for the order of rows in a batch.
+    tolerance = 1e-6 if difference <= 1e-6 else _tolerance(optimizer_fn)
+    report(
+        f"{name}, {num_replicas} on {kind}, {options}: moved {moved:.3f},"
+        f" tolerance {tolerance:.1e}; difference {difference:.1e}"
     )
-    _check(got, optimizer_fn, f"{name}, {num_replicas} on {kind}", report)
+    assert difference <= tolerance
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name in SETTINGS if name not in PLAIN_FAILS],
+    "name", ["clipnorm", "global_clipnorm", "clipvalue", "momentum"]
 )
 def test_plain_keras_clips_before_the_sum(name, report):
     """It fails the comparison above exactly where something is clipped."""
@@ -144,15 +132,6 @@ def test_plain_keras_clips_before_the_sum(name, report):
     report(f"{name}, plain Keras on 2 replicas: {difference:.1e}")
     # Keras mended this: remove the row.
     assert (difference > 1e-3) == ("clip" in name)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_other_optimizer(name, report):
-    if name == "muon" and keras.__version__.startswith("3.12."):
-        pytest.skip("Keras 3.12's Muon fails on one device")
-    optimizer_fn = OTHERS[name]
-    _, got = training.train(_wrapped(optimizer_fn), replicas.mirrored(2))
-    _check(got, optimizer_fn, f"{name}, 2 replicas", report)
 
 
 def test_no_keras_optimizer_is_left_out():
@@ -165,44 +144,22 @@ def test_no_keras_optimizer_is_left_out():
     assert exported - swept == {"Optimizer"}
 
 
-@pytest.mark.parametrize(
-    "kind, compile_options",
-    [
-        ("mirrored", dict(steps_per_execution=4)),
-        ("tpu", dict(steps_per_execution=4)),
-        ("tpu_permuted", dict(steps_per_execution=4)),
-        ("mirrored", dict(run_eagerly=True)),  # A TPU never runs eagerly.
-    ],
-    ids=str,
-)
-def test_compile_options(kind, compile_options, report):
-    optimizer_fn = SETTINGS["adam"]
-    _, got = training.train(
-        _wrapped(optimizer_fn),
-        replicas.STRATEGIES[kind](2),
-        fit=True,
-        **compile_options,
-    )
-    _check(got, optimizer_fn, f"{kind}, {compile_options}", report)
-
-
-@pytest.mark.parametrize("strategy_name", ["none", "one_device"])
-def test_one_replica_is_plain_keras(strategy_name):
-    strategy = (
-        None
-        if strategy_name == "none"
-        else tf.distribute.OneDeviceStrategy("CPU:3")
-    )
+def test_one_replica_is_plain_keras():
     reference = training.alone(SETTINGS["adam"])
-    got = training.train(_wrapped(SETTINGS["adam"]), strategy)[1]
-    assert training.deviation(got, reference) == 0.0
+    for strategy in (None, tf.distribute.OneDeviceStrategy("CPU:3")):
+        got = training.train(_wrapped(SETTINGS["adam"]), strategy)[1]
+        assert training.deviation(got, reference) == 0.0
 
 
-@replicas.on_every_strategy
 @pytest.mark.parametrize(
-    "num_rows, per_shard",
-    [(40, 2), (46, 4), (33, 1)],
-    ids=["equal", "ragged", "empty"],
+    "num_rows, per_shard, kind",
+    [
+        (40, 2, "mirrored"),
+        (46, 4, "mirrored"),
+        (33, 1, "mirrored"),
+        (46, 4, "tpu"),
+        (33, 1, "tpu_permuted"),
+    ],
 )
 def test_last_batch(num_rows, per_shard, kind):
     """Batches of 16 on 4 replicas: the last is 2 2 2 2, or 4 4 4 2, or 1 0 0 0.
@@ -254,25 +211,7 @@ def test_last_batch(num_rows, per_shard, kind):
         assert training.deviation(got, one) <= 1e-6
 
 
-@replicas.on_mirrored_and_tpu
-def test_frozen_layer(kind):
-    def frozen():
-        made = training.model()
-        made.layers[0].trainable = False
-        return made
-
-    reference = training.train(SETTINGS["adam"], model_fn=frozen)[1]
-    got = training.train(
-        _wrapped(SETTINGS["adam"]),
-        replicas.STRATEGIES[kind](4),
-        model_fn=frozen,
-    )[1]
-    assert len(got) == 2
-    assert training.deviation(got, reference) <= 1e-6
-
-
-@replicas.on_mirrored_and_permuted
-def test_two_levels_are_the_global_reduction(kind):
+def test_two_levels_are_the_global_reduction():
     """Rows, then columns, of a 2 x 4 grid of replicas."""
 
     def two_levels():
@@ -286,46 +225,22 @@ def test_two_levels_are_the_global_reduction(kind):
         )
 
     reference = training.alone(SETTINGS["global_clipnorm"])
-    got = training.train(two_levels, replicas.STRATEGIES[kind](8))[1]
+    got = training.train(two_levels, replicas.mirrored(8))[1]
     assert training.deviation(got, reference) <= 1e-6
 
 
 @pytest.mark.parametrize(
     "mutant, kind, num_replicas",
     [
-        *((mutant, "mirrored", 2) for mutant in MUTANTS),
-        *zip(
-            MUTANTS,
-            ("tpu", "tpu_permuted", "mirrored", "tpu"),
-            (4, 8, 4, 4),
-            strict=True,
-        ),
+        ("factor_2", "mirrored", 2),
+        ("factor_1_n", "tpu", 4),
+        ("no_reduction", "tpu_permuted", 4),
     ],
 )
 def test_the_assertion_fails_for_mutants(mutant, kind, num_replicas):
-    """What is asserted above would notice each of these."""
-    groups = None
-    if mutant == "groups_ignored":
-        # Every replica is its own group, and the reduction ignores it.
-        groups = group_assignment.GroupAssignment.contiguous(num_replicas, 1)
-    x, y = training.data()
-    reference = training.alone(SETTINGS["sgd"])
+    """What is asserted above would notice each; groups: groups_test.py."""
     with mutants.mutant(mutant, num_replicas):
         got = training.train(
-            lambda: tf_xshard.CrossShardOptimizer(
-                SETTINGS["sgd"](), "mean", groups
-            ),
-            replicas.STRATEGIES[kind](num_replicas),
+            _wrapped(SETTINGS["sgd"]), replicas.STRATEGIES[kind](num_replicas)
         )[1]
-    if mutant == "groups_ignored":
-        rows = training.shard_rows(
-            len(x), training.BATCH_SIZE, num_replicas, [0]
-        )
-        reference = training.train(
-            SETTINGS["sgd"],
-            xy=(x[rows], y[rows]),
-            batch_size=training.BATCH_SIZE // num_replicas,
-        )[1]
-        assert training.deviation(got, reference, [0]) > 1e-3
-    else:
-        assert training.deviation(got, reference) > 1e-3
+    assert training.deviation(got, training.alone(SETTINGS["sgd"])) > 1e-3

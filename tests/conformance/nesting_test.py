@@ -15,7 +15,10 @@ from tests.support import mutants
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
+from tests.support import steps
 from tests.support import versions
+
+full = replicas.in_full
 
 
 class _Traced:
@@ -69,7 +72,7 @@ class _Traced:
         return np.stack(replicas.values(self._strategy, self._weight))
 
 
-def _random_cases(seed, number, kind="mirrored"):
+def _random_cases(seed, number, kind):
     """Any stack on 2 to 6 replicas, with several sequences of gradients.
 
     float64 is held to 1e-12: no factor may lose its digits in float32.
@@ -94,31 +97,27 @@ def _random_cases(seed, number, kind="mirrored"):
         stacks.check(got, stack, gradients, f"seed {seed}, sequence {index}")
 
 
-@pytest.mark.parametrize("first", range(0, 20, 10))
-def test_300_random_cases(first):
-    for seed in range(first, first + 10):
-        _random_cases(seed, 15)
-
-
-@replicas.in_full
-@pytest.mark.parametrize("first", range(1_000, 1_400, 100))
-def test_20_000_random_cases(first):
-    for seed in range(first, first + 50):
-        _random_cases(seed, 100)
-
-
-@pytest.mark.parametrize("kind", replicas.TPUS)
-def test_random_cases_on_a_simulated_tpu(kind):
-    # The second has a loss scale and a sharded update of one group.
-    for seed in (21_000, 22_040, 21_011):
-        _random_cases(seed, 5, kind)
-
-
-@replicas.in_full
-@pytest.mark.parametrize("kind", replicas.TPUS)
-def test_more_random_cases_on_a_simulated_tpu(kind):
-    for seed in range(22_000, 22_050):
-        _random_cases(seed, 5, kind)
+@pytest.mark.parametrize(
+    "kind, seeds, number",
+    [
+        ("mirrored", range(8), 15),
+        ("mirrored", range(8, 15), 15),
+        # 22_040 has a loss scale and a sharded update of one group.
+        ("tpu", (21_000, 22_040), 5),
+        ("tpu_permuted", (22_040, 21_011), 5),
+        *(
+            pytest.param("mirrored", range(first, first + 50), 100, marks=full)
+            for first in range(1_000, 1_400, 100)
+        ),
+        *(
+            pytest.param(kind, range(22_000, 22_050), 5, marks=full)
+            for kind in replicas.TPUS
+        ),
+    ],
+)
+def test_random_cases(kind, seeds, number):
+    for seed in seeds:
+        _random_cases(seed, number, kind)
 
 
 # Every order of two and three wrappers; `scale_at` is the number of wrappers
@@ -152,8 +151,19 @@ def _stack(order, scale_at, groups, accumulation):
     return ("scale", {}, stack) if scale_at == len(order) else stack
 
 
+def _places_in_turn(cases):
+    """Every order of wrappers, with one of the places of a loss scale."""
+    result = []
+    for number, order in enumerate(dict(cases)):
+        places = [place for other, place in cases if other == order]
+        result.append((order, places[number % len(places)]))
+    return result
+
+
 @pytest.mark.parametrize(
-    "order, scale_at", [one for one in ORDERS if _is_refused(*one)], ids=str
+    "order, scale_at",
+    _places_in_turn([one for one in ORDERS if _is_refused(*one)]),
+    ids=str,
 )
 def test_an_order_is_refused_before_a_step(order, scale_at):
     strategy = replicas.mirrored(2)
@@ -178,17 +188,7 @@ def _check_order(order, scale_at, groups, accumulation, kind):
     stacks.check(got, stack, gradients, "")
 
 
-def _places_in_turn():
-    """Two wrappers with every place of a loss scale, three with one each."""
-    cases = [one for one in ACCEPTED if len(one[0]) == 2]
-    longer = [one for one in ACCEPTED if len(one[0]) == 3]
-    for number, order in enumerate(dict(longer)):
-        places = [place for other, place in longer if other == order]
-        cases.append((order, places[number % len(places)]))
-    return cases
-
-
-@pytest.mark.parametrize("order, scale_at", _places_in_turn(), ids=str)
+@pytest.mark.parametrize("order, scale_at", _places_in_turn(ACCEPTED), ids=str)
 def test_an_order_is_right(order, scale_at):
     _check_order(order, scale_at, GROUPS, None, "mirrored")
 
@@ -216,103 +216,50 @@ def test_a_wrong_reduction_is_noticed(name):
         )
 
 
-@versions.needs_multi_optimizer
-def test_wrappers_that_a_multi_optimizer_makes_are_inner_ones():
-    """They neither undo 1/N again nor mix what the groups have reduced."""
-    groups = [[0, 1], [2, 3]]
-    strategy = replicas.mirrored(4)
-    with strategy.scope():
-        weight = keras.Variable(0.0)
-        optimizer = tf_xshard.TowerOptimizer(
-            keras.optimizers.MultiOptimizer(
-                lambda variable: tf_xshard.CrossShardOptimizer(
-                    keras.optimizers.SGD(1.0), "mean", groups
-                )
-            ),
-            1,
-        )
-    replicas.apply_once(
-        strategy, optimizer, lambda r: [tf.constant(10.0**r / 4)], [weight]
+def _multi(make):
+    return keras.optimizers.MultiOptimizer(lambda variable: make())
+
+
+def _cross(inner=None):
+    return tf_xshard.CrossShardOptimizer(
+        inner or keras.optimizers.SGD(1.0), "mean", [[0, 1], [2, 3]]
     )
-    assert replicas.values(strategy, weight) == [-5.5, -5.5, -550, -550]
-    state = tf_xshard.GroupState({"w": [weight], "optimizer": optimizer})
-    assert state.group_assignment.to_list() == groups
 
 
-@versions.needs_multi_optimizer
-def test_a_reduction_of_some_variables_only_is_refused():
-    with pytest.raises(
-        ValueError, match="reduce gradients .* do not: .'plain'"
-    ):
-        tf_xshard.TowerOptimizer(
-            keras.optimizers.MultiOptimizer(
-                keras.optimizers.OptimizerMap(
-                    keras.optimizers.SGD(name="plain"),
-                    {
-                        "a": tf_xshard.CrossShardOptimizer(
-                            keras.optimizers.SGD()
-                        )
-                    },
-                )
+def _tower(inner=None):
+    return tf_xshard.TowerOptimizer(inner or keras.optimizers.SGD(1.0), 1)
+
+
+@pytest.mark.parametrize(
+    "make, expected",
+    [
+        # They neither undo 1/N again nor mix what the groups have reduced.
+        pytest.param(
+            lambda: _tower(_multi(_cross)),
+            [-5.5, -5.5, -550, -550],
+            marks=versions.needs_multi_optimizer,
+        ),
+        # A tower that is loaded still follows the groups around it.
+        (
+            lambda: tf_xshard.CrossShardOptimizer.from_config(
+                _cross(_tower()).get_config()
             ),
-            2,
-        )
-
-
-def test_a_tower_that_is_loaded_still_follows_the_groups_around_it():
-    groups = [[0, 1], [2, 3]]
-    strategy = replicas.mirrored(4)
-    with strategy.scope():
-        weight = keras.Variable(0.0)
-        made = tf_xshard.CrossShardOptimizer(
-            tf_xshard.TowerOptimizer(keras.optimizers.SGD(1.0), 1),
-            "mean",
-            groups,
-        )
-        optimizer = tf_xshard.CrossShardOptimizer.from_config(made.get_config())
-    replicas.apply_once(
-        strategy, optimizer, lambda r: [tf.constant(10.0**r / 4)], [weight]
+            [-5.5, -5.5, -550, -550],
+        ),
+        # Nothing around them reduces: the sum must not be left out twice.
+        pytest.param(
+            lambda: _tower(_multi(_tower)),
+            [-277.75] * 4,
+            marks=versions.needs_multi_optimizer,
+        ),
+    ],
+)
+def test_wrappers_that_others_make(make, expected):
+    made = []
+    [weights] = steps.stepped(
+        lambda: made.append(make()) or made[0],
+        lambda r: [tf.constant(10.0**r / 4)],
     )
-    assert replicas.values(strategy, weight) == [-5.5, -5.5, -550, -550]
-
-
-@versions.needs_multi_optimizer
-def test_towers_that_a_multi_optimizer_makes_reduce():
-    """Nothing around them does: the sum must not be left out twice."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight = keras.Variable(0.0)
-        optimizer = tf_xshard.TowerOptimizer(
-            keras.optimizers.MultiOptimizer(
-                optimizer_map=lambda variable: tf_xshard.TowerOptimizer(
-                    keras.optimizers.SGD(1.0), 1
-                )
-            ),
-            1,
-        )
-        optimizer.build([weight])
-    replicas.apply_once(
-        strategy, optimizer, lambda r: [tf.constant(10.0**r) / 2], [weight]
-    )
-    assert replicas.values(strategy, weight) == [-5.5, -5.5]
-
-
-def test_a_model_in_groups_loads_outside_its_strategy(tmp_path):
-    """To predict with; only a step needs the replicas."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.layers.Input((2,)), keras.layers.Dense(1)]
-        )
-        model.compile(
-            tf_xshard.CrossShardOptimizer(
-                keras.optimizers.SGD(), group_assignment=[[0], [1]]
-            ),
-            "mse",
-        )
-    path = str(tmp_path / "model.keras")
-    model.save(path)
-    loaded = keras.models.load_model(path)
-    assert loaded.predict(np.ones([1, 2]), verbose=0).shape == (1, 1)
-    with pytest.raises(ValueError, match="is for 2 replicas.*compile=False"):
-        loaded.fit(np.ones([2, 2]), np.ones([2, 1]), verbose=0)
+    assert weights == expected
+    state = tf_xshard.GroupState({"optimizer": made[0]})
+    assert state.num_groups == len(set(expected))

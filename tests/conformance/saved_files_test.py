@@ -33,8 +33,7 @@ def _check(found, held):
 def test_a_keras_file(name):
     loaded = keras.models.load_model(FILES / f"{name}.keras")
     assert type(loaded.optimizer) is type(written.OPTIMIZERS[name](None))
-    held = HELD[name]["one_device"]
-    _check(written.values(loaded), held)
+    _check(written.values(loaded), HELD[name]["one_device"])
     # Training goes on from there: the fourth step ends the open round.
     fresh = written.compiled(name)
     written.train(fresh, num_steps=4)
@@ -45,13 +44,13 @@ def test_a_keras_file(name):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-@on_every_optimizer
+@pytest.mark.parametrize(
+    "name, is_built", replicas.in_turn(written.OPTIMIZERS, [True, False])
+)
 def test_a_checkpoint(name, is_built):
     model = written.compiled(name, is_built=is_built)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    path = str(FILES / f"{name}_checkpoint" / "state")
-    status = checkpoint.read(path)
+    status = checkpoint.read(str(FILES / f"{name}_checkpoint" / "state"))
     model.optimizer.build(model.trainable_variables)
     # Every object of the checkpoint has its place, and the other way round.
     status.assert_consumed()
@@ -62,8 +61,7 @@ def test_a_checkpoint(name, is_built):
 def test_a_group_state(name):
     model = written.compiled(name, replicas.mirrored(2))
     state = tf_xshard.GroupState(model)
-    position = state.restore(FILES / f"{name}_group_state")
-    assert position == (2, 1)
+    assert state.restore(FILES / f"{name}_group_state") == (2, 1)
     held = HELD[name]["groups"]
     _check(written.values(model), held)
     # The test can fail: the groups hold different values.

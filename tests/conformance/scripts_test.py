@@ -19,7 +19,7 @@ ALL = (
     scripts.ResidualNetwork,
     scripts.Siamese,
     own_step_scripts.VariationalAutoencoder,
-    scripts.WideAndDeep,
+    pytest.param(scripts.WideAndDeep, marks=needs_multi_optimizer),
     transformer_scripts.Bert,
     transformer_scripts.LanguageModel,
     transformer_scripts.RecurrentClassifier,
@@ -28,11 +28,6 @@ ALL = (
 NUM_REPLICAS = 2
 # Of what training changes in a variable.
 TOLERANCE = 1e-4
-
-
-def _values(model, strategy):
-    """The values of all replicas, of each variable."""
-    return [replicas.values(strategy, v) for v in model.variables]
 
 
 def _at_start(script):
@@ -48,16 +43,7 @@ def _at_start(script):
     return start
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(one, marks=needs_multi_optimizer)
-        if one is scripts.WideAndDeep
-        else one
-        for one in ALL
-    ],
-    ids=lambda one: one.__name__,
-)
+@pytest.mark.parametrize("script", ALL)
 def test_two_replicas_train_as_one_device(script):
     wrap = tf_xshard.CrossShardOptimizer
     reference = script().train(
@@ -71,7 +57,7 @@ def test_two_replicas_train_as_one_device(script):
     changes = []
     for first, mine, theirs, variable in zip(
         start,
-        _values(trained, strategy),
+        [replicas.values(strategy, v) for v in trained.variables],
         reference.variables,
         trained.variables,
         strict=True,

@@ -4,6 +4,8 @@
 suite runs on the newest.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -17,13 +19,12 @@ O = keras.optimizers  # noqa: E741
 X = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
 Y = X.sum(1, keepdims=True)
 WRAPPERS = {
-    "cross": lambda inner, **_: tf_xshard.CrossShardOptimizer(inner),
-    "sharded": lambda inner, **_: tf_xshard.CrossShardOptimizer(
+    "cross": tf_xshard.CrossShardOptimizer,
+    "sharded": lambda inner: tf_xshard.CrossShardOptimizer(
         inner, shard_update=True
     ),
-    "tower": lambda inner, towers=1: tf_xshard.TowerOptimizer(inner, towers),
+    "tower": lambda inner: tf_xshard.TowerOptimizer(inner, 1),
 }
-with_each_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 
 
 def _model(optimizer_fn, strategy=None, policy=None):
@@ -45,6 +46,20 @@ def _fit(model, batch_size=8, epochs=2):
     return model.get_weights()
 
 
+@functools.cache
+def _expected(optimizer_fn, batch_size=8):
+    """The weights of one device."""
+    return _fit(_model(optimizer_fn), batch_size)
+
+
+def _adam():
+    return O.Adam(0.05, global_clipnorm=0.5, weight_decay=0.01)
+
+
+def _moving_average():
+    return O.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+
+
 def _check_replicas(model, expected, tolerance=1e-6):
     strategy = model.distribute_strategy
     for variable, want in zip(model.weights, expected, strict=True):
@@ -52,18 +67,20 @@ def _check_replicas(model, expected, tolerance=1e-6):
             np.testing.assert_allclose(value, want, atol=tolerance)
 
 
+def _check_fit(optimizer_fn, expected, batch_size=8, kind="mirrored"):
+    model = _model(optimizer_fn, replicas.STRATEGIES[kind](2))
+    _fit(model, batch_size)
+    _check_replicas(model, expected)
+
+
 @pytest.mark.parametrize(
     "name, kind", [*((name, "mirrored") for name in WRAPPERS), ("tower", "tpu")]
 )
 def test_fit_on_two_replicas(name, kind):
-    adam = lambda: O.Adam(0.05, global_clipnorm=0.5, weight_decay=0.01)
-    expected = _fit(_model(adam))
-    model = _model(lambda: WRAPPERS[name](adam()), replicas.STRATEGIES[kind](2))
-    _fit(model)
-    _check_replicas(model, expected)
+    _check_fit(lambda: WRAPPERS[name](_adam()), _expected(_adam), kind=kind)
 
 
-@with_each_wrapper
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_mixed_precision(name):
     """With an overflow on one replica, in the first step."""
     strategy = replicas.mirrored(2)
@@ -103,16 +120,14 @@ def test_mixed_bfloat16():
 
 def test_accumulation():
     """Four towers of four rows are a batch of 16; Keras' own way, too."""
-    expected = _fit(_model(lambda: O.Adam(0.05)), batch_size=16)
+    adam = lambda **kwargs: O.Adam(0.05, **kwargs)
     for make in (
-        lambda: tf_xshard.TowerOptimizer(O.Adam(0.05), 4),
+        lambda: tf_xshard.TowerOptimizer(adam(), 4),
         lambda: tf_xshard.CrossShardOptimizer(
-            O.Adam(0.05, gradient_accumulation_steps=4)
+            adam(gradient_accumulation_steps=4)
         ),
     ):
-        model = _model(make, replicas.mirrored(2))
-        _fit(model, batch_size=4)
-        _check_replicas(model, expected)
+        _check_fit(make, _expected(adam, batch_size=16), batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -120,18 +135,11 @@ def test_accumulation():
 )
 def test_moving_average(name, scaled):
     """Overwriting the weights is in a tf.cond, where Keras calls merge_call."""
-    ema = lambda: O.SGD(
-        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    scale = O.LossScaleOptimizer if scaled else lambda inner: inner
+    _check_fit(
+        lambda: WRAPPERS[name](scale(_moving_average())),
+        _expected(_moving_average),
     )
-
-    def make():
-        inner = O.LossScaleOptimizer(ema()) if scaled else ema()
-        return WRAPPERS[name](inner)
-
-    expected = _fit(_model(ema))
-    model = _model(make, replicas.mirrored(2))
-    _fit(model)
-    _check_replicas(model, expected)
 
 
 @pytest.mark.parametrize(
@@ -139,30 +147,26 @@ def test_moving_average(name, scaled):
     [("cross", ".keras"), ("tower", ".weights.h5"), ("sharded", "checkpoint")],
 )
 def test_save_and_load(name, suffix, tmp_path):
-    def make():
-        return _model(
-            lambda: WRAPPERS[name](O.Adam(0.05)), replicas.mirrored(2)
-        )
-
-    model = make()
+    make = lambda: _model(
+        lambda: WRAPPERS[name](O.Adam(0.05)), replicas.mirrored(2)
+    )
+    checkpoint = lambda one: tf.train.Checkpoint(
+        model=one, optimizer=one.optimizer
+    )
+    model, other = make(), make()
     _fit(model)
+    other.optimizer.build(other.trainable_variables)
     path = str(tmp_path / f"model{suffix}")
     if suffix == ".keras":
         model.save(path)
         with replicas.mirrored(2).scope():
             other = keras.models.load_model(path)
+    elif suffix == "checkpoint":
+        path = checkpoint(model).write(path)
+        checkpoint(other).read(path).assert_consumed()
     else:
-        other = make()
-        other.optimizer.build(other.trainable_variables)
-        if suffix == "checkpoint":
-            saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-            restored = tf.train.Checkpoint(
-                model=other, optimizer=other.optimizer
-            )
-            restored.read(saved.write(path)).assert_consumed()
-        else:
-            model.save_weights(path)
-            other.load_weights(path)
+        model.save_weights(path)
+        other.load_weights(path)
     _fit(other)
     _check_replicas(other, _fit(model))
 

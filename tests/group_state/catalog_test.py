@@ -1,4 +1,4 @@
-"""A call of GroupState sees what the model holds now, and changes nothing."""
+"""What GroupState finds: in models, modules, dicts, and at each call anew."""
 
 import keras
 import numpy as np
@@ -10,122 +10,78 @@ from tests.support import group_training
 from tests.support import replicas
 from tf_xshard.group_state import inventory
 
+MEMBERS = group_training.GROUPS
 TWO, FOUR = [[0, 1], [2, 3]], [[0], [1], [2], [3]]
+SGD = keras.optimizers.SGD
 
 
-def _compiled(model, strategy, groups):
-    with strategy.scope():
-        model.compile(
-            tf_xshard.CrossShardOptimizer(
-                keras.optimizers.Adam(0.05), group_assignment=groups
-            ),
-            "mse",
-        )
+def _cross_shard(groups=None):
+    return tf_xshard.CrossShardOptimizer(
+        SGD(momentum=0.9), group_assignment=groups
+    )
 
 
-@pytest.fixture(scope="module")
-def recompiled():
-    """A GroupState of two groups, whose model is compiled again with four."""
-    strategy = replicas.mirrored(4)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.layers.Input((2,)), keras.layers.Dense(1)]
-        )
-    _compiled(model, strategy, TWO)
-    model.optimizer.build(model.trainable_variables)
-    state = tf_xshard.GroupState(model)
-    assert state.num_groups == 2
-    _compiled(model, strategy, FOUR)
-    kernel = model.trainable_variables[0].value
-    for r, copy in enumerate(strategy.experimental_local_results(kernel)):
-        copy.assign(tf.fill([2, 1], float(r)))
-    return model, state
-
-
-def _kernel(weights):
-    return weights["model"][0].ravel().tolist()
-
-
-def test_groups_after_another_compile(recompiled):
-    model, state = recompiled
-    # The first call after it: nothing has refreshed anything in between.
-    assert _kernel(state.get_weights(3)) == [3.0, 3.0]
-    assert state.num_groups == 4 and state.group_of(2) == 2
-    assert state.group_assignment.to_list() == FOUR
-    # Before, a mere divergence() changed what the next call said.
-    before = [state.get_weights(group) for group in range(4)]
-    state.divergence()
-    for group in range(4):
-        assert _kernel(state.get_weights(group)) == [group] * 2
-        assert state.get_weights(group).keys() == before[group].keys()
-    with pytest.raises(ValueError, match="from 0 to 3"):
-        state.get_weights(4)
+def _dense(optimizer):
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
 
 
 READERS = {
+    "get_weights": lambda state, x: state.get_weights(1),
     "num_groups": lambda state, x: state.num_groups,
     "variables": lambda state, x: state.variables(),
-    "get_weights": lambda state, x: state.get_weights(1),
     "divergence": lambda state, x: state.divergence(),
     "evaluate": lambda state, x: state.evaluate((x, x[:, :1])),
     "predict": lambda state, x: state.predict(x, group=1),
 }
 
 
-def _attributes(state):
-    # The ensemble is kept so that its functions are traced once.
-    return {k: v for k, v in vars(state).items() if k != "_ensemble"}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_reading_changes_nothing(recompiled, name):
-    """Not even an optimizer is built, which would make variables."""
-    model, state = recompiled
-    optimizer = model.optimizer
-    before = optimizer.built, len(optimizer.variables)
-    attributes = _attributes(state)
-    strategy = model.distribute_strategy
-    held = [replicas.values(strategy, v) for v in model.weights]
-    READERS[name](state, np.ones([4, 2], "float32"))
-    # Keras' own evaluate builds it.
-    if name not in ("evaluate", "predict"):
-        assert (optimizer.built, len(optimizer.variables)) == before
-    assert _attributes(state) == attributes
-    for variable, values in zip(model.weights, held, strict=True):
-        got = replicas.values(strategy, variable)
-        np.testing.assert_array_equal(got, values)
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return group_training.trained(
-        replicas.mirrored(4), groups=FOUR, num_steps=1
-    )
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_one_walk_over_the_model_for_each_call(name, trained, monkeypatch):
-    state = tf_xshard.GroupState(trained)
+def test_reading_after_another_compile_changes_nothing(monkeypatch):
+    """What is there now is read, in one walk, and no optimizer is built."""
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        model = _dense(_cross_shard(TWO))
+        model.optimizer.build(model.trainable_variables)
+        state = tf_xshard.GroupState(model)
+        assert state.num_groups == 2
+        model.compile(_cross_shard(FOUR), "mse")
+    kernel = model.trainable_variables[0].value
+    for r, copy in enumerate(strategy.experimental_local_results(kernel)):
+        copy.assign(tf.fill([2, 1], float(r)))
+    before = [replicas.values(strategy, v) for v in model.weights]
+    # The first call after it: nothing has refreshed anything in between.
+    weights = [state.get_weights(group) for group in range(4)]
+    for group, one in enumerate(weights):
+        assert one["model"][0].ravel().tolist() == [group] * 2
+    assert state.group_of(2) == 2
+    assert state.group_assignment.to_list() == FOUR
     walked = []
     held = inventory.held
-
-    def counting(holder):
-        walked.append(holder)
-        return held(holder)
-
-    monkeypatch.setattr(inventory, "held", counting)
-    if name == "evaluate":
-        state.evaluate(group_training.data(16))
-    elif name == "predict":
-        state.predict(group_training.data(16)[0], group=1)
-    else:
-        READERS[name](state, None)
-    assert len(walked) == 1 and walked[0] is trained
+    monkeypatch.setattr(
+        inventory, "held", lambda one: walked.append(one) or held(one)
+    )
+    for name, read in READERS.items():
+        attributes = vars(state).copy()
+        walked.clear()
+        read(state, np.ones([4, 2], "float32"))
+        assert [one is model for one in walked] == [True], name
+        # The ensemble is kept so that its functions are traced once.
+        assert vars(state) | {"_ensemble": None} == (
+            attributes | {"_ensemble": None}
+        ), name
+        # Keras' own evaluate builds it.
+        if name not in ("evaluate", "predict"):
+            assert not model.optimizer.built, name
+            assert state.get_weights(3).keys() == weights[3].keys()
+    after = [replicas.values(strategy, v) for v in model.weights]
+    group_training.assert_same(after, before)
+    with pytest.raises(ValueError, match="from 0 to 3"):
+        state.get_weights(4)
 
 
 def test_a_catalog_is_frozen():
-    variable = keras.Variable(1.0)
-    made = inventory.of([variable])
+    made = inventory.of([keras.Variable(1.0)])
     with pytest.raises(AttributeError):
         made.groups = None
     [entry] = made.entries
@@ -134,23 +90,20 @@ def test_a_catalog_is_frozen():
     assert made.variables() == [entry] and made.variables(["slot"]) == []
 
 
-def test_writing_builds_the_optimizer():
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda state: state.merge("mean"),
+        # What an unbuilt optimizer has is left out; parts may be.
+        lambda state: state.set_weights(0, state.get_weights(0)),
+    ],
+    ids=["merge", "set_weights"],
+)
+def test_writing_builds_the_optimizer(write):
     """What `restore` and `set_weights` write into has to be there."""
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()), "mse")
-    state = tf_xshard.GroupState(model)
-    state.merge("mean")
-    assert model.optimizer.built
-
-
-def test_what_was_read_can_be_written_before_the_first_step():
-    """What an unbuilt optimizer has is left out; parts may be."""
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()), "mse")
-    state = tf_xshard.GroupState(model)
-    weights = state.get_weights(0)
-    assert list(weights) == ["model"]
-    state.set_weights(0, weights)
+    state = tf_xshard.GroupState(_dense(_cross_shard()))
+    assert list(state.get_weights(0)) == ["model"]
+    write(state)
     assert list(state.get_weights(0)) == ["model", "optimizer"]
 
 
@@ -158,9 +111,231 @@ def test_groups_inside_a_function():
     """Plain Python: which group a replica is in needs no variable's value."""
     model = group_training.compiled(replicas.mirrored(4), "agn", groups=FOUR)
     state = tf_xshard.GroupState(model)
+    assert int(tf.function(lambda: tf.constant(state.group_of(3)))()) == 3
 
-    @tf.function
-    def group_of_three():
-        return tf.constant(state.group_of(3))
 
-    assert int(group_of_three()) == 3
+class TwoOptimizers(keras.Model):
+    """Two networks, each with its optimizer, as Keras' GAN examples have."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = keras.layers.Dense(1)
+        self.b = keras.layers.Dense(1)
+        self.steps = tf.Variable(
+            0.0,
+            trainable=False,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self.noise = tf.random.Generator.from_seed(1)
+        self.deeper = {"more": [tf.Variable(2.0)]}
+
+    def compile(self, a_optimizer, b_optimizer):
+        super().compile()
+        self.a_optimizer, self.b_optimizer = a_optimizer, b_optimizer
+
+    def call(self, x):
+        return self.a(x) + self.b(x)
+
+
+def _two_optimizers(groups, others):
+    with replicas.mirrored(4).scope():
+        model = TwoOptimizers()
+        model(np.zeros([2, 4], "float32"))
+        model.compile(_cross_shard(groups), _cross_shard(others))
+        model.a_optimizer.build(model.a.trainable_variables)
+        model.b_optimizer.build(model.b.trainable_variables)
+    return model
+
+
+def test_optimizers_and_variables_in_attributes():
+    model = _two_optimizers(MEMBERS, MEMBERS[::-1])
+    state = tf_xshard.GroupState(model)
+    assert state.group_assignment.to_list() == MEMBERS
+    assert list(state.get_weights(0)) == ["model", "a_optimizer", "b_optimizer"]
+    listed = {id(one.variable) for one in state.variables()}
+    for variable in (
+        model.steps,
+        model.noise.state,
+        model.deeper["more"][0],
+        *model.a_optimizer.variables,
+        *model.b_optimizer.variables,
+    ):
+        assert id(variable) in listed
+
+
+class ManyOptimizers(keras.Model):
+    """Optimizers in a list, in a dict, and of models inside."""
+
+    def __init__(self):
+        super().__init__()
+        adam = keras.optimizers.Adam
+        self.critics = [_dense(SGD(momentum=0.9)) for _ in range(2)]
+        self.encoder = _dense(SGD())
+        self.optimizers = [adam(), adam()]
+        self.named = {"decoder": adam()}
+        for one in (
+            *self.optimizers,
+            self.named["decoder"],
+            self.critics[1].optimizer,
+        ):
+            one.build(self.encoder.trainable_variables)
+
+    def call(self, x):
+        return self.encoder(x)
+
+
+def test_optimizers_at_any_depth(tmp_path):
+    """All that are built; the model's own too, which others may make."""
+    model = ManyOptimizers()
+    model(np.zeros([2, 2], "float32"))
+    optimizers = {
+        "critics[1].optimizer": model.critics[1].optimizer,
+        "optimizers[0]": model.optimizers[0],
+        "optimizers[1]": model.optimizers[1],
+        "named['decoder']": model.named["decoder"],
+    }
+    state = tf_xshard.GroupState(model)
+    assert state.get_weights(0).keys() == {"model", *optimizers}
+    state.save(tmp_path)
+    slots = [v for one in optimizers.values() for v in one.variables]
+    before = [v.numpy().copy() for v in slots]
+    for variable in slots:
+        variable.assign(tf.ones_like(variable))
+    state.restore(tmp_path)
+    for variable, was in zip(slots, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), was)
+    # One that is not built here is missed by name.
+    model.critics[1].compile(SGD())
+    with pytest.raises(ValueError, match=r"it has {'critics\[1\].optimizer'"):
+        tf_xshard.GroupState(model).restore(tmp_path)
+    # The one that it is compiled with, though another has been used before.
+    model.compile(keras.optimizers.Adam())
+    model.optimizers, model.named = [], {}
+    model.optimizer.build(model.trainable_variables)
+    assert "optimizer" in tf_xshard.GroupState(model).get_weights(0)
+
+
+def test_parts_that_share_variables():
+    with replicas.mirrored(4).scope():
+        inside = group_training.network()
+        outside = keras.Sequential([inside, keras.layers.Dense(1)])
+        outside(np.zeros([2, 4], "float32"))
+    state = tf_xshard.GroupState({"all": outside, "inside": inside}, MEMBERS)
+    weights = state.get_weights(0)
+    assert len(weights["all"]) == 10 and len(weights["inside"]) == 8
+    new = [value + 1 for value in weights["inside"]]
+    state.set_weights(1, {"inside": new})
+    # Trainable weights come first in the outer model.
+    for value, its in zip(new[:2], state.get_weights(1)["all"], strict=False):
+        np.testing.assert_array_equal(value, its)
+    listed = [id(one.variable) for one in state.variables()]
+    assert len(listed) == len(set(listed))
+
+
+def test_what_holds_variables():
+    with replicas.mirrored(2).scope():
+        parts = {
+            "generator": group_training.network(),
+            "layer": keras.layers.Dense(2),
+            "metric": keras.metrics.Mean(),
+            "seeds": keras.random.SeedGenerator(1),
+            "random": tf.random.Generator.from_seed(1),
+            "module": tf.Module(),
+            "list": [keras.Variable(1.0), tf.Variable(2.0)],
+        }
+        parts["layer"].build((3, 3))
+        parts["module"].inside = tf.Variable(3.0)
+        parts["module"].mean = keras.metrics.Mean()
+        parts["module"].optimizers = {"all": _cross_shard([[0], [1]])}
+        parts["module"].optimizers["all"].build(parts["list"][:1])
+    state = tf_xshard.GroupState(parts)
+    assert state.group_assignment.to_list() == [[0], [1]]
+    count = {}
+    for one in state.variables():
+        count[one.part, one.kind] = count.get((one.part, one.kind), 0) + 1
+    assert count == {
+        ("generator", "weight"): 6,
+        ("generator", "statistic"): 2,
+        ("generator", "random"): 1,
+        ("layer", "weight"): 2,
+        ("metric", "metric"): 2,
+        ("seeds", "random"): 1,
+        ("random", "random"): 1,
+        ("module", "weight"): 1,
+        ("module", "slot"): 3,
+        ("module", "metric"): 2,
+        ("list", "weight"): 2,
+    }
+
+
+def _of_strategies(*num_replicas):
+    made = []
+    for number in num_replicas:
+        with replicas.mirrored(number).scope():
+            made.append(keras.Variable(1.0))
+    return made
+
+
+@pytest.mark.parametrize(
+    "make, error, text",
+    [
+        (lambda: (3,), TypeError, "needs a keras.Model, a dict"),
+        (lambda: ({"one": 3},), TypeError, "'one', which holds no variables"),
+        (lambda: ([],), ValueError, "found no variables"),
+        (lambda: ([tf.Variable(["a"])],), TypeError, "holds strings"),
+        (
+            lambda: ({"layer": keras.layers.Dense(2)},),
+            ValueError,
+            "'layer' has not been built",
+        ),
+        (
+            lambda: ({"o": SGD()},),
+            ValueError,
+            "optimizer 'o' has not been built",
+        ),
+        (lambda: (_of_strategies(2, 4),), ValueError, "of 2 strategies"),
+        (
+            lambda: (_of_strategies(4), [[0, 1]]),
+            ValueError,
+            "is for 2 replicas",
+        ),
+        (
+            lambda: (_two_optimizers(MEMBERS, None),),
+            ValueError,
+            "optimizers have different groups",
+        ),
+    ],
+)
+def test_refusals(make, error, text):
+    with pytest.raises(error, match=text):
+        tf_xshard.GroupState(*make()).get_weights(0)
+
+
+def test_groups_cannot_differ_in_a_variable_that_all_share():
+    [own] = _of_strategies(2)
+    shared = keras.Variable(1.0)
+    state = tf_xshard.GroupState([own, shared], [[0], [1]])
+    with pytest.raises(ValueError, match="all replicas share one value"):
+        state.assign(shared, [2.0, 3.0])
+    assert float(shared) == 1.0
+
+
+@pytest.mark.parametrize(
+    "outer, inner, joined",
+    [
+        # Rows, then columns: all replicas are one group in the end.
+        (TWO, MEMBERS, [[0, 1, 2, 3]]),
+        (TWO, [[3, 2], [1, 0]], TWO),
+        ([[0], [2], [1], [3]], MEMBERS, MEMBERS),
+        (None, MEMBERS, [[0, 1, 2, 3]]),
+    ],
+)
+def test_nested_optimizers_are_joined(outer, inner, joined):
+    with replicas.mirrored(4).scope():
+        weight = keras.Variable(1.0)
+        optimizer = tf_xshard.CrossShardOptimizer(
+            _cross_shard(inner), group_assignment=outer
+        )
+        optimizer.build([weight])
+    state = tf_xshard.GroupState([weight, optimizer])
+    assert state.group_assignment.to_list() == joined

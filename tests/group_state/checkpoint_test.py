@@ -1,6 +1,7 @@
 """Saved and restored to the bit, whole at every instant, or refused."""
 
 import concurrent.futures
+import functools
 import hashlib
 import json
 import os
@@ -21,16 +22,16 @@ from tests.support import replicas
 from tests.support import seeds
 from tf_xshard.group_state.checkpoint import files
 
-ON = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+
+@pytest.fixture(scope="module")
+def trained():
+    """On four replicas, two groups; tests leave it as it is."""
+    return group_training.trained(replicas.mirrored(4))
 
 
-def _more(model, num_steps=3):
-    step = group_training.step_function(model)
-    for _, batch in zip(
-        range(num_steps),
-        group_training.distributed(model.distribute_strategy),
-        strict=False,
-    ):
+def _run(step, strategy, num_steps):
+    batches = group_training.distributed(strategy)
+    for _, batch in zip(range(num_steps), batches, strict=False):
         step(*batch)
 
 
@@ -38,7 +39,9 @@ def _more(model, num_steps=3):
 def test_restored_to_the_bit(kind, optimizer, tmp_path):
     """Of an open round, and so does what comes after it."""
     strategy = replicas.STRATEGIES[kind](4)
-    model = group_training.trained(strategy, optimizer, num_steps=4)
+    model = group_training.compiled(strategy, optimizer)
+    step = group_training.step_function(model)
+    _run(step, strategy, 4)
     saved = group_training.values(model)
     tf_xshard.GroupState(model).save(tmp_path, epoch=5, step=7)
     other = group_training.compiled(strategy, optimizer, seed=9)
@@ -46,8 +49,8 @@ def test_restored_to_the_bit(kind, optimizer, tmp_path):
     assert position == (5, 7)
     assert tf_xshard.GroupState.position(tmp_path) == (5, 7)
     group_training.assert_same(group_training.values(other), saved)
-    _more(model)
-    _more(other)
+    _run(step, strategy, 3)
+    _run(group_training.step_function(other), strategy, 3)
     after = group_training.values(model)
     group_training.assert_same(group_training.values(other), after)
     assert any(
@@ -56,9 +59,8 @@ def test_restored_to_the_bit(kind, optimizer, tmp_path):
     )
 
 
-def test_what_replicas_share_is_saved_once(tmp_path):
-    model = group_training.trained(replicas.mirrored(4))
-    tf_xshard.GroupState(model).save(tmp_path)
+def test_what_replicas_share_is_saved_once(trained, tmp_path):
+    tf_xshard.GroupState(trained).save(tmp_path)
     manifest = files.read_manifest(str(tmp_path))
     for one in manifest["variables"]:
         owners = one["owners"]
@@ -66,8 +68,7 @@ def test_what_replicas_share_is_saved_once(tmp_path):
             assert owners == [0, 1, 2, 3]
         elif one["kind"] in ("weight", "slot"):
             assert owners in ([0, 1, 0, 1], [0, 0, 0, 0])
-    kernel = manifest["variables"][0]
-    assert kernel["owners"] == [0, 1, 0, 1]
+    assert manifest["variables"][0]["owners"] == [0, 1, 0, 1]
     # JSON, and TensorFlow's checkpoint format.
     assert sorted(name.split(".", 1)[1] for name in os.listdir(tmp_path)) == [
         "data-00000-of-00001",
@@ -118,12 +119,8 @@ def _flip(path, position):
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def _truncate(path, position):
-    os.truncate(path, os.path.getsize(path) + position)
-
-
-def _remove(path, _):
-    os.remove(path)
+def _truncate(num_bytes, path):
+    os.truncate(path, os.path.getsize(path) - num_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -146,106 +143,135 @@ def _small_values(state):
     ]
 
 
-@pytest.mark.parametrize("damage", [_flip, _truncate, _remove])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        functools.partial(_truncate, 1),
+        functools.partial(_truncate, 40),
+        os.remove,
+    ],
+)
 @pytest.mark.parametrize("file", ["index", "data", "manifest"])
-@pytest.mark.parametrize("position", [-1, -9, -40, 5])
-def test_damage_is_refused_by_name(small, damage, file, position, tmp_path):
+def test_damage_is_refused_by_name(small, damage, file, tmp_path):
     small.save(tmp_path)
     [name] = [n for n in os.listdir(tmp_path) if file in n]
-    if damage is _truncate:
-        position = -abs(position)
-    damage(tmp_path / name, position)
+    damage(tmp_path / name)
     before = _small_values(small)
-    with pytest.raises((ValueError, FileNotFoundError), match=name):
-        small.restore(tmp_path)
-    group_training.assert_same(_small_values(small), before)
+    reads = [small.restore]
     if file == "manifest":
+        reads.append(tf_xshard.GroupState.position)
+    for read in reads:
         with pytest.raises((ValueError, FileNotFoundError), match=name):
-            tf_xshard.GroupState.position(tmp_path)
+            read(tmp_path)
+    group_training.assert_same(_small_values(small), before)
 
 
 def test_every_byte_counts(small, tmp_path):
     small.save(tmp_path)
+    before = _small_values(small)
     for name in os.listdir(tmp_path):
         for position in range(os.path.getsize(tmp_path / name)):
             _flip(tmp_path / name, position)
             with pytest.raises(ValueError, match=name):
                 small.restore(tmp_path)
             _flip(tmp_path / name, position)
+    group_training.assert_same(_small_values(small), before)
     small.restore(tmp_path)
 
 
-def test_foreign_directories_are_refused(small, tmp_path):
-    before = _small_values(small)
-    with pytest.raises(FileNotFoundError, match="holds no saved group state"):
-        tf_xshard.GroupState.position(tmp_path)
-    with pytest.raises(FileNotFoundError, match="holds no saved group state"):
-        small.restore(tmp_path)
-    for content, text in (
+def _manifest(**content):
+    """A manifest's text, with the checksum that its content has."""
+    inner = json.dumps(content)
+    checksum = hashlib.sha256(inner.encode()).hexdigest()
+    return json.dumps({"sha256": checksum, "manifest": inner})
+
+
+_FORMAT = {"format": "tf_xshard group state"}
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
         ("[1, 2]", "not a group state's manifest"),
         ("{}", "not a group state's manifest"),
         ("not json", "not a group state's manifest"),
-    ):
-        (tmp_path / "manifest.json").write_text(content)
-        with pytest.raises(ValueError, match=text):
-            small.restore(tmp_path)
-    for change, text in (
-        ({"format": "other"}, "is not a group state's manifest"),
-        ({"version": 99}, "has version 99, but this tf_xshard reads version 2"),
-    ):
-        inner = json.dumps(
-            {"format": "tf_xshard group state", "version": 2, **change}
-        )
-        outer = {
-            "sha256": files._checksum_of(inner.encode()),
-            "manifest": inner,
-        }
-        (tmp_path / "manifest.json").write_text(json.dumps(outer))
-        with pytest.raises(ValueError, match=text):
-            small.restore(tmp_path)
+        (_manifest(format="other"), "is not a group state's manifest"),
+        (
+            _manifest(**_FORMAT, version=99),
+            "has version 99, but this tf_xshard reads version 2",
+        ),
+    ],
+)
+def test_foreign_directories_are_refused(small, content, text, tmp_path):
+    before = _small_values(small)
+    for read in (tf_xshard.GroupState.position, small.restore):
+        with pytest.raises(FileNotFoundError, match="holds no saved group"):
+            read(tmp_path)
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=text):
+        small.restore(tmp_path)
     group_training.assert_same(_small_values(small), before)
 
 
-def test_another_model_is_refused(tmp_path):
-    strategy = replicas.mirrored(4)
-    group_training_model = group_training.compiled(strategy)
-    tf_xshard.GroupState(group_training_model).save(tmp_path)
-    seeds.seed(5)
+@pytest.mark.parametrize(
+    "name", ["../secret.index", "/etc/hostname", "x.index"]
+)
+def test_a_manifest_with_other_files(name, small, tmp_path):
+    """A path out of the directory is not read, though its checksum is right."""
+    small.save(tmp_path)
+    manifest = files.read_manifest(str(tmp_path))
+    manifest["files"][name] = "0"
+    (tmp_path / "manifest.json").write_text(_manifest(**manifest))
+    with pytest.raises(ValueError, match="names the file .*which no save"):
+        small.restore(tmp_path)
 
-    def wider():
-        return keras.Sequential(
-            [keras.layers.Input((4,)), keras.layers.Dense(7)]
-        )
 
-    def renamed():
-        model = group_training.network()
-        config = model.get_config()
-        config["layers"][1]["config"]["name"] = "encoder"
-        return keras.Sequential.from_config(config)
+def _wider():
+    return keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(7)])
 
-    def adam(groups):
-        return tf_xshard.CrossShardOptimizer(
-            keras.optimizers.Adam(), group_assignment=groups
-        )
 
-    momentum = group_training.OPTIMIZERS["momentum"]
-    for network, optimizer, text in (
+def _renamed():
+    config = group_training.network().get_config()
+    config["layers"][1]["config"]["name"] = "encoder"
+    return keras.Sequential.from_config(config)
+
+
+MOMENTUM = group_training.OPTIMIZERS["momentum"]
+
+
+@pytest.mark.parametrize(
+    "network, optimizer, text",
+    [
         (
-            wider,
-            momentum,
+            _wider,
+            MOMENTUM,
             "another model or optimizer: in place of .* .4, 7., it has",
         ),
-        (renamed, momentum, "in place of '(sequential_\\d+/)?encoder/kernel'"),
-        (group_training.network, adam, "optimizers: .*SGD.*this model.*Adam"),
-    ):
-        with strategy.scope():
-            model = network()
-            model.compile(optimizer=optimizer(group_training.GROUPS))
-            model.optimizer.build(model.trainable_variables)
-        before = group_training.values(model)
-        with pytest.raises(ValueError, match=text):
-            tf_xshard.GroupState(model).restore(tmp_path)
-        group_training.assert_same(group_training.values(model), before)
+        (
+            _renamed,
+            MOMENTUM,
+            r"in place of '(sequential_\d+/)?encoder/kernel'",
+        ),
+        (
+            group_training.network,
+            lambda groups: tf_xshard.CrossShardOptimizer(
+                keras.optimizers.Adam(), group_assignment=groups
+            ),
+            "optimizers: .*SGD.*this model.*Adam",
+        ),
+    ],
+)
+def test_another_model_is_refused(trained, network, optimizer, text, tmp_path):
+    tf_xshard.GroupState(trained).save(tmp_path)
+    seeds.seed(5)
+    with replicas.mirrored(4).scope():
+        model = network()
+        model.compile(optimizer(group_training.GROUPS))
+        model.optimizer.build(model.trainable_variables)
+    before = group_training.values(model)
+    with pytest.raises(ValueError, match=text):
+        tf_xshard.GroupState(model).restore(tmp_path)
+    group_training.assert_same(group_training.values(model), before)
 
 
 def test_more_and_fewer_variables_are_refused(small, tmp_path):
@@ -256,11 +282,9 @@ def test_more_and_fewer_variables_are_refused(small, tmp_path):
     with pytest.raises(ValueError, match="1 variables, but there are 2 here"):
         state.restore(tmp_path)
     assert [float(v.numpy()) for v in (one, two)] == [1.0, 2.0]
-    with pytest.raises(ValueError, match="found no variables"):
-        tf_xshard.GroupState([]).save(tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", [None, "momentum", "agn", "agn_updates"])
+@pytest.mark.parametrize("optimizer", [None, "momentum", "agn"])
 def test_layers_that_have_changed_places_are_refused(optimizer, tmp_path):
     """Keras' numbers count for nothing; those in names of users' do."""
 
@@ -293,14 +317,13 @@ def test_a_manifest_of_something_else_is_not_replaced(small, tmp_path):
     assert os.listdir(tmp_path) == ["manifest.json"]
 
 
-@pytest.mark.parametrize("num_replicas", [4, 2])
 @pytest.mark.parametrize(
-    "regroup, expected",
+    "regroup, num_replicas, expected",
     [
-        ("mean", [0.25 * (0 + 4 + 8 + 12)] * 2),
-        ("first", [4.0, 4.0]),
-        ({0: 1, 1: 0}, [8.0, 4.0]),
-        ({0: 1, 1: 1}, [8.0, 8.0]),
+        ("mean", 4, [0.25 * (0 + 4 + 8 + 12)] * 2),
+        ("first", 2, [4.0, 4.0]),
+        ({0: 1, 1: 0}, 4, [8.0, 4.0]),
+        ({0: 1, 1: 1}, 2, [8.0, 8.0]),
     ],
 )
 def test_regroup(num_replicas, regroup, expected, tmp_path):
@@ -326,17 +349,6 @@ def test_regroup(num_replicas, regroup, expected, tmp_path):
     for group, value in zip(groups, expected, strict=True):
         for r in group:
             assert replicas.values(strategy, target)[r] == value
-
-
-def test_groups_in_another_order_are_the_same_groups(tmp_path):
-    with replicas.mirrored(4).scope():
-        variable = keras.Variable(0.0)
-    state = tf_xshard.GroupState([variable], [[0, 2], [1, 3]])
-    state.assign(variable, [1.0, 2.0])
-    state.save(tmp_path)
-    variable.assign(0.0)
-    tf_xshard.GroupState([variable], [[3, 1], [0, 2]]).restore(tmp_path)
-    assert replicas.values(replicas.mirrored(4), variable) == [1, 2, 1, 2]
 
 
 class _Crash(BaseException):
@@ -407,8 +419,7 @@ def _own_state(value):
 _NUM_ROUNDS = 25
 
 
-@pytest.mark.parametrize("remove", [False, True], ids=["save", "and_remove"])
-def test_two_writers(remove, tmp_path):
+def test_two_writers(tmp_path):
     """Whoever saves last wins whole, also where another one removes saves."""
     directory = tmp_path / "state"
 
@@ -416,7 +427,7 @@ def test_two_writers(remove, tmp_path):
         state, _ = _own_state(value)
         for step in range(_NUM_ROUNDS):
             state.save(directory, epoch=value, step=step)
-            if remove and step % 5 == 0:
+            if step % 5 == 0:
                 files.remove(str(directory))
 
     state, weight = _own_state(0)
@@ -454,23 +465,6 @@ def test_without_locks_only_the_replaced_save_is_removed(monkeypatch, tmp_path):
     assert state.restore(tmp_path).step == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret.index", "/etc/hostname", "x.index"]
-)
-def test_a_manifest_with_other_files(name, small, tmp_path):
-    """A path out of the directory is not read, though its checksum is right."""
-    small.save(tmp_path)
-    path = tmp_path / "manifest.json"
-    outer = json.loads(path.read_text())
-    manifest = json.loads(outer["manifest"])
-    manifest["files"][name] = "0"
-    outer["manifest"] = json.dumps(manifest)
-    outer["sha256"] = hashlib.sha256(outer["manifest"].encode()).hexdigest()
-    path.write_text(json.dumps(outer))
-    with pytest.raises(ValueError, match="names the file .*which no save"):
-        small.restore(tmp_path)
-
-
 def test_a_disk_that_is_full(small, tmp_path, monkeypatch):
     small.save(tmp_path, step=1)
 
@@ -486,7 +480,7 @@ def test_a_disk_that_is_full(small, tmp_path, monkeypatch):
 
 def test_killed_while_saving(request, tmp_path, report):
     """SIGKILL at random instants: what is there restores as what was saved."""
-    repetitions = 50 if request.config.getoption("--full") else 5
+    repetitions = 50 if request.config.getoption("--full") else 2
     rng = np.random.default_rng(int(time.time()))
     strategy = replicas.mirrored(4)
     state = saving_program.state_of(strategy)
@@ -495,9 +489,7 @@ def test_killed_while_saving(request, tmp_path, report):
         directory = tmp_path / str(number)
         process = subprocess.Popen(
             [
-                sys.executable,
-                "-m",
-                "tests.programs.saving_program",
+                *(sys.executable, "-m", "tests.programs.saving_program"),
                 str(directory),
             ],
             stdout=subprocess.PIPE,
@@ -506,7 +498,7 @@ def test_killed_while_saving(request, tmp_path, report):
         )
         # The first save is complete.
         assert process.stdout.readline().strip() == "1"
-        time.sleep(rng.uniform(0.0, 0.5))
+        time.sleep(0.5 * (number + rng.uniform()) / repetitions)
         process.send_signal(signal.SIGKILL)
         with process.stdout:
             told = [1, *(int(line) for line in process.stdout)]
@@ -523,26 +515,16 @@ def test_killed_while_saving(request, tmp_path, report):
 # What plain TensorFlow loses, beside ours.
 
 
-def _groups_of_values(kind="mirrored"):
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_tensorflow_shows_and_restores_replica_0(kind, tmp_path):
     strategy = replicas.STRATEGIES[kind](4)
     with strategy.scope():
         variable = keras.Variable(0.0)
     state = tf_xshard.GroupState([variable], [[0, 2], [1, 3]])
     state.assign(variable, [1.0, 2.0])
-    return strategy, variable, state
-
-
-@ON
-def test_numpy_shows_one_group(kind):
-    strategy, variable, state = _groups_of_values(kind)
     assert float(variable.numpy()) == 1.0
     assert float(tf.convert_to_tensor(variable)) == 1.0
     assert [state.get_weights(g)["variables"] for g in (0, 1)] == [[1], [2]]
-
-
-@ON
-def test_a_checkpoint_restores_replica_0(kind, tmp_path):
-    strategy, variable, state = _groups_of_values(kind)
     path = tf.train.Checkpoint(v=variable.value).write(str(tmp_path / "tf"))
     state.save(tmp_path / "ours")
     variable.assign(0.0)
@@ -550,24 +532,24 @@ def test_a_checkpoint_restores_replica_0(kind, tmp_path):
     assert replicas.values(strategy, variable) == [1, 1, 1, 1], (
         "TensorFlow mended this"
     )
+    # Groups in another order are the same groups.
+    state = tf_xshard.GroupState([variable], [[3, 1], [0, 2]])
     state.restore(tmp_path / "ours")
     assert replicas.values(strategy, variable) == [1, 2, 1, 2]
 
 
-def test_saving_a_model_keeps_replica_0(tmp_path):
+def test_saving_a_model_keeps_replica_0(trained, tmp_path):
     strategy = replicas.mirrored(4)
-    model = group_training.trained(strategy)
-    kernel = model.layers[0].kernel
-    expected = replicas.values(strategy, kernel)
-    model.save(tmp_path / "model.keras")
-    tf_xshard.GroupState(model).save(tmp_path / "state")
+    expected = replicas.values(strategy, trained.layers[0].kernel)
+    trained.save(tmp_path / "model.keras")
+    tf_xshard.GroupState(trained).save(tmp_path / "state")
     with strategy.scope():
         loaded = keras.models.load_model(tmp_path / "model.keras")
-    for value in replicas.values(strategy, loaded.layers[0].kernel):
+    kernel = loaded.layers[0].kernel
+    for value in replicas.values(strategy, kernel):
         np.testing.assert_array_equal(value, expected[0])
     assert not np.array_equal(expected[0], expected[1])
     loaded.optimizer.build(loaded.trainable_variables)
     tf_xshard.GroupState(loaded).restore(tmp_path / "state")
-    group_training.assert_same(
-        [replicas.values(strategy, loaded.layers[0].kernel)], [expected]
-    )
+    restored = replicas.values(strategy, kernel)
+    group_training.assert_same([restored], [expected])

@@ -77,57 +77,50 @@ def test_a_strategy_that_is_not_supported_is_left_to_keras():
 
 
 def test_a_keras_that_is_right_is_left_alone(monkeypatch, caplog):
-    def reduce_per_replica(values, strategy, reduction):
-        return values
-
-    def maybe_symbolic_build(self, iterator=None, data_batch=None):
-        return None
-
-    monkeypatch.setattr(trainer, "reduce_per_replica", reduce_per_replica)
-    monkeypatch.setattr(
-        names.defining_class(keras.Model, "_maybe_symbolic_build"),
-        "_maybe_symbolic_build",
-        maybe_symbolic_build,
-    )
+    right = lambda *args, **kwargs: None
+    owner = names.defining_class(keras.Model, "_maybe_symbolic_build")
+    monkeypatch.setattr(trainer, "reduce_per_replica", right)
+    monkeypatch.setattr(owner, "_maybe_symbolic_build", right)
     with tf_xshard.multi_worker_fit():
-        assert trainer.reduce_per_replica is reduce_per_replica
-        assert _places()[0] is maybe_symbolic_build
+        assert _places()[:2] == (right, right)
     for name in ("reduce_per_replica", "_maybe_symbolic_build"):
         assert f"has changed {name} and removed" in caplog.text
 
 
-def test_a_keras_that_is_not_known_is_said_so(monkeypatch):
-    def reduce_per_replica(values, strategy, reduction):
-        # Another text with the same mistake.
-        v = values
-        return strategy.reduce("MEAN", v, axis=0)
-
-    monkeypatch.setattr(trainer, "reduce_per_replica", reduce_per_replica)
-    before = _places()
-    with pytest.raises(RuntimeError, match="does not know whether fit works"):
-        tf_xshard.multi_worker_fit()
-    assert _places() == before
+def _of_another_text(values, strategy, reduction):
+    # With the same mistake.
+    v = values
+    return strategy.reduce("MEAN", v, axis=0)
 
 
-def test_a_keras_without_sources_is_said_so(monkeypatch):
+def _without_a_source():
     scope = {}
     text = "def reduce_per_replica(values, strategy, reduction): pass"
     # Python 3.13 has a source for "<string>", that of `python -c`.
     exec(compile(text, "<no file>", "exec"), scope)
-    monkeypatch.setattr(
-        trainer, "reduce_per_replica", scope["reduce_per_replica"]
-    )
-    with pytest.raises(RuntimeError, match="could not get source code"):
+    return scope["reduce_per_replica"]
+
+
+@pytest.mark.parametrize(
+    "function, text",
+    [
+        (_of_another_text, "does not know whether fit works"),
+        (_without_a_source(), "could not get source code"),
+    ],
+)
+def test_a_keras_that_is_not_known_is_said_so(function, text, monkeypatch):
+    monkeypatch.setattr(trainer, "reduce_per_replica", function)
+    before = _places()
+    with pytest.raises(RuntimeError, match=text):
         tf_xshard.multi_worker_fit()
+    assert _places() == before
 
 
 def test_the_sources_are_known():
+    names = "_maybe_symbolic_build", "reduce_per_replica"
     states = {
         name: multi_worker_patches.state_of(name, function)
-        for name, function in (
-            ("_maybe_symbolic_build", _places()[0]),
-            ("reduce_per_replica", _places()[1]),
-        )
+        for name, function in zip(names, _places(), strict=False)
     }
     assert set(states.values()) == {"wrong"}, (
         f"Keras {keras.__version__} has changed them: {states}. Look at what"
@@ -206,17 +199,21 @@ def test_when_a_batch_is_under_way(monkeypatch):
     assert not watchdog.WATCHDOG.batches
 
 
-def test_the_chief_prints_and_others_do_not(capfd, monkeypatch):
+@pytest.mark.parametrize(
+    "loop, rank, verbose, prints",
+    [
+        ("fit", 0, {}, True),
+        ("evaluate", 1, {}, False),
+        ("fit", 1, {}, False),
+        ("evaluate", 1, {"verbose": 2}, True),
+    ],
+)
+def test_the_chief_prints_and_others_do_not(
+    loop, rank, verbose, prints, capfd, monkeypatch
+):
     model = training.model()
     model.compile("sgd", "mse")
-    x, y = np.zeros([4, 8]), np.zeros([4, 1])
-    for rank, verbose, prints in (
-        (0, {}, True),
-        (1, {}, False),
-        (1, {"verbose": 2}, True),
-    ):
-        monkeypatch.setattr(fit, "_rank", lambda strategy, rank=rank: rank)
-        for loop in ("fit", "evaluate"):
-            with tf_xshard.multi_worker_fit():
-                getattr(model, loop)(x, y, **verbose)
-            assert ("loss" in capfd.readouterr().out) == prints
+    monkeypatch.setattr(fit, "_rank", lambda strategy: rank)
+    with tf_xshard.multi_worker_fit():
+        getattr(model, loop)(np.zeros([4, 8]), np.zeros([4, 1]), **verbose)
+    assert ("loss" in capfd.readouterr().out) == prints

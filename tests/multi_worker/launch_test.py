@@ -1,5 +1,6 @@
 """`python -m tf_xshard launch`: processes, output, signals, exit codes."""
 
+import contextlib
 import json
 import re
 import signal
@@ -83,11 +84,20 @@ def script(tmp_path):
     return str(path)
 
 
-def _launch(arguments, monkeypatch, capfd):
+@pytest.fixture
+def launch(script, monkeypatch, capfd):
+    """A function that launches a case; the last arguments are the script's.
+
+    It returns the exit code, the output, and what came on stderr.
+    """
     monkeypatch.setattr(launcher, "GRACE_AFTER_FAILURE_SECONDS", 1.0)
-    code = cli.main(["launch", *arguments])
-    out, err = capfd.readouterr()
-    return code, out, err
+
+    def run(options, *case):
+        program = [script, *case] if case else []
+        code = cli.main(["launch", *options.split(), *program])
+        return code, *capfd.readouterr()
+
+    return run
 
 
 def _started(out):
@@ -99,10 +109,8 @@ def _started(out):
     ]
 
 
-def test_all_end_well(script, monkeypatch, capfd):
-    code, out, err = _launch(
-        ["--workers", "3", script, "end", "--flag", "a b"], monkeypatch, capfd
-    )
+def test_all_end_well(launch):
+    code, out, err = launch("--workers 3", "end", "--flag", "a b")
     assert code == 0
     started = sorted(_started(out))
     assert [rank for rank, *_ in started] == [0, 1, 2]
@@ -114,51 +122,43 @@ def test_all_end_well(script, monkeypatch, capfd):
         assert f"[{rank}] to stderr" in err
 
 
-def test_workers_share_the_cores(script, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "number, own, expected",
+    [
+        (2, None, max(1, local_cluster.num_cores() // 2)),
+        (2, "7", 7),
+        (1, None, None),
+    ],
+)
+def test_workers_share_the_cores(number, own, expected, launch, monkeypatch):
     """Unless the user wants something else, or a worker has them all."""
-    name = "TF_NUM_INTRAOP_THREADS"
-    cores = local_cluster.num_cores()
-    for number, own, expected in (
-        ("2", None, str(max(1, cores // 2))),
-        ("2", "7", "7"),
-        ("1", None, "None"),
-    ):
-        monkeypatch.delenv(name, raising=False)
-        if own:
-            monkeypatch.setenv(name, own)
-        arguments = ["--workers", number, script, "threads"]
-        code, out, _ = _launch(arguments, monkeypatch, capfd)
-        assert code == 0
-        assert f"[0] threads {expected}" in out
+    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
+    if own:
+        monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", own)
+    code, out, _ = launch(f"--workers {number}", "threads")
+    assert code == 0 and f"[0] threads {expected}\n" in out
 
 
-def test_workers_keep_freed_memory(script, monkeypatch, capfd):
+def test_workers_keep_freed_memory(launch, monkeypatch):
     """Unless the user wants something else."""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    arguments = ["--workers", "1", script, "memory"]
-    code, out, _ = _launch(arguments, monkeypatch, capfd)
-    assert code == 0
-    assert f"[0] memory {32 << 20} 7" in out
+    code, out, _ = launch("--workers 1", "memory")
+    assert code == 0 and f"[0] memory {32 << 20} 7" in out
 
 
-def test_a_failure_ends_all_and_comes_last(script, monkeypatch, capfd):
+def test_a_failure_ends_all_and_comes_last(launch):
     start = time.monotonic()
-    code, _, err = _launch(
-        ["--workers", "3", script, "fail"], monkeypatch, capfd
-    )
+    code, _, err = launch("--workers 3", "fail")
     assert code == 1 and time.monotonic() - start < 20
-    last = err.splitlines()[-4:]
-    assert last[-1] == "tf_xshard launch: worker 1 failed with exit code 1."
-    assert last[-2] == "[1] ValueError: the cause"
+    assert err.splitlines()[-2:] == [
+        "[1] ValueError: the cause",
+        "tf_xshard launch: worker 1 failed with exit code 1.",
+    ]
 
 
-def test_restart(script, monkeypatch, capfd):
-    code, out, err = _launch(
-        ["--workers", "2", "--max-restarts", "2", script, "fail_once"],
-        monkeypatch,
-        capfd,
-    )
+def test_restart(launch):
+    code, out, err = launch("--workers 2 --max-restarts 2", "fail_once")
     assert code == 0
     assert {(rank, restart) for rank, restart, *_ in _started(out)} >= {
         (0, 1),
@@ -168,29 +168,21 @@ def test_restart(script, monkeypatch, capfd):
     assert "restart 1 of 2" in err and "restart 2" not in err
 
 
-def test_restarts_run_out(script, monkeypatch, capfd):
-    code, out, err = _launch(
-        ["--workers", "3", "--max-restarts", "1", script, "killed"],
-        monkeypatch,
-        capfd,
-    )
+def test_restarts_run_out(launch):
+    code, out, err = launch("--workers 3 --max-restarts 1", "killed")
     assert code == 128 + signal.SIGKILL
     assert err.count("worker 2 was ended by SIGKILL.\n") == 2
     assert max(restart for _, restart, *_ in _started(out)) == 1
 
 
-def test_one_that_does_not_listen_is_killed(script, monkeypatch, capfd):
+def test_one_that_does_not_listen_is_killed(launch):
     start = time.monotonic()
-    code, *_ = _launch(
-        ["--workers", "2", script, "stubborn"], monkeypatch, capfd
-    )
+    code, *_ = launch("--workers 2", "stubborn")
     assert code == 5 and time.monotonic() - start < 20
 
 
-def test_children_end_with_their_worker(script, monkeypatch, capfd):
-    code, out, _ = _launch(
-        ["--workers", "1", script, "child"], monkeypatch, capfd
-    )
+def test_children_end_with_their_worker(launch):
+    code, out, _ = launch("--workers 1", "child")
     assert code == 0
     [pid] = re.findall(r"child (\d+)", out)
     for _ in range(100):
@@ -205,57 +197,49 @@ def test_children_end_with_their_worker(script, monkeypatch, capfd):
         pytest.fail("the child still runs")
 
 
-def test_each_host_starts_its_rank(script, monkeypatch, capfd):
-    code, out, _ = _launch(
-        ["--hosts", "a:1,b:2,[::1]:3", "--rank", "2", script, "end"],
-        monkeypatch,
-        capfd,
-    )
+def test_each_host_starts_its_rank(launch):
+    code, out, _ = launch("--hosts a:1,b:2,[::1]:3 --rank 2", "end")
     assert code == 0
     [(rank, _, cluster, _)] = _started(out)
     assert (rank, cluster) == (2, ["a:1", "b:2", "[::1]:3"])
 
 
-def test_a_host_waits_until_the_others_have_ended(script, monkeypatch, capfd):
-    """Its new worker must not connect to their old ones."""
+@pytest.fixture
+def other():
+    """A socket that listens, as another host's old worker does."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        timer = threading.Timer(4.0, other.close)
-        timer.start()
-        start = time.monotonic()
-        code, out, err = _launch(
-            [
-                *("--hosts", f"a:1,127.0.0.1:{other.getsockname()[1]}"),
-                *("--rank", "0", "--max-restarts", "1", script, "fail_first"),
-            ],
-            monkeypatch,
-            capfd,
-        )
-        timer.join()
-    assert code == 0 and "still listening" not in err
+        yield other
+
+
+def _restarted(launch, other):
+    """A launch that is restarted beside another host."""
+    address = f"127.0.0.1:{other.getsockname()[1]}"
+    code, out, err = launch(
+        f"--hosts a:1,{address} --rank 0 --max-restarts 1", "fail_first"
+    )
+    assert code == 0
     assert [restart for _, restart, *_ in _started(out)] == [0, 1]
+    return f"{address} still listening: starting anyway" in err
+
+
+def test_a_host_waits_until_the_others_have_ended(launch, other):
+    """Its new worker must not connect to their old ones."""
+    timer = threading.Timer(4.0, other.close)
+    timer.start()
+    start = time.monotonic()
+    assert not _restarted(launch, other)
+    timer.join()
     assert time.monotonic() - start >= 4.0
 
 
-def test_a_host_does_not_wait_for_ever(script, monkeypatch, capfd):
+def test_a_host_does_not_wait_for_ever(launch, other, monkeypatch):
     monkeypatch.setattr(launcher, "_RESTART_MAX_SECONDS", 0.5)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        code, _, err = _launch(
-            [
-                *("--hosts", f"a:1,{address}", "--rank", "0"),
-                *("--max-restarts", "1", script, "fail_first"),
-            ],
-            monkeypatch,
-            capfd,
-        )
-    assert code == 0 and f"{address} still listening: starting anyway" in err
+    assert _restarted(launch, other)
 
 
-def test_one_that_can_not_be_started_ends_the_others(monkeypatch, script):
+def test_one_that_can_not_be_started_ends_the_others(monkeypatch, launch):
     started, popen = [], subprocess.Popen
 
     def second_fails(*args, **kwargs):
@@ -266,14 +250,12 @@ def test_one_that_can_not_be_started_ends_the_others(monkeypatch, script):
 
     monkeypatch.setattr(subprocess, "Popen", second_fails)
     with pytest.raises(OSError, match="no more processes"):
-        cli.main(["launch", "--workers", "2", script, "sleep"])
+        launch("--workers 2", "sleep")
     assert started[0].wait(30) == -signal.SIGKILL
 
 
-def test_a_module(monkeypatch, capfd):
-    code, out, _ = _launch(
-        ["--workers", "1", "-m", "json.tool", "--help"], monkeypatch, capfd
-    )
+def test_a_module(launch):
+    code, out, _ = launch("--workers 1 -m json.tool --help")
     assert code == 0 and "[0] usage" in out
 
 
@@ -285,9 +267,10 @@ def sigint():
     signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
 def _launched(script, case):
     """A launch of two workers that are ready."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [
             *(sys.executable, "-m", "tf_xshard", "launch"),
             *("--workers", "2", script, case),
@@ -296,9 +279,9 @@ def _launched(script, case):
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=paths.ROOT,
-    )
-    _read(process, "ready")
-    return process
+    ) as process:
+        _read(process, "ready")
+        yield process
 
 
 def _read(process, text):
@@ -308,34 +291,30 @@ def _read(process, text):
         seen += text in process.stdout.readline()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.usefixtures("sigint")
-def test_signals_are_passed_on(script, number):
-    process = _launched(script, "told")
-    with process.stdout:
+def test_signals_are_passed_on(script):
+    with _launched(script, "told") as process:
         # One that asks for something does not end the job.
         process.send_signal(signal.SIGUSR1)
         _read(process, "asked")
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-    assert process.wait(30) == 128 + number
+        assert process.wait(30) == 128 + signal.SIGINT
     for rank in (0, 1):
-        assert f"[{rank}] told {int(number)}" in rest
+        assert f"[{rank}] told {int(signal.SIGINT)}" in rest
 
 
 def test_workers_may_save_after_a_signal(script):
     """Also where another one fails of it, at once."""
-    process = _launched(script, "saves")
-    with process.stdout:
+    with _launched(script, "saves") as process:
         process.send_signal(signal.SIGTERM)
         assert "[1] saved" in process.stdout.read()
-    assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(20) == 128 + signal.SIGTERM
 
 
 @pytest.mark.usefixtures("sigint")
 def test_a_second_signal_ends_all_at_once(script):
-    process = _launched(script, "deaf")
-    with process.stdout:
+    with _launched(script, "deaf") as process:
         process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(2)
@@ -346,12 +325,10 @@ def test_a_second_signal_ends_all_at_once(script):
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_nohup(script, handler, monkeypatch, capfd):
+def test_nohup(handler, launch):
     before = signal.signal(signal.SIGHUP, handler)
     try:
-        code, _, _ = _launch(
-            ["--workers", "1", script, "hangup"], monkeypatch, capfd
-        )
+        code, *_ = launch("--workers 1", "hangup")
         assert signal.getsignal(signal.SIGHUP) == handler
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -361,25 +338,22 @@ def test_nohup(script, handler, monkeypatch, capfd):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--workers", "0", "x.py"], "must be at least 1"),
-        (["x.py"], "one of the arguments --workers --hosts is required"),
-        (["--workers", "1", "--hosts", "a:1", "x.py"], "not allowed with"),
-        (["--workers", "2", "--rank", "1", "x.py"], "--rank is for --hosts"),
-        (["--hosts", "a:1,b", "--rank", "0", "x.py"], "'b' is not host:port"),
-        (
-            ["--hosts", "a:1,a:1", "--rank", "0", "x.py"],
-            "the same address twice",
-        ),
-        (["--hosts", "a:1,b:1", "--rank", "2", "x.py"], "a --rank of 0 to 1"),
-        (["--hosts", "a:1,b:1", "x.py"], "a --rank of 0 to 1"),
-        (["--workers", "1", "--max-restarts", "-1", "x.py"], "0 or more"),
-        (["--workers", "1", "no_such.py"], "'no_such.py' is not a file"),
+        ("--workers 0", "must be at least 1"),
+        ("", "one of the arguments --workers --hosts is required"),
+        ("--workers 1 --hosts a:1", "not allowed with"),
+        ("--workers 2 --rank 1", "--rank is for --hosts"),
+        ("--hosts a:1,b --rank 0", "'b' is not host:port"),
+        ("--hosts a:1,a:1 --rank 0", "the same address twice"),
+        ("--hosts a:1,b:1 --rank 2", "a --rank of 0 to 1"),
+        ("--hosts a:1,b:1", "a --rank of 0 to 1"),
+        ("--workers 1 --max-restarts -1", "0 or more"),
+        ("--workers 1", "'no_such.py' is not a file"),
     ],
     ids=str,
 )
 def test_refuses(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["launch", *arguments])
+        cli.main(["launch", *arguments.split(), "no_such.py"])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 

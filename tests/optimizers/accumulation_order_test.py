@@ -1,7 +1,5 @@
 """Towers and AGN: other variables, kinds of gradients, orders of calls."""
 
-import os
-
 import keras
 import numpy as np
 import pytest
@@ -24,14 +22,6 @@ def _agn(inner=None, period=2, **kwargs):
     )
 
 
-def _rows(indices, num_rows, value=1.0):
-    return tf.IndexedSlices(
-        tf.fill([len(indices)], value),
-        tf.constant(indices),
-        tf.constant([num_rows]),
-    )
-
-
 def _dense(num_outputs=1, **kwargs):
     return keras.Sequential(
         [keras.layers.Input((2,)), keras.layers.Dense(num_outputs, **kwargs)]
@@ -39,6 +29,27 @@ def _dense(num_outputs=1, **kwargs):
 
 
 X, Y = np.ones((8, 2), "float32"), 5 * np.ones((8, 1), "float32")
+with_both = pytest.mark.parametrize(
+    "make", [_towers, _agn], ids=["tower", "agn"]
+)
+
+
+def _compiled(optimizer, model=None):
+    model = model or _dense()
+    # A .h5 file can't hold the name "mse".
+    model.compile(optimizer, keras.losses.MeanSquaredError())
+    return model
+
+
+def _fit(optimizer, model=None, batch_size=4, y=Y):
+    model = _compiled(optimizer, model)
+    model.fit(X, y, batch_size=batch_size, verbose=0)
+    return model
+
+
+def _assert_equal(mine, theirs):
+    for one, other in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_sparse_gradients_of_vectors_and_tables():
@@ -56,13 +67,13 @@ def test_sparse_gradients_of_vectors_and_tables():
     assert table.numpy()[:, 0].tolist() == [0, -0.5, -0.5, 0]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_dense_and_sparse_in_one_round(order):
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_dense_and_sparse_in_one_round(is_reversed):
     vector = keras.Variable(np.zeros(4))
     optimizer = _towers()
-    gradients = [tf.ones([4]), _rows([1], 4)]
-    for index in order:
-        optimizer.apply([gradients[index]], [vector])
+    gradients = [tf.ones([4]), tf.IndexedSlices(tf.ones([1]), [1], [4])]
+    for gradient in gradients[::-1] if is_reversed else gradients:
+        optimizer.apply([gradient], [vector])
     assert vector.numpy().tolist() == [-0.5, -1, -0.5, -0.5]
 
 
@@ -76,7 +87,7 @@ def test_a_variable_that_the_last_call_does_not_have():
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("make", [_towers, _agn], ids=["tower", "agn"])
+@with_both
 def test_functions_that_know_nothing_of_each_other_are_refused(make):
     """What the second adds would be left behind by the first's update."""
     a, b = keras.Variable(0.0, name="a"), keras.Variable(0.0, name="b")
@@ -106,35 +117,21 @@ def test_functions_that_know_nothing_of_each_other_are_refused(make):
 
 
 @pytest.mark.parametrize(
-    "wanted, make",
-    [
-        ("momentum", _towers),
-        ("weight_decay", _agn),
-        ("momentum", _agn),
-        ("weight_decay", _towers),
-    ],
+    "setting, make", [("momentum", _towers), ("weight_decay", _agn)]
 )
-def test_frozen_layers_do_not_move(wanted, make):
-    inner = O.SGD(0.05, **{wanted: 0.5})
-    model = keras.Sequential(
-        [
-            keras.layers.Input((2,)),
-            keras.layers.Dense(2),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile(make(inner), "mse")
-    model.fit(X, Y, batch_size=4, verbose=0)
-    frozen, trained = model.layers
+def test_frozen_layers_do_not_move(setting, make):
+    layers = [keras.layers.Dense(2), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.layers.Input((2,)), *layers])
+    _fit(make(O.SGD(0.05, **{setting: 0.5})), model)
+    frozen, trained = layers
     frozen.trainable = False
-    model.compile(model.optimizer, "mse")
     before = frozen.kernel.numpy(), trained.kernel.numpy()
-    model.fit(X, Y, batch_size=4, verbose=0)
+    _fit(model.optimizer, model)
     np.testing.assert_array_equal(frozen.kernel, before[0])
     assert np.abs(trained.kernel.numpy() - before[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("make", [_towers, _agn], ids=["tower", "agn"])
+@with_both
 def test_variables_that_are_given_train(make):
     """In a loop of one's own, whatever their flag says."""
     variable = keras.Variable(0.0, trainable=False)
@@ -173,82 +170,58 @@ def test_steps_of_a_longer_period():
     assert optimizer.center_variables[0].numpy() == -1
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: _towers(num_towers=4),
-        lambda: _agn(period=4, local_optimizer=O.SGD(0.0)),
-    ],
-    ids=["tower", "agn"],
-)
-def test_means_of_float16_do_not_overflow(make):
-    variable = keras.Variable(0.0, dtype="float16")
-    optimizer = make()
-    for _ in range(4):
-        optimizer.apply([tf.constant(30000.0, tf.float16)], [variable])
-    assert variable.numpy() == -30000
-
-
-def test_apply_towers_of_float16_does_not_overflow():
-    variable = keras.Variable(0.0, dtype="float16")
-    _towers(num_towers=4).apply_towers(
-        [[tf.constant(30000.0, tf.float16)]] * 4, [variable]
+def test_means_of_float16_do_not_overflow():
+    gradient = tf.constant(30000.0, tf.float16)
+    towers, agn, at_once = (
+        keras.Variable(0.0, dtype="float16") for _ in range(3)
     )
-    assert variable.numpy() == -30000
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: _towers(O.Adam(0.1)), lambda: _agn(O.Adam(0.1))],
-    ids=["tower", "agn"],
-)
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_legacy_h5_and_set_weights_before_building(make, tmp_path):
-    model = _dense()
-    model.compile(make(), keras.losses.MeanSquaredError())
-    model.fit(X, Y, batch_size=2, verbose=0)  # Four steps.
-    model.train_on_batch(X, Y)
-    model.optimizer.build(model.trainable_variables)
-    path = os.path.join(tmp_path, "model.h5")
-    model.save(path)
-    restored = keras.models.load_model(path)
-    restored.optimizer.build(restored.trainable_variables)
-    for mine, theirs in zip(
-        model.optimizer.variables, restored.optimizer.variables, strict=True
+    for optimizer, variable in (
+        (_towers(num_towers=4), towers),
+        (_agn(period=4, local_optimizer=O.SGD(0.0)), agn),
     ):
-        np.testing.assert_array_equal(mine, theirs, err_msg=mine.path)
-    for one in (model, restored):
-        one.train_on_batch(X, Y)
-    np.testing.assert_array_equal(
-        model.get_weights()[0], restored.get_weights()[0]
-    )
+        for _ in range(4):
+            optimizer.apply([gradient], [variable])
+        assert variable.numpy() == -30000
+    _towers(num_towers=4).apply_towers([[gradient]] * 4, [at_once])
+    assert at_once.numpy() == -30000
 
 
-@pytest.mark.parametrize("make", [_towers, _agn], ids=["tower", "agn"])
-def test_files_of_another_time(make, tmp_path):
-    """Unbuilt and built, as with plain Keras: a warning, and the weights."""
-    path = os.path.join(tmp_path, "saved.weights.h5")
-    model = _dense()
-    model.compile(make(), "mse")
-    model.fit(X, Y, batch_size=4, verbose=0)
-    model.save_weights(path)
-    other = _dense()
-    other.compile(make(), "mse")
+@with_both
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_every_way_to_save(make, tmp_path):
+    """Into an unbuilt optimizer weights alone, as with plain Keras."""
+    model = _fit(make(O.Adam(0.1)), batch_size=2)  # Four steps.
+    model.train_on_batch(X, Y)
+    slots = model.optimizer.variables
+    continued = [model]
+    for name in ("model.keras", "model.h5"):
+        model.save(tmp_path / name)
+        continued.append(keras.models.load_model(tmp_path / name))
+    path = tf.train.Checkpoint(model).write(str(tmp_path / "saved"))
+    continued.append(_compiled(make(O.Adam(0.1))))
+    continued[-1].optimizer.build(continued[-1].trainable_variables)
+    tf.train.Checkpoint(continued[-1]).read(path).assert_consumed()
+    for one in continued:
+        one.optimizer.build(one.trainable_variables)
+        _assert_equal(slots, one.optimizer.variables)
+
+    model.save_weights(tmp_path / "saved.weights.h5")
+    unbuilt = _compiled(make(O.Adam(0.1)))
     with pytest.warns(UserWarning) as warned:
-        other.load_weights(path)
+        unbuilt.load_weights(tmp_path / "saved.weights.h5")
     assert [w for w in warned if "call optimizer.build(model" in str(w.message)]
-    np.testing.assert_array_equal(
-        model.get_weights()[0], other.get_weights()[0]
-    )
+    _assert_equal(model.get_weights(), unbuilt.get_weights())
+
+    for one in continued:
+        one.train_on_batch(X, Y)
+        _assert_equal(model.get_weights(), one.get_weights())
 
 
 # What AGN's center must share with the model's variables.
 
 
 def test_values_that_are_set_between_fits_count():
-    model = _dense()
-    model.compile(_agn(O.SGD(0.01), 3), "mse")
-    model.fit(X, Y, batch_size=2, verbose=0)
+    model = _fit(_agn(O.SGD(0.01), 3), batch_size=2)
     model.set_weights([np.full_like(w, 50) for w in model.get_weights()])
     model.optimizer.learning_rate = 0.0
     model.optimizer.inner_optimizer.learning_rate = 0.0
@@ -259,16 +232,14 @@ def test_values_that_are_set_between_fits_count():
 
 def test_constraints_hold_for_the_center():
     model = _dense(kernel_constraint="non_neg")
-    model.compile(_agn(O.SGD(0.5)), "mse")
-    model.fit(X, -2 * Y, batch_size=2, verbose=0)
+    _fit(_agn(O.SGD(0.5)), model, batch_size=2, y=-2 * Y)
     assert (model.get_weights()[0] >= 0).all()
 
 
 @versions.needs_multi_optimizer
 def test_optimizers_by_path_reach_the_center(tmp_path):
     def make():
-        by_path = O.OptimizerMap(O.SGD(0.0))
-        by_path["net/enc/.*"] = O.Adam(0.1)
+        by_path = O.OptimizerMap(O.SGD(0.0), {"net/enc/.*": O.Adam(0.1)})
         return _agn(O.MultiOptimizer(by_path), 1)
 
     model = keras.Sequential(
@@ -280,57 +251,54 @@ def test_optimizers_by_path_reach_the_center(tmp_path):
         name="net",
     )
     before = model.get_weights()
-    model.compile(make(), "mse")
-    model.fit(X, Y, batch_size=4, verbose=0)
+    _fit(make(), model)
     moved = [
         np.abs(a - b).max()
         for a, b in zip(model.get_weights(), before, strict=True)
     ]
     assert moved[0] > 0.01 and moved[2:] == [0, 0]
-    path = tf.train.Checkpoint(o=model.optimizer).write(
-        os.path.join(tmp_path, "checkpoint")
-    )
+    path = tf.train.Checkpoint(o=model.optimizer).write(str(tmp_path / "saved"))
     other = make()
     other.build(model.trainable_variables)
     tf.train.Checkpoint(o=other).read(path).assert_consumed()
-    for mine, theirs in zip(
-        model.optimizer.variables, other.variables, strict=True
-    ):
-        np.testing.assert_array_equal(mine, theirs, err_msg=mine.path)
+    _assert_equal(model.optimizer.variables, other.variables)
 
 
-@pytest.mark.parametrize("how", ["names", "list", "anchored", "before"])
-@pytest.mark.parametrize("period", [1, 9], ids=["center", "local"])
-def test_exclude_from_weight_decay(how, period):
-    """Weights of layers have a path that is not their name."""
-    model = keras.Sequential(
-        [
-            keras.layers.Input((1,)),
-            keras.layers.Dense(1, bias_initializer="ones", name="bias"),
-            keras.layers.Dense(1, bias_initializer="ones"),
-        ]
-    )
-    biases = [layer.bias for layer in model.layers]
-    kernels = [layer.kernel for layer in model.layers]
-    for kernel in kernels:
-        kernel.assign([[1.0]])
-    arguments = {
-        "names": {"var_names": ["bias"]},
-        "anchored": {"var_names": ["^bias$"]},
-    }.get(how, {"var_list": biases})
+@pytest.mark.parametrize(
+    "period, is_before, names",
+    [
+        (1, False, ["bias"]),
+        (9, False, ["^bias$"]),
+        (1, False, None),
+        (9, False, None),
+        (9, True, None),
+    ],
+)
+def test_exclude_from_weight_decay(period, is_before, names):
+    """Weights of layers have a path that is not their name.
+
+    A period of 1 moves the center, a longer one the local variables.
+    """
+    layers = [
+        keras.layers.Dense(1, bias_initializer="ones", name="bias"),
+        keras.layers.Dense(1, bias_initializer="ones"),
+    ]
+    model = keras.Sequential([keras.layers.Input((1,)), *layers])
+    biases = [layer.bias for layer in layers]
+    for layer in layers:
+        layer.kernel.assign([[1.0]])
+    excluded = {"var_names": names} if names else {"var_list": biases}
     inner = O.SGD(1.0, weight_decay=0.1)
-    if how == "before":
-        inner.exclude_from_weight_decay(**arguments)
+    if is_before:
+        inner.exclude_from_weight_decay(**excluded)
     optimizer = _agn(inner, period)
-    if how != "before":
-        optimizer.exclude_from_weight_decay(**arguments)
-    optimizer.apply(
-        [tf.zeros(v.shape) for v in model.trainable_variables],
-        model.trainable_variables,
-    )
+    if not is_before:
+        optimizer.exclude_from_weight_decay(**excluded)
+    variables = model.trainable_variables
+    optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
     assert [float(bias[0]) for bias in biases] == [1, 1]
-    for kernel in kernels:
-        np.testing.assert_allclose(kernel.numpy(), 0.9, rtol=1e-6)
+    for layer in layers:
+        np.testing.assert_allclose(layer.kernel.numpy(), 0.9, rtol=1e-6)
 
 
 def test_exclude_a_variable_whose_name_is_part_of_another():
@@ -344,13 +312,11 @@ def test_exclude_a_variable_whose_name_is_part_of_another():
 # AGN under a strategy, and around the end of fit.
 
 
-@replicas.on_mirrored_and_permuted
-def test_a_moving_average_of_the_center_reaches_all_replicas(kind):
-    strategy = replicas.STRATEGIES[kind](2)
+def test_a_moving_average_of_the_center_reaches_all_replicas():
+    strategy = replicas.mirrored(2)
     with strategy.scope():
-        model = _dense()
-        model.compile(_agn(O.SGD(0.1, use_ema=True, ema_momentum=0.9)), "mse")
-    model.fit(X, Y, batch_size=2, verbose=0)
+        inner = O.SGD(0.1, use_ema=True, ema_momentum=0.9)
+        model = _fit(_agn(inner), batch_size=2)
     kernels = replicas.values(strategy, model.layers[0].kernel)
     for kernel in kernels:
         np.testing.assert_array_equal(kernel, kernels[0])
@@ -367,44 +333,6 @@ def test_applied_outside_of_the_strategy():
     with pytest.raises(RuntimeError, match="outside of it, where there are no"):
         optimizer.apply([tf.constant(1.0)], [weight])
     assert weight.numpy() == 10
-
-
-class _Values(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        optimizer = self.model.optimizer
-        self.local = self.model.get_weights()[0].copy()
-        self.center = optimizer.center_variables[0].numpy()
-
-
-@replicas.on_mirrored_and_tpu
-def test_a_file_that_is_saved_while_the_center_is_shown(kind, tmp_path):
-    strategy = replicas.STRATEGIES[kind](2)
-    path = os.path.join(tmp_path, "model.keras")
-    with strategy.scope():
-        model = _dense()
-        model.compile(_agn(O.SGD(0.02), 3), "mse")
-    values = _Values()
-    model.fit(
-        X,
-        Y,
-        batch_size=4,
-        verbose=0,
-        callbacks=[
-            values,
-            tf_xshard.SwapCenterWeights(swap_on_epoch=True),
-            keras.callbacks.ModelCheckpoint(path),
-        ],
-    )
-    assert np.abs(values.local - values.center).max() > 1e-3
-    with strategy.scope():
-        restored = keras.models.load_model(path)
-    np.testing.assert_array_equal(restored.get_weights()[0], values.center)
-    restored.optimizer.show_center(False)
-    for local in replicas.values(strategy, restored.layers[0].kernel):
-        np.testing.assert_array_equal(local, values.local)
-    np.testing.assert_array_equal(
-        restored.optimizer.center_variables[0].numpy(), values.center
-    )
 
 
 def _one_weight(strategy):
@@ -463,17 +391,12 @@ def test_the_end_of_fit_right_after_a_restore():
     assert second.exchanges.numpy() == 1 and b.numpy() == -1
 
 
-def test_an_inner_optimizer_that_has_been_built():
+def test_an_inner_optimizer_that_is_built_or_can_not_be_copied():
     inner = O.Adam(0.1)
     inner.build([keras.Variable(0.0)])
     with pytest.raises(ValueError, match="has been built"):
         _agn(inner)
-
-
-def test_an_inner_optimizer_that_can_not_be_copied():
-    with pytest.raises(
-        ValueError, match="Pass a local_optimizer to AGNOptimizer"
-    ):
+    with pytest.raises(ValueError, match="Pass a local_optimizer to AGNOptim"):
         _agn(O.SGD(lambda: 0.1))
     optimizer = _agn(O.SGD(lambda: 0.1), local_optimizer=O.SGD(0.1))
     assert int(optimizer.exchanges) == 0

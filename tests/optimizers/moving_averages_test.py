@@ -1,7 +1,5 @@
 """Moving averages of the weights (`use_ema`) and SwapEMAWeights."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -38,8 +36,8 @@ def _fit(make, strategy):
     return history.history["val_loss"], model.get_weights()[0]
 
 
-@functools.cache
-def _alone():
+@pytest.fixture(scope="module")
+def alone():
     return _fit(_averaging, replicas.mirrored(1))
 
 
@@ -49,23 +47,36 @@ def _alone():
         lambda: tf_xshard.CrossShardOptimizer(
             O.LossScaleOptimizer(_averaging())
         ),
-        lambda: tf_xshard.TowerOptimizer(O.LossScaleOptimizer(_averaging()), 1),
+        lambda: tf_xshard.TowerOptimizer(_averaging(), 1),
     ],
-    ids=["cross", "tower"],
+    ids=["through_a_loss_scale_optimizer", "tower"],
 )
-def test_swapped_through_a_loss_scale_optimizer(make):
+def test_swapped(make, alone):
     """`evaluate` sees the averages, as with plain Keras on one device."""
     losses, weights = _fit(make, replicas.mirrored(2))
-    want_losses, want_weights = _alone()
+    want_losses, want_weights = alone
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     np.testing.assert_allclose(weights, want_weights, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_agn_refuses_to_swap_them(is_nested):
-    def make():
-        agn = tf_xshard.AGNOptimizer(_averaging(), communication_period=2)
-        return tf_xshard.TowerOptimizer(agn, 1) if is_nested else agn
+def _agn():
+    return tf_xshard.AGNOptimizer(_averaging(), communication_period=2)
 
-    with pytest.raises(ValueError, match="SwapEMAWeights can't .*AGNOptimizer"):
-        _fit(make, replicas.mirrored(2))
+
+@pytest.mark.parametrize(
+    "make, num_replicas, error",
+    [
+        (_agn, 1, "can't .*AGNOptimizer"),
+        (lambda: tf_xshard.TowerOptimizer(_agn(), 1), 1, "can't .*AGNOptimiz"),
+        (
+            lambda: tf_xshard.CrossShardOptimizer(
+                _averaging(), shard_update=True
+            ),
+            2,
+            "can't .*shard of the averages",
+        ),
+    ],
+)
+def test_refuses_to_swap_them(make, num_replicas, error):
+    with pytest.raises(ValueError, match=f"SwapEMAWeights {error}"):
+        _fit(make, replicas.mirrored(num_replicas))

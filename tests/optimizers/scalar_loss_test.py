@@ -1,6 +1,6 @@
 """Losses that return one number: N replicas train as one device, or warn."""
 
-import warnings
+import functools
 
 import keras
 import numpy as np
@@ -48,38 +48,44 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@functools.cache
+def _one_device():
+    return _fit("mse", WRAPPERS["plain"], 1)
+
+
+@pytest.mark.parametrize("name", ["cross", "tower", "agn"])
 def test_wrapped_n_replicas_train_as_one_device(name):
     """With a regularizer, and the reported loss is the one device's."""
     loss = tf_xshard.ScalarLoss(mean_square)
     losses, weights = _fit(loss, WRAPPERS[name], 2)
-    want_losses, want_weights = _fit("mse", lambda: SGD(0.1), 1)
+    want_losses, want_weights = _one_device()
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     for value, want in zip(weights, want_weights, strict=True):
         np.testing.assert_allclose(value, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["cross", "tower", "agn"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_bare_one_is_warned_of_in_the_first_step(name, nested):
-    loss = [mean_square] if nested else mean_square
+@pytest.mark.parametrize(
+    "name, loss",
+    [("cross", mean_square), ("tower", [mean_square]), ("agn", mean_square)],
+)
+def test_a_bare_one_is_warned_of_in_the_first_step(name, loss):
     with pytest.warns(UserWarning, match="'mean_square' returns one number.*2"):
         _fit(loss, WRAPPERS[name], 2)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    "loss", ["mse", keras.losses.mean_squared_error, lambda y, p: (y - p) ** 2]
+    "loss, num_replicas",
+    [
+        ("mse", 2),
+        (lambda y, p: (y - p) ** 2, 2),
+        (tf_xshard.ScalarLoss(lambda y, p: keras.ops.mean((y - p) ** 2)), 2),
+        (mean_square, 1),
+    ],
+    ids=["of_keras", "of_rows", "lambda", "one_replica"],
 )
-def test_losses_of_rows_are_fine(loss):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _fit(loss, WRAPPERS["cross"], 2)
-
-
-def test_on_one_replica_nothing_is_wrong():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _fit(mean_square, WRAPPERS["cross"], 1)
+def test_nothing_to_warn_of(loss, num_replicas):
+    _fit(loss, WRAPPERS["cross"], num_replicas)
 
 
 def test_it_is_saved_with_the_model(tmp_path):
@@ -90,29 +96,18 @@ def test_it_is_saved_with_the_model(tmp_path):
     assert float(loaded.loss(np.zeros(4), np.full(4, 3.0))) == 9
 
 
-def test_a_lambda():
-    loss = tf_xshard.ScalarLoss(lambda y, p: keras.ops.mean((y - p) ** 2))
-    assert loss.name.startswith("scalar_loss")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _fit(loss, WRAPPERS["cross"], 2)
-
-
-@pytest.mark.parametrize("weights", ["sample_weight", "class_weight"])
+@pytest.mark.parametrize(
+    "weights",
+    [{"sample_weight": np.arange(16.0)}, {"class_weight": {0: 1.0, 1: 2.0}}],
+)
 def test_weights_of_rows(weights):
     """A mean of products is not the product of means."""
     x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
-    arguments = {"sample_weight": np.arange(16.0)}
-    if weights == "class_weight":
-        arguments = {"class_weight": {0: 1.0, 1: 2.0}}
+    loss = tf_xshard.ScalarLoss(mean_square)
 
     def fit(num_replicas):
-        model = _model(
-            tf_xshard.ScalarLoss(mean_square),
-            WRAPPERS["cross"],
-            num_replicas,
-        )
-        model.fit(x, np.eye(2)[np.arange(16) % 2], verbose=0, **arguments)
+        model = _model(loss, WRAPPERS["cross"], num_replicas)
+        model.fit(x, np.eye(2)[np.arange(16) % 2], verbose=0, **weights)
 
     fit(1)
     with pytest.raises(ValueError, match="got sample_weight of shape"):

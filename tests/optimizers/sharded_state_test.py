@@ -1,5 +1,7 @@
 """shard_update=True: state that is whole wherever it is seen or saved."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -33,6 +35,10 @@ def _trained(shard_update, num_replicas=4, groups=GROUPS, num_steps=3):
     )
 
 
+# Read, and not changed.
+_shared = functools.cache(_trained)
+
+
 def _holder(trained):
     return {
         "weights": list(trained.variables),
@@ -41,28 +47,30 @@ def _holder(trained):
 
 
 def test_variables_are_whole_outside_of_a_step():
-    trained = _trained(True)
-    whole = _trained(False)
-    names = [v.path.split("/")[-1] for v in trained.optimizer.variables]
-    assert "kernel_momentum" in names
-    for mine, other in zip(
-        trained.optimizer.variables, whole.optimizer.variables, strict=True
-    ):
-        assert mine.shape == other.shape and mine.ndim == other.ndim
-        for read in (np.asarray, lambda v: v.numpy(), tf.convert_to_tensor):
+    mine, whole = (_shared(one).optimizer.variables for one in (True, False))
+    assert "kernel_momentum" in [v.path.split("/")[-1] for v in mine]
+    for one, other in zip(mine, whole, strict=True):
+        assert one.shape == other.shape and one.ndim == other.ndim
+        for read in (
+            np.asarray,
+            lambda v: v.numpy(),
+            tf.convert_to_tensor,
+            lambda v: v.value,
+            lambda v: v + 1,
+        ):
             np.testing.assert_allclose(
-                np.asarray(read(mine)), np.asarray(read(other)), atol=1e-6
+                np.asarray(read(one)), np.asarray(read(other)), atol=1e-6
             )
-        np.testing.assert_allclose(
-            np.asarray(mine.value), np.asarray(other.value), atol=1e-6
-        )
-        np.testing.assert_allclose(
-            np.asarray(mine + 1), np.asarray(other + 1), atol=1e-6
-        )
+
+
+def test_slots_can_not_be_read_in_a_graph():
+    read = tf.function(lambda: _shared(True).slots()[0].value, autograph=False)
+    with pytest.raises(RuntimeError, match="outside of the tf.function"):
+        read()
 
 
 def test_set_weights_and_assign():
-    trained = _trained(True)
+    trained = _trained(True, num_steps=0)
     values = [
         np.arange(v.numpy().size, dtype="float32").reshape(v.shape)
         if len(v.shape)
@@ -82,48 +90,46 @@ def test_set_weights_and_assign():
     np.testing.assert_array_equal(slot.numpy(), values[2] + 1)
 
 
-@pytest.mark.parametrize("source", [True, False])
-def test_group_state_saves_and_restores_whole_slots(source, tmp_path):
-    """Into the whole update and back, each group its own; in other numbers."""
-    model = _trained(source)
-    state = tf_xshard.GroupState(_holder(model))
-    assert not any(row["within_group"] for row in state.divergence())
-    state.save(tmp_path)
-    expected = [state.get_weights(group)["optimizer"] for group in range(2)]
-    model.run(3)
-
-    moved = _trained(not source, num_steps=0)
-    other = tf_xshard.GroupState(_holder(moved))
-    other.restore(tmp_path)
-    for group in range(2):
-        for value, want in zip(
-            other.get_weights(group)["optimizer"], expected[group], strict=True
-        ):
-            np.testing.assert_array_equal(value, want)
-    moved.run(3)
-    assert sharded.difference(moved.weights, model.weights) < 1e-6
-
-    fewer = _trained(True, 2, [[0, 1]], num_steps=0)
-    last = tf_xshard.GroupState(_holder(fewer))
-    last.restore(tmp_path, regroup={0: 1})
+def _assert_holds(state, group, expected):
+    """Holds a group's optimizer against arrays, bit by bit."""
     for value, want in zip(
-        last.get_weights(0)["optimizer"], expected[1], strict=True
+        state.get_weights(group)["optimizer"], expected, strict=True
     ):
         np.testing.assert_array_equal(value, want)
 
 
-def test_group_state_sets_merges_and_compares():
-    model = _trained(True)
+def test_group_state_of_whole_slots(tmp_path):
+    """Into the whole update and back, each group its own; in other numbers."""
+    model, moved = _trained(True), _trained(False, num_steps=0)
+    for source, target, path in (
+        (model, moved, tmp_path / "sharded"),
+        (moved, model, tmp_path / "whole"),
+    ):
+        state, other = (
+            tf_xshard.GroupState(_holder(one)) for one in (source, target)
+        )
+        assert not any(row["within_group"] for row in state.divergence())
+        state.save(path)
+        expected = [state.get_weights(g)["optimizer"] for g in range(2)]
+        source.run(3)
+        other.restore(path)
+        for group in range(2):
+            _assert_holds(other, group, expected[group])
+        target.run(3)
+        assert sharded.difference(moved.weights, model.weights) < 1e-6
+        moved.run(1)  # Apart from the sharded one, which is restored next.
+
+    last = tf_xshard.GroupState(
+        _holder(_trained(True, 2, [[0, 1]], num_steps=0))
+    )
+    last.restore(tmp_path / "whole", regroup={0: 1})
+    _assert_holds(last, 0, expected[1])
+
     state = tf_xshard.GroupState(_holder(model))
     weights = state.get_weights(1)
     state.set_weights(0, weights)
     for group in range(2):
-        for value, want in zip(
-            state.get_weights(group)["optimizer"],
-            weights["optimizer"],
-            strict=True,
-        ):
-            np.testing.assert_array_equal(value, want)
+        _assert_holds(state, group, weights["optimizer"])
     model.run(1)
     first, second = (state.get_weights(g)["optimizer"] for g in range(2))
     state.merge()
@@ -190,7 +196,7 @@ def _fit(model, epochs, **kwargs):
 
 def test_a_whole_model_and_its_config(tmp_path):
     """A .keras file, on another number of replicas and without a strategy."""
-    model = _model(replicas.mirrored(4), shard_update=True)
+    model = _model(replicas.mirrored(2), shard_update=True)
     _fit(model, 3)
     model.save(tmp_path / "model.keras")
     expected = _fit(model, 2)
@@ -200,53 +206,52 @@ def test_a_whole_model_and_its_config(tmp_path):
         assert again.optimizer.shard_update
         assert int(again.optimizer.iterations.numpy()) == 3
         got = _fit(again, 2)
-        want = [value[:num_replicas] for value in expected]
+        want = [np.stack([value[0]] * num_replicas) for value in expected]
         assert sharded.difference(got, want) < 1e-6
-        if num_replicas == 4:
-            assert not sharded.difference(got, want)
+        if num_replicas == 2:
+            assert not sharded.difference(got, expected)
 
 
-def test_callbacks_that_save(tmp_path):
-    """Kept, and taken up again, as with the whole update."""
-    for make in (
-        lambda path: keras.callbacks.BackupAndRestore(
-            path / "backup", delete_checkpoint=False
-        ),
-        lambda path: tf_xshard.GroupCheckpoint(path / "groups"),
-    ):
-        expected = _fit(_model(replicas.mirrored(2), shard_update=True), 4)
-        _fit(
-            _model(replicas.mirrored(2), shard_update=True),
-            2,
-            callbacks=[make(tmp_path)],
-        )
-        got = _fit(
-            _model(replicas.mirrored(2), shard_update=True),
-            4,
-            callbacks=[make(tmp_path)],
-        )
-        assert not sharded.difference(got, expected)
-    _fit(
-        _model(replicas.mirrored(2), shard_update=True),
-        2,
-        callbacks=[
+@pytest.mark.parametrize("shard_update", [True, False])
+def test_callbacks_that_save(shard_update, tmp_path):
+    """Interrupted and resumed: as if it had gone through."""
+    makers = [
+        lambda: keras.callbacks.BackupAndRestore(tmp_path / "backup"),
+        lambda: tf_xshard.GroupCheckpoint(tmp_path / "groups"),
+    ]
+    if not shard_update:  # group_checkpoint_test.py has the other.
+        del makers[1]
+
+    begun = []
+
+    class Note(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            begun.append(epoch)
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def trained(*callbacks):
+        model = _model(replicas.mirrored(2), shard_update=shard_update)
+        begun.clear()
+        return _fit(model, 4, callbacks=[*callbacks, Note()])
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(
+            *(make() for make in makers),
             keras.callbacks.ModelCheckpoint(tmp_path / "best.keras"),
             tf_xshard.DivergenceSentinel(every=1),
-        ],
-    )
+            Interrupt(),
+        )
+    expected = trained()
+    for make in makers:
+        got = trained(make())
+        assert begun == [2, 3]
+        assert not sharded.difference(got, expected)
     loaded = keras.saving.load_model(tmp_path / "best.keras")
     assert int(loaded.optimizer.iterations.numpy()) == 2
-
-
-def test_swapped_averages_are_refused():
-    model = _model(replicas.mirrored(2), _ema, shard_update=True)
-    with pytest.raises(ValueError, match="shard of the averages"):
-        _fit(
-            model,
-            1,
-            callbacks=[keras.callbacks.SwapEMAWeights()],
-            validation_data=(X, X[:, :2]),
-        )
 
 
 class Unknown(O.Adam):
@@ -270,15 +275,12 @@ class HiddenSlots(O.SGD):
 @pytest.mark.parametrize(
     "inner_fn, error",
     [
-        (lambda: O.Lamb(), "Lamb: it scales each update by the norm"),
-        (lambda: O.Adafactor(), "Adafactor: it keeps means"),
+        (O.Lamb, "Lamb: it scales each update by the norm"),
+        (O.Adafactor, "Adafactor: it keeps means"),
         (lambda: O.Muon(0.1), "Muon: it orthogonalizes"),
         (Unknown, r"tf_xshard.elementwise\(Unknown\)"),
         (lambda: O.LossScaleOptimizer(O.Lamb()), "Lamb"),
-        (
-            lambda: Lookahead(O.SGD()),
-            r"tf_xshard.elementwise\(Lookahead\)",
-        ),
+        (lambda: Lookahead(O.SGD()), r"tf_xshard.elementwise\(Lookahead\)"),
         (
             lambda: tf_xshard.TowerOptimizer(O.SGD(), 2),
             "TowerOptimizer can't be inside.*innermost",
@@ -353,17 +355,6 @@ def test_tensorflow_variables_instead_of_keras_variables():
     for variable in (weight, other):
         for value in replicas.values(strategy, variable):
             np.testing.assert_array_equal(value, np.zeros(variable.shape))
-
-
-def test_slots_can_not_be_read_in_a_graph():
-    trained = _trained(True)
-
-    @tf.function(autograph=False)
-    def read():
-        return trained.slots()[0].value
-
-    with pytest.raises(RuntimeError, match="outside of the tf.function"):
-        read()
 
 
 def test_export_leaves_the_optimizer_out(tmp_path):

@@ -14,7 +14,6 @@ from tests.support import sharded
 from tf_xshard.collectives import subgroups
 from tf_xshard.distribute import shards
 from tf_xshard.optimizers.update import clipping
-from tf_xshard.private.keras import sharded_updates
 
 O = keras.optimizers  # noqa: E741
 
@@ -79,12 +78,16 @@ if hasattr(O, "MultiOptimizer"):
         # Sees the shapes of weights, not of shards.
         lambda v: O.Adam(0.05) if len(v.shape) > 1 else O.SGD(0.1, momentum=0.5)
     )
+PAIRS = [[0, 2], [3, 1]]
 GROUPS = {
     2: [None],
     3: [None],
-    4: [None, [[0, 2], [3, 1]]],
+    4: [None, PAIRS],
     8: [None, [[7, 1, 2, 0], [3, 5, 4, 6]]],
 }
+ALL = {**OPTIMIZERS, **SETTINGS}
+# What sums nothing over the group.
+OF_ELEMENTS = ("clipvalue", "decay_but_names", "ema", "schedule")
 TOLERANCE = 1e-6
 
 
@@ -108,8 +111,9 @@ def _check(inner_fn, strategy, groups, graph=True, whole=False, **kwargs):
         assert state.keys() == slots.keys()
         for name, value in slots.items():
             _assert_slot(state[name][first], value, name)
+    group_size = len(groups[0]) if groups else num_replicas
     for slot in got.slots():
-        size = max(1, -(-slot.shape.num_elements() // _group_size(got)))
+        size = max(1, -(-slot.shape.num_elements() // group_size))
         for copy in slot.shards.values:
             assert copy.shape == [size]
     if whole:
@@ -139,54 +143,35 @@ def _tolerance(weights):
     return TOLERANCE * max(1.0, *(np.abs(w).max(initial=0) for w in weights))
 
 
-def _group_size(trained):
-    groups = trained.optimizer.group_assignment
-    if groups is None:
-        return trained.strategy.num_replicas_in_sync
-    return groups.group_size
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_that_compute_element_by_element(name):
-    """In groups: test_what_is_set_on_the_inner_optimizer."""
-    _check(OPTIMIZERS[name], replicas.mirrored(2), None)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_set_on_the_inner_optimizer(name):
-    """In groups where something is summed over them."""
-    if name in ("clipvalue", "decay_but_names", "ema", "schedule"):
-        _check(SETTINGS[name], replicas.mirrored(2), None, whole=name == "ema")
-    else:
-        whole = name in ("global_clipnorm", "scale")
-        _check(
-            SETTINGS[name], replicas.mirrored(4), [[0, 2], [3, 1]], whole=whole
-        )
-
-
 @pytest.mark.parametrize(
-    "kind, name, groups",
+    "name, kind, num_replicas, groups",
     [
-        ("tpu", "accumulation", [[0, 2], [3, 1]]),
-        ("tpu_permuted", "scale", None),
-        ("tpu_permuted", "ema", [[0, 2], [3, 1]]),
+        *((name, "mirrored", 2, None) for name in (*OPTIMIZERS, *OF_ELEMENTS)),
+        *(
+            (name, "mirrored", 4, PAIRS)
+            for name in SETTINGS
+            if name not in OF_ELEMENTS
+        ),
+        ("global_clipnorm", "mirrored", 3, None),
+        ("global_clipnorm", "mirrored", 8, GROUPS[8][1]),
+        ("accumulation", "tpu", 4, PAIRS),
+        ("scale", "tpu_permuted", 4, None),
+        ("ema", "tpu_permuted", 4, PAIRS),
     ],
+    ids=str,
 )
-def test_on_a_simulated_tpu(kind, name, groups):
-    _check(SETTINGS[name], replicas.STRATEGIES[kind](4), groups)
+def test_is_one_device(name, kind, num_replicas, groups):
+    is_compared = (name, num_replicas) in (("ema", 2), ("scale", 4))
+    _check(
+        ALL[name],
+        replicas.STRATEGIES[kind](num_replicas),
+        groups,
+        whole=is_compared and kind == "mirrored",
+    )
 
 
-@pytest.mark.parametrize("name", ["clipnorm", "scale"])
-def test_in_eager_mode(name):
-    _check(SETTINGS[name], replicas.mirrored(2), None, graph=False)
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3, 8])
-def test_numbers_of_replicas(num_replicas):
-    for groups in GROUPS[num_replicas]:
-        _check(
-            SETTINGS["global_clipnorm"], replicas.mirrored(num_replicas), groups
-        )
+def test_in_eager_mode():
+    _check(SETTINGS["scale"], replicas.mirrored(2), None, graph=False)
 
 
 PLACES = [
@@ -199,52 +184,34 @@ PLACES = [
 @replicas.in_full
 @pytest.mark.parametrize("kind, num_replicas", PLACES)
 def test_all_of_them_everywhere(kind, num_replicas):
-    for name, groups in itertools.product(
-        {**OPTIMIZERS, **SETTINGS}, GROUPS[num_replicas]
-    ):
-        _check(
-            {**OPTIMIZERS, **SETTINGS}[name],
-            replicas.STRATEGIES[kind](num_replicas),
-            groups,
-        )
+    for name, groups in itertools.product(ALL, GROUPS[num_replicas]):
+        _check(ALL[name], replicas.STRATEGIES[kind](num_replicas), groups)
 
 
-def _combinations():
-    """Some of clipping x decay x averages x accumulation for each optimizer."""
-    every = list(
-        itertools.product(
-            (
-                {},
-                {"clipnorm": 0.05},
-                {"global_clipnorm": 0.1},
-                {"clipvalue": 0.02},
-            ),
-            ({}, {"weight_decay": 0.1}),
-            ({}, {"use_ema": True, "ema_overwrite_frequency": 3}),
-            ({}, {"gradient_accumulation_steps": 3}),
-        )
-    )
-    rng = np.random.default_rng(0)
-    for name, inner_fn in OPTIMIZERS.items():
-        chosen = rng.choice(len(every), size=6, replace=False)
-        for index in chosen:
-            options = {k: v for part in every[index] for k, v in part.items()}
-            yield name, inner_fn, options
+OPTIONS = (
+    [{}, {"clipnorm": 0.05}, {"global_clipnorm": 0.1}, {"clipvalue": 0.02}],
+    [{}, {"weight_decay": 0.1}],
+    [{}, {"use_ema": True, "ema_overwrite_frequency": 3}],
+    [{}, {"gradient_accumulation_steps": 3}],
+)
 
 
 @replicas.in_full
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_combinations_of_settings(name):
-    for of, inner_fn, options in _combinations():
-        if of == name:
-            inner = inner_fn()
-            config = {**inner.get_config(), **options}
-            _check(
-                functools.partial(type(inner).from_config, config),
-                replicas.mirrored(4),
-                [[0, 2], [3, 1]],
-                whole=True,
-            )
+@pytest.mark.parametrize("seed, name", list(enumerate(OPTIMIZERS)))
+def test_combinations_of_settings(seed, name):
+    every = list(itertools.product(*OPTIONS))
+    chosen = np.random.default_rng(seed).choice(len(every), 6, replace=False)
+    inner = OPTIMIZERS[name]()
+    for index in chosen:
+        config = inner.get_config()
+        for option in every[index]:
+            config.update(option)
+        _check(
+            functools.partial(type(inner).from_config, config),
+            replicas.mirrored(4),
+            PAIRS,
+            whole=True,
+        )
 
 
 def test_one_replica_and_groups_of_one_are_the_identity():
@@ -261,76 +228,46 @@ def test_one_replica_and_groups_of_one_are_the_identity():
 
 
 def test_hooks_see_whole_gradients():
-    shapes = []
+    """nesting_test.py has the numbers."""
+    seen = {}
 
-    def halves(pairs):
-        shapes.append([tuple(gradient.shape) for gradient, _ in pairs])
-        return [(gradient / 2, variable) for gradient, variable in pairs]
+    def note(name):
+        def hook(pairs):
+            seen[name] = [tuple(gradient.shape) for gradient, _ in pairs]
+            return pairs
 
-    for name in ("pre_reduce", "post_reduce"):
-        hook = {name: halves}
-        whole, got = (
-            sharded.Trained(
-                SETTINGS["clipnorm"],
-                replicas.mirrored(2),
-                shard_update=shard_update,
-                **hook,
-            )
-            for shard_update in (False, True)
-        )
-        assert sharded.difference(got.weights, whole.weights) < TOLERANCE
-    assert shapes and all(one == sharded.SHAPES for one in shapes)
+        return hook
+
+    sharded.Trained(
+        OPTIMIZERS["sgd"],
+        replicas.mirrored(2),
+        num_steps=1,
+        shard_update=True,
+        pre_reduce=note("pre"),
+        post_reduce=note("post"),
+    )
+    assert seen == {"pre": sharded.SHAPES, "post": sharded.SHAPES}
 
 
-@pytest.mark.parametrize("name", ["adam", "scale"])
-def test_constraints_are_of_whole_variables(name):
-    inner_fn = {**OPTIMIZERS, **SETTINGS}[name]
+def test_constraints_are_of_whole_variables():
     _check(
-        inner_fn,
+        OPTIMIZERS["adam"],
         replicas.mirrored(4),
-        [[0, 2], [3, 1]],
+        PAIRS,
         constraint=keras.constraints.MaxNorm(0.4, axis=0),
     )
 
 
-def test_in_towers_and_nested():
-    def towers(optimizer):
-        return tf_xshard.TowerOptimizer(optimizer, 2)
-
-    def rows(optimizer):
-        return tf_xshard.CrossShardOptimizer(
-            optimizer, "mean", [[0, 1], [2, 3]]
-        )
-
-    for around, groups in (
-        (towers, [[0, 3], [1, 2]]),
-        (rows, [[0, 2], [1, 3]]),
-    ):
-        whole, got = (
-            sharded.Trained(
-                SETTINGS["global_clipnorm"],
-                replicas.mirrored(4),
-                groups,
-                around=around,
-                shard_update=shard_update,
-            )
-            for shard_update in (False, True)
-        )
-        assert got.slots()
-        assert sharded.difference(got.weights, whole.weights) < TOLERANCE
-
-
 def test_half_the_bytes_on_the_wire():
     """Gradients are rounded to the type, weights are not."""
-    communication = tf_xshard.Communication(dtype="bfloat16")
     whole, got = (
         sharded.Trained(
             OPTIMIZERS["sgd"],
-            replicas.mirrored(4),
+            replicas.mirrored(2),
             shard_update=True,
-            communication=one,
+            communication=communication,
         )
-        for one in (None, communication)
+        for communication in (None, tf_xshard.Communication(dtype="bfloat16"))
     )
     error = sharded.difference(got.weights, whole.weights)
     moved = sharded.difference(
@@ -339,49 +276,40 @@ def test_half_the_bytes_on_the_wire():
     assert 1e-5 < error < 2.0**-8 * 4 * moved
 
 
-@pytest.mark.parametrize("graph", [True, False])
-def test_none_and_sparse_gradients(graph):
+def test_none_and_sparse_gradients():
     """Each group has another pattern; a variable without one stays."""
     strategy = replicas.mirrored(4)
-    groups = [[0, 2], [1, 3]]
+
+    def gradients(r):
+        rows = tf.IndexedSlices(
+            tf.fill([3, 3], float(r + 1)),
+            tf.constant([4, r, 4], tf.int64),
+            tf.constant([5, 3], tf.int64),
+        )
+        return [rows, None, tf.fill([3], 100.0) if r == 2 else None]
+
     found = []
     for shard_update in (False, True):
         with strategy.scope():
-            table, missing, some = (
-                keras.Variable(tf.ones([5, 3])),
-                keras.Variable(tf.ones([3])),
-                keras.Variable(tf.ones([3])),
-            )
+            variables = [
+                keras.Variable(tf.ones(shape)) for shape in ([5, 3], [3], [3])
+            ]
             optimizer = tf_xshard.CrossShardOptimizer(
                 O.Adam(0.1, global_clipnorm=0.5),
                 "mean",
-                groups,
+                PAIRS,
                 loss_normalization="replica",
                 shard_update=shard_update,
             )
-            optimizer.build([table, missing, some])
-
-        def on_replica(variables=(table, missing, some), one=optimizer):
-            r = replicas.replica_id()
-            rows = tf.IndexedSlices(
-                tf.fill([3, 3], float(r + 1)),
-                tf.constant([4, r, 4], tf.int64),
-                tf.constant([5, 3], tf.int64),
-            )
-            only = tf.fill([3], float(10**r)) if r == 2 else None
-            one.apply([rows, None, only], list(variables))
-
-        def step(on_replica=on_replica):
-            strategy.run(on_replica)
-
-        step = tf.function(step, autograph=False) if graph else step
+            optimizer.build(variables)
+        step = replicas.applying(strategy, optimizer, gradients, variables)
         with pytest.warns(UserWarning, match="Gradients do not exist"):
             for _ in range(3):
                 step()
         found.append(
             [
                 np.stack(replicas.values(strategy, v))
-                for v in (table, missing, some, *optimizer.variables[2:])
+                for v in (*variables, *optimizer.variables[2:])
             ]
         )
     assert sharded.difference(*found) < 1e-6
@@ -422,12 +350,6 @@ def test_an_overflow_on_one_replica_is_skipped_by_all():
 # What must be noticed by the comparisons above.
 
 
-def _no_gather(self, tensors):
-    return [
-        tf.repeat(t[tf.newaxis], self.groups.group_size, 0) for t in tensors
-    ]
-
-
 def _reversed_gather(self, tensors):
     return [tf.reverse(t, [0]) for t in _gather(self, tensors)]
 
@@ -438,44 +360,28 @@ def _with_padding(self, rows):
 
 
 _gather = subgroups.Subgroups.all_gather
+
+
 MUTANTS = {
-    "no_gather": (subgroups.Subgroups, "all_gather", _no_gather, "adam"),
-    "order": (subgroups.Subgroups, "all_gather", _reversed_gather, "adam"),
-    "padding": (shards.Layout, "join", _with_padding, "adam"),
+    "order": (subgroups.Subgroups, "all_gather", _reversed_gather),
+    "padding": (shards.Layout, "join", _with_padding),
     "norm_of_a_shard": (
         clipping,
         "_sum_over_group",
         lambda reducer, groups, num_variables, squares: squares,
-        "global_clipnorm",
-    ),
-    "decay": (
-        sharded_updates.UpdatesShards,
-        "_var_key",
-        None,
-        "decay_but_list",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_noticed(name, monkeypatch):
-    owner, attribute, wrong, setting = MUTANTS[name]
-    if name == "decay":
-        _check_exclusion_by_list()
-        # The shards' own keys, which the user never named.
-        wrong = lambda self, variable: super(
-            sharded_updates.UpdatesShards, self
-        )._var_key(getattr(variable, "shards", variable))
-        monkeypatch.setattr(owner, attribute, wrong)
-        with pytest.raises(AssertionError):
-            _check_exclusion_by_list()
-        return
-    monkeypatch.setattr(owner, attribute, wrong)
+    monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises(AssertionError):
-        _check({**OPTIMIZERS, **SETTINGS}[setting], replicas.mirrored(4), None)
+        _check(SETTINGS["global_clipnorm"], replicas.mirrored(2), None)
 
 
-def _check_exclusion_by_list():
+def test_exclusion_from_weight_decay_by_list():
+    """The user names the whole variables, not their shards."""
     strategy = replicas.mirrored(2)
     with strategy.scope():
         kept, decayed = (keras.Variable(tf.ones([3])) for _ in range(2))

@@ -15,6 +15,7 @@ from tests.support import training
 
 BATCH_SIZE = 32
 NUM_ROWS = 101  # The last batch has 5 rows.
+CROSS = tf_xshard.CrossShardOptimizer
 
 
 def _fit(
@@ -23,11 +24,12 @@ def _fit(
     devices="no towers",
     model_fn=training.model,
     xy=None,
+    batch_size=BATCH_SIZE,
     drop_remainder=False,
     **compile_options,
 ):
     """Trains on the data three times; weights of every replica, the history."""
-    x, y = training.data(NUM_ROWS) if xy is None else xy
+    seeds.seed(0)
     compile_options = {"loss": "mse", "metrics": ["mae"], **compile_options}
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = model_fn()
@@ -37,18 +39,39 @@ def _fit(
             )
         model.compile(optimizer(), **compile_options)
         model.optimizer.build(model.trainable_variables)
-    history = model.fit(
-        tf.data.Dataset.from_tensor_slices((x, y))
-        .batch(BATCH_SIZE, drop_remainder)
-        .repeat(3),
-        shuffle=False,
-        verbose=0,
+    dataset = tf.data.Dataset.from_tensor_slices(
+        training.data(NUM_ROWS) if xy is None else xy
     )
+    dataset = dataset.batch(batch_size, drop_remainder).repeat(3)
+    history = model.fit(dataset, shuffle=False, verbose=0)
     return training.weights(model, strategy), history.history, model
 
 
 def _momentum():
     return keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5)
+
+
+def _as_it_is(inner):
+    return inner
+
+
+def _two_towers():
+    return tf_xshard.TowerOptimizer(_momentum(), 2)
+
+
+class Towers(keras.Model):
+    train_step = tf_xshard.tower_train_step(["CPU:1", "CPU:2"])
+
+
+def _of_a_class():
+    plain = training.model()
+    return Towers(plain.inputs, plain.outputs)
+
+
+@functools.cache
+def _whole_batches(drop_remainder=False, num_rows=NUM_ROWS):
+    xy = training.data(num_rows)
+    return _fit(_momentum, xy=xy, drop_remainder=drop_remainder)
 
 
 def _check(got, reference, report):
@@ -62,26 +85,48 @@ def _check(got, reference, report):
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
-@pytest.mark.parametrize("drop_remainder", [False, True])
 @pytest.mark.parametrize(
-    "num_towers, devices",
-    [(2, None), (3, ["CPU:1", "CPU:2", "CPU:3"]), (4, ["CPU:1", "CPU:0"])],
-    ids=["2", "3", "4_on_2"],
+    "num_towers, devices, drop_remainder",
+    [
+        (2, None, False),
+        (3, ["CPU:1", "CPU:2", "CPU:3"], True),
+        (4, ["CPU:1", "CPU:0"], False),
+    ],
 )
 def test_fit_equals_the_whole_batch(
     num_towers, devices, drop_remainder, report
 ):
-    reference = _fit(_momentum, drop_remainder=drop_remainder)
     got = _fit(
         lambda: tf_xshard.TowerOptimizer(_momentum(), num_towers),
         None,
         devices,
         drop_remainder=drop_remainder,
     )
-    _check(got, reference, report)
-    assert int(got[2].optimizer.iterations) == 3 * (NUM_ROWS // BATCH_SIZE) + (
-        0 if drop_remainder else 3
+    _check(got, _whole_batches(drop_remainder), report)
+    steps = 3 * (NUM_ROWS // BATCH_SIZE + (not drop_remainder))
+    assert int(got[2].optimizer.iterations) == steps
+
+
+@pytest.mark.parametrize(
+    "wrap, num_towers, num_rows, options",
+    [
+        # Nothing is lost, and nothing becomes nan.
+        (_as_it_is, 4, BATCH_SIZE + 1, {"devices": None}),
+        (keras.optimizers.LossScaleOptimizer, 2, NUM_ROWS, {"devices": None}),
+        # In a class it survives saving and loading.
+        (_as_it_is, 2, NUM_ROWS, {"model_fn": _of_a_class}),
+    ],
+    ids=["fewer_rows_than_towers", "loss_scale", "class"],
+)
+def test_the_weights_equal(wrap, num_towers, num_rows, options):
+    got = _fit(
+        lambda: tf_xshard.TowerOptimizer(wrap(_momentum()), num_towers),
+        xy=training.data(num_rows),
+        auto_scale_loss=False,
+        **options,
     )
+    expected = _whole_batches(num_rows=num_rows)
+    assert training.deviation(got[0], expected[0]) <= 1e-6
 
 
 @replicas.on_mirrored_and_permuted
@@ -92,41 +137,33 @@ def test_under_a_strategy(kind, report):
     if kind == "mirrored":
         # Replica r is on CPU:r.
         devices = lambda r: [f"CPU:{r}", f"CPU:{2 + r}"]
-    reference = _fit(
-        lambda: tf_xshard.CrossShardOptimizer(_momentum()), strategy
-    )
-    got = _fit(
-        lambda: tf_xshard.TowerOptimizer(_momentum(), 2), strategy, devices
-    )
+    reference = _fit(lambda: CROSS(_momentum()), strategy)
+    got = _fit(_two_towers, strategy, devices)
     _check(got, reference, report)
 
 
-@pytest.mark.parametrize(
-    "strategy", [None, replicas.mirrored], ids=["none", "mirrored"]
-)
-def test_each_tower_is_on_its_device(strategy):
-    strategy = strategy and strategy(2)
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_each_tower_is_on_its_device(is_replicated):
+    names = [["CPU:2", "CPU:3"], ["CPU:4", "CPU:5"]]
     placed = []
 
     def forward(x):
         placed.append(tf.matmul(x, x, transpose_b=True).device)
         return x
 
-    def model():
-        return keras.Sequential(
-            [keras.layers.Input((8,)), keras.layers.Lambda(forward)]
-            + [keras.layers.Dense(1)]
-        )
-
-    names = [["CPU:2", "CPU:3"], ["CPU:4", "CPU:5"]]
+    layers = lambda: [
+        keras.layers.Input((8,)),
+        keras.layers.Lambda(forward),
+        keras.layers.Dense(1),
+    ]
     _fit(
-        lambda: tf_xshard.TowerOptimizer(_momentum(), 2),
-        strategy,
-        (lambda r: names[r]) if strategy else names[0],
-        model,
+        _two_towers,
+        replicas.mirrored(2) if is_replicated else None,
+        (lambda r: names[r]) if is_replicated else names[0],
+        lambda: keras.Sequential(layers()),
     )
     indices = {int(device[-1]) for device in placed if device}
-    assert indices == ({2, 3, 4, 5} if strategy else {2, 3})
+    assert indices == ({2, 3, 4, 5} if is_replicated else {2, 3})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -145,17 +182,12 @@ def test_the_reduction_of_towers_of_unequal_size(reduction):
         else sum(gradient.mean(0) for gradient in gradients)
     )
 
-    def model():
-        return keras.Sequential(
-            [
-                keras.layers.Input((2,)),
-                keras.layers.Dense(
-                    1, use_bias=False, kernel_initializer="ones"
-                ),
-            ]
-        )
-
-    model = model()
+    model = keras.Sequential(
+        [
+            keras.layers.Input((2,)),
+            keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+        ]
+    )
     model.train_step = functools.partial(tf_xshard.tower_train_step(), model)
     model.compile(
         tf_xshard.TowerOptimizer(keras.optimizers.SGD(1.0), 2, reduction), "mse"
@@ -169,11 +201,23 @@ def test_the_reduction_of_towers_of_unequal_size(reduction):
     )
 
 
+def _whole_and_towers(num_towers, model_fn, xy, strategy=None, **kwargs):
+    """What `_fit` returns, as a whole and in towers."""
+
+    def sgd():
+        return CROSS(keras.optimizers.SGD(0.1))
+
+    towers = lambda: tf_xshard.TowerOptimizer(sgd(), num_towers)
+    return (
+        _fit(sgd, strategy, "no towers", model_fn, xy, **kwargs),
+        _fit(towers, strategy, None, model_fn, xy, **kwargs),
+    )
+
+
 class TwoInputsAndOutputs(keras.Model):
     """`call` without `training`; a regularizer, an added loss, an embedding."""
 
     def __init__(self):
-        seeds.seed(3)
         super().__init__()
         self.dense = keras.layers.Dense(2, kernel_regularizer="l2")
         self.table = keras.layers.Embedding(6, 2)
@@ -184,7 +228,7 @@ class TwoInputsAndOutputs(keras.Model):
         return {"a": dense, "b": self.table(inputs["ids"])}
 
 
-def test_structures_weights_and_added_losses(report):
+def test_structures_weights_and_added_losses():
     rng = np.random.default_rng(0)
     features = {
         "x": rng.normal(size=(22, 3)).astype("float32"),
@@ -195,31 +239,24 @@ def test_structures_weights_and_added_losses(report):
     }
     weights = rng.uniform(0.5, 2, 22).astype("float32")
 
-    def trained(optimizer, towers):
+    def make():
         model = TwoInputsAndOutputs()
         model({name: value[:1] for name, value in features.items()})
-        start = training.weights(model)
-        if towers:
-            model.train_step = functools.partial(
-                tf_xshard.tower_train_step(["CPU:1", "CPU:2"]), model
-            )
-        model.compile(optimizer, {"a": "mse", "b": "mae"}, metrics={"a": "mae"})
-        dataset = tf.data.Dataset.from_tensor_slices(
-            (features, targets, weights)
-        )
-        # Keras weights the losses of outputs by rows where it knows them.
-        dataset = dataset.batch(5, drop_remainder=True)
-        history = model.fit(dataset, epochs=2, shuffle=False, verbose=0)
-        return training.weights(model), start, history.history
+        return model
 
-    want, start, history = trained(
-        tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.1)), False
+    # Keras weights the losses of outputs by rows where it knows them.
+    (want, history, _), (got, of_towers, _) = _whole_and_towers(
+        2,
+        make,
+        (features, targets, weights),
+        batch_size=5,
+        drop_remainder=True,
+        loss={"a": "mse", "b": "mae"},
+        metrics={"a": "mae"},
     )
-    got, _, of_towers = trained(
-        tf_xshard.TowerOptimizer(keras.optimizers.SGD(0.1), 2), True
-    )
+    seeds.seed(0)
+    start = training.weights(make())
     worst = training.deviation(got, want)
-    report(f"max |dw| {worst:.1e}")
     assert worst <= 1e-6 < training.deviation(want, start)
     assert history.keys() == of_towers.keys()
     for name, values in history.items():
@@ -230,73 +267,83 @@ def test_sparse_inputs():
     rng = np.random.default_rng(0)
     dense = rng.integers(0, 2, (7, 4)).astype("float32")
     y = rng.normal(size=(7, 1)).astype("float32")
-    kernels = []
+    found = []
     for num_towers, x in ((1, dense), (3, tf.sparse.from_dense(dense))):
-        seeds.seed(0)
-        model = keras.Sequential(
-            [
-                keras.layers.Input((4,), sparse=num_towers > 1),
-                keras.layers.Dense(1),
-            ]
+        inputs = keras.layers.Input((4,), sparse=num_towers > 1)
+        towers = tf_xshard.TowerOptimizer(keras.optimizers.SGD(0.1), num_towers)
+        model_fn = lambda inputs=inputs: keras.Sequential(
+            [inputs, keras.layers.Dense(1)]
         )
-        model.train_step = functools.partial(
-            tf_xshard.tower_train_step(), model
-        )
-        model.compile(
-            tf_xshard.TowerOptimizer(keras.optimizers.SGD(0.1), num_towers),
-            "mse",
-        )
-        dataset = tf.data.Dataset.from_tensors((x, y)).repeat(3)
-        model.fit(dataset, shuffle=False, verbose=0)
-        kernels.append(training.weights(model))
-    assert training.deviation(*kernels) <= 1e-6
+        found.append(_fit(lambda t=towers: t, None, None, model_fn, (x, y))[0])
+    assert training.deviation(*found) <= 1e-6
 
 
-def test_fewer_rows_than_towers():
-    """Nothing is lost, and nothing becomes nan."""
-    xy = training.data(BATCH_SIZE + 1)
-    reference = _fit(_momentum, xy=xy)
-    got = _fit(
-        lambda: tf_xshard.TowerOptimizer(_momentum(), 4), None, None, xy=xy
+class WithoutTraining(keras.Model):
+    """An output that has no rows; `compute_loss` takes no `training`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return {"y": self.dense(x), "norm": tf.norm(x)}
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return tf.reduce_mean((y - y_pred["y"]) ** 2)
+
+
+def test_a_model_with_a_loss_of_its_own():
+    xy = training.data(12)
+
+    def make():
+        model = WithoutTraining()
+        model(xy[0])
+        return model
+
+    whole, towers = _whole_and_towers(
+        3, make, xy, batch_size=6, loss=None, metrics=None
     )
-    assert training.deviation(got[0], reference[0]) <= 1e-6
+    assert training.deviation(towers[0], whole[0]) <= 1e-6
 
 
-def test_loss_scaling():
-    def scaled():
-        return keras.optimizers.LossScaleOptimizer(
-            _momentum(), initial_scale=1024
-        )
-
-    reference = _fit(_momentum)
-    got = _fit(
-        lambda: tf_xshard.TowerOptimizer(scaled(), 2),
-        None,
-        ["CPU:1", "CPU:2"],
-        auto_scale_loss=False,
+def test_masked_metrics():
+    x = np.random.default_rng(0).normal(size=(20, 5, 3)).astype("float32")
+    x[:, 3:] = 0
+    layers = lambda: [
+        keras.layers.Input((5, 3)),
+        keras.layers.Masking(),
+        keras.layers.Dense(1),
+    ]
+    whole, towers = _whole_and_towers(
+        2,
+        lambda: keras.Sequential(layers()),
+        (x, x[..., :1] + 1),
+        batch_size=7,
     )
-    assert training.deviation(got[0], reference[0]) <= 1e-6
+    np.testing.assert_allclose(towers[1]["mae"], whole[1]["mae"], rtol=1e-5)
 
 
-def test_a_model_class():
-    """Assigned in a class, it survives saving and loading with it."""
-
-    class Towers(keras.Model):
-        train_step = tf_xshard.tower_train_step(["CPU:1", "CPU:2"])
-
-    def model():
-        plain = training.model()
-        return Towers(plain.inputs, plain.outputs)
-
-    got = _fit(lambda: tf_xshard.TowerOptimizer(_momentum(), 2), model_fn=model)
-    assert training.deviation(got[0], _fit(_momentum)[0]) <= 1e-6
+def test_an_empty_shard_with_a_regularizer():
+    """Five rows in batches of four: one replica of the last batch has none."""
+    layers = lambda: [
+        keras.layers.Input((8,)),
+        keras.layers.Dense(1, kernel_regularizer="l2"),
+    ]
+    whole, towers = _whole_and_towers(
+        2,
+        lambda: keras.Sequential(layers()),
+        training.data(5),
+        replicas.mirrored(2),
+        batch_size=4,
+    )
+    assert training.deviation(towers[0], whole[0]) <= 1e-6
 
 
 def test_batches_and_calls_may_alternate():
     """A step in an open round of `apply` is refused, and changes nothing."""
     model = training.model()
     model.train_step = functools.partial(tf_xshard.tower_train_step(), model)
-    model.compile(tf_xshard.TowerOptimizer(_momentum(), 2), "mse")
+    model.compile(_two_towers(), "mse")
     x, y = training.data(BATCH_SIZE)
     model.train_on_batch(x, y)
     before = training.weights(model)
@@ -309,123 +356,15 @@ def test_batches_and_calls_may_alternate():
     assert training.deviation(training.weights(model), before) > 1e-4
 
 
-class _Plain(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.dense(x)
-
-
-class WithoutTraining(_Plain):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-        return tf.reduce_mean((y - y_pred) ** 2)
-
-
-class WithAScalar(_Plain):
-    def call(self, x):
-        return {"y": self.dense(x), "norm": tf.norm(x)}
-
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return tf.reduce_mean((y - y_pred["y"]) ** 2)
-
-
-@pytest.mark.parametrize("model_class", [WithoutTraining, WithAScalar])
-def test_models_with_a_loss_of_their_own(model_class):
-    x, y = training.data(12)
-    results = []
-    for towers in (False, True):
-        seeds.seed(0)
-        model = model_class()
-        model(x)
-        optimizer = keras.optimizers.SGD(0.1)
-        if towers:
-            optimizer = tf_xshard.TowerOptimizer(optimizer, 3)
-            model.train_step = functools.partial(
-                tf_xshard.tower_train_step(), model
-            )
-        model.compile(optimizer)
-        model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
-        results.append(training.weights(model))
-    assert training.deviation(*results) <= 1e-6
-
-
-def test_masked_metrics():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(20, 5, 3)).astype("float32")
-    x[:, 3:] = 0
-    results = []
-    for towers in (False, True):
-        seeds.seed(0)
-        model = keras.Sequential(
-            [
-                keras.layers.Input((5, 3)),
-                keras.layers.Masking(),
-                keras.layers.Dense(1),
-            ]
-        )
-        optimizer = keras.optimizers.SGD(0.1)
-        if towers:
-            optimizer = tf_xshard.TowerOptimizer(optimizer, 2)
-            model.train_step = functools.partial(
-                tf_xshard.tower_train_step(), model
-            )
-        model.compile(optimizer, "mse", metrics=["mae"])
-        results.append(
-            model.fit(
-                x, x[..., :1] + 1, batch_size=7, shuffle=False, verbose=0
-            ).history
-        )
-    np.testing.assert_allclose(results[1]["mae"], results[0]["mae"], rtol=1e-5)
-
-
-def test_an_empty_shard_with_a_regularizer():
-    """Five rows in batches of four: one replica of the last batch has none."""
-    strategy = replicas.mirrored(2)
-    results = []
-    for towers in (False, True):
-        with strategy.scope():
-            seeds.seed(0)
-            model = keras.Sequential(
-                [
-                    keras.layers.Input((8,)),
-                    keras.layers.Dense(1, kernel_regularizer="l2"),
-                ]
-            )
-            optimizer = keras.optimizers.SGD(0.1)
-            if towers:
-                optimizer = tf_xshard.TowerOptimizer(optimizer, 2)
-                model.train_step = functools.partial(
-                    tf_xshard.tower_train_step(), model
-                )
-            else:
-                optimizer = tf_xshard.CrossShardOptimizer(optimizer)
-            model.compile(optimizer, "mse")
-        x, y = training.data(5)
-        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-        results.append(training.weights(model, strategy))
-    assert training.deviation(*results) <= 1e-6
-
-
 # Keras 3.12's variables, to NumPy.
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_nothing_to_train():
     model = training.model()
     model.trainable = False
     model.train_step = functools.partial(tf_xshard.tower_train_step(), model)
-    model.compile(tf_xshard.TowerOptimizer(_momentum(), 2), "mse")
+    model.compile(_two_towers(), "mse")
     with pytest.warns(UserWarning, match="no trainable weights"):
         model.train_on_batch(*training.data(4))
-
-
-def test_devices_of_a_callable_are_checked():
-    with pytest.raises(TypeError, match="must be a list of device names"):
-        _fit(
-            lambda: tf_xshard.TowerOptimizer(_momentum(), 2),
-            None,
-            lambda r: "CPU",
-        )
 
 
 @pytest.mark.parametrize(
@@ -436,20 +375,22 @@ def test_refuses_devices(devices):
         tf_xshard.tower_train_step(devices)
 
 
-def test_refuses_another_optimizer():
-    with pytest.raises(TypeError, match=r"TowerOptimizer \(outermost\), got"):
+@pytest.mark.parametrize(
+    "wrap, kind, devices, jit_compile, error, text",
+    [
+        (CROSS, None, None, False, TypeError, r"Optimizer \(outermost\), got"),
+        (_as_it_is, None, lambda r: "CPU", False, TypeError, "be a list"),
+        (_as_it_is, None, ["CPU:1"], True, ValueError, "jit_compile=Fal"),
+        (_as_it_is, "tpu", ["CPU:1"], False, ValueError, "TPU program has one"),
+    ],
+)
+def test_refuses_in_the_first_step(
+    wrap, kind, devices, jit_compile, error, text
+):
+    with pytest.raises(error, match=text):
         _fit(
-            lambda: tf_xshard.CrossShardOptimizer(
-                tf_xshard.TowerOptimizer(_momentum(), 2)
-            ),
-            None,
-            None,
+            lambda: wrap(_two_towers()),
+            kind and replicas.STRATEGIES[kind](2),
+            devices,
+            jit_compile=jit_compile,
         )
-
-
-def test_refuses_devices_where_there_is_one():
-    towers = lambda: tf_xshard.TowerOptimizer(_momentum(), 2)
-    with pytest.raises(ValueError, match="jit_compile=False"):
-        _fit(towers, None, ["CPU:1"], jit_compile=True)
-    with pytest.raises(ValueError, match="A TPU program has one device"):
-        _fit(towers, replicas.tpu(4), ["CPU:1"])

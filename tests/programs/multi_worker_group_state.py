@@ -7,10 +7,9 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import fitting
 from tests.support import group_training
 from tf_xshard.group_state import divergence
-
-NUM_EPOCHS = 2
 
 
 def _learned(model):
@@ -33,22 +32,17 @@ def run(strategy, directory):
     rank = strategy.cluster_resolver.task_id
     fit = keras.Model.fit
     model = group_training.compiled(strategy)
-    x, y = group_training.data(64)
+    x, y = group_training.data()
     result = {}
     with tf_xshard.multi_worker_fit():
-        history = model.fit(
-            x,
-            y,
-            batch_size=16,
-            epochs=NUM_EPOCHS,
-            shuffle=False,
-            callbacks=[
+        result["history"] = fitting.fit(
+            model,
+            [
                 tf_xshard.GroupCheckpoint(os.path.join(directory, "fit")),
                 tf_xshard.GroupValidation((x, y), batch_size=16),
                 tf_xshard.DivergenceSentinel(every=2),
             ],
         )
-    result["history"] = history.history
     state = tf_xshard.GroupState(model)
     learned = _learned(model)
     result["own"] = _own(learned)

@@ -1,12 +1,11 @@
 """What each process of four_processes_test.py runs.
 
-`python -m tests.programs.multi_worker_program CASE [DIRECTORY] [--full]`, with
+`python -m tests.programs.multi_worker_program DIRECTORY [--full]`, with
 TF_CONFIG set. Prints one JSON line with what this process's replica holds.
 """
 
 import json
 import os
-import signal
 import sys
 import time
 
@@ -19,7 +18,6 @@ from tests.programs import multi_worker_fit_cases
 from tests.programs import multi_worker_group_state
 from tests.programs import multi_worker_ledger
 from tests.programs import multi_worker_sharded
-from tests.support import agn_oracle
 from tests.support import counting
 from tests.support import random_stacks
 from tests.support import replicas
@@ -33,21 +31,18 @@ GROUPS = {
 # `oracle` has all groups; the other cases, of these, go through the same.
 CROSSED = GROUPS["crossed"]
 FULL = "--full" in sys.argv
-TIMEOUT_SECONDS = 15  # Where a worker is killed.
-PATIENCE_SECONDS = 120  # Elsewhere: the machine may be busy.
-KILLED_AT_STEP = 20
+PATIENCE_SECONDS = 120  # The machine may be busy.
 NUM_WORKERS = 4
 NUM_FLOATS = 1 << 20
 
 
-def _optimizer(groups, inner=None, timeout_seconds=PATIENCE_SECONDS, **kwargs):
+def _optimizer(groups):
     return tf_xshard.CrossShardOptimizer(
-        inner or keras.optimizers.SGD(1.0),
+        keras.optimizers.SGD(1.0),
         "sum",
         groups,
         loss_normalization="replica",
-        communication=tf_xshard.Communication(timeout_seconds=timeout_seconds),
-        **kwargs,
+        communication=tf_xshard.Communication(timeout_seconds=PATIENCE_SECONDS),
     )
 
 
@@ -55,35 +50,35 @@ def _values(variables):
     return [np.asarray(v.numpy(), np.float64).tolist() for v in variables]
 
 
+ORACLE_CASES = replicas.in_turn(GROUPS, ["function", "eager"])
+
+
 def oracle(strategy):
     """Powers of ten, dense, sparse, and None on worker 2."""
     result = {}
-    for name, groups in GROUPS.items():
-        for graph in (True, False):
-            with strategy.scope():
-                variables = [
-                    keras.Variable(np.zeros(shape), dtype="float32")
-                    for shape in ((3,), (), (4, 2))
-                ]
-                optimizer = _optimizer(groups)
+    for name, mode in ORACLE_CASES:
+        with strategy.scope():
+            variables = [
+                keras.Variable(np.zeros(shape), dtype="float32")
+                for shape in ((3,), (), (4, 2))
+            ]
+            optimizer = _optimizer(GROUPS[name])
 
-            def gradients(r):
-                rows = tf.IndexedSlices(
-                    tf.fill([r + 1, 2], 10.0**r),
-                    tf.fill([r + 1], 1),
-                    tf.constant([4, 2]),
-                )
-                return [
-                    tf.fill([3], 10.0**r),
-                    None if r == 2 else tf.constant(10.0**r),
-                    rows,
-                ]
-
-            replicas.apply_once(
-                strategy, optimizer, gradients, variables, graph
+        def gradients(r):
+            rows = tf.IndexedSlices(
+                tf.fill([r + 1, 2], 10.0**r),
+                tf.fill([r + 1], 1),
+                tf.constant([4, 2]),
             )
-            key = f"{name}/{'function' if graph else 'eager'}"
-            result[key] = _values(variables)
+            return [
+                tf.fill([3], 10.0**r),
+                None if r == 2 else tf.constant(10.0**r),
+                rows,
+            ]
+
+        graph = mode == "function"
+        replicas.apply_once(strategy, optimizer, gradients, variables, graph)
+        result[name] = _values(variables)
     return result
 
 
@@ -110,25 +105,6 @@ def compat_v1(strategy):
     return _values([weight, other, step])
 
 
-def loss_scale(strategy):
-    """An overflow on worker 1, groups of two: all skip."""
-    with strategy.scope():
-        weight = keras.Variable(0.0)
-        optimizer = _optimizer(
-            GROUPS["pairs"],
-            keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(1.0), initial_scale=8.0
-            ),
-        )
-    replicas.apply_once(
-        strategy,
-        optimizer,
-        lambda r: [tf.constant(np.inf if r == 1 else 1.0)],
-        [weight],
-    )
-    return _values([weight, optimizer.inner_optimizer.dynamic_scale])
-
-
 def retrace(strategy):
     """Worker 1 traces its step once more, by itself."""
     with strategy.scope():
@@ -148,100 +124,6 @@ def retrace(strategy):
     step(tf.ones([2]) / 2 if rank == 1 else tf.ones([1]))
     step(tf.ones([1]))
     return _values([weight])
-
-
-def training(strategy):
-    """A custom training loop on this worker's part of each batch."""
-    from tests.support import training as training_lib
-
-    x, y = training_lib.data()
-    with strategy.scope():
-        model = training_lib.model()
-        optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.Adam(0.01, global_clipnorm=0.5),
-            group_assignment=GROUPS["crossed"],
-        )
-    loss_fn = keras.losses.MeanSquaredError()
-
-    @tf.function(autograph=False)
-    def step(x, y):
-        def on_replica(x, y):
-            with tf.GradientTape() as tape:
-                loss = loss_fn(y, model(x, training=True))
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(
-                zip(gradients, model.trainable_variables, strict=True)
-            )
-
-        strategy.run(on_replica, args=(x, y))
-
-    rank, per_worker = strategy.cluster_resolver.task_id, 16
-    for index in range(training_lib.NUM_STEPS):
-        start = index * 64 % len(x) + rank * per_worker
-        step(x[start : start + per_worker], y[start : start + per_worker])
-    return _values(model.trainable_variables)
-
-
-def towers(strategy):
-    """Two rounds of three towers: powers of ten that tell call and worker."""
-    with strategy.scope():
-        variables = [
-            keras.Variable(np.zeros(shape), dtype="float64")
-            for shape in ((2,), (), (4, 2))
-        ]
-        optimizer = tf_xshard.TowerOptimizer(_optimizer(CROSSED), 3, "sum")
-        optimizer.build(variables)
-
-    @tf.function(autograph=False)
-    def step(call):
-        def on_replica():
-            r = replicas.replica_id()
-            value = 10.0 ** (tf.cast(r + 4 * call, tf.float64))
-            rows = tf.IndexedSlices(
-                tf.fill([2, 2], value),
-                tf.stack([1, call]),
-                tf.constant([4, 2]),
-            )
-            dense = tf.fill([2], value)
-            optimizer.apply([dense, None if r == 2 else value, rows], variables)
-
-        strategy.run(on_replica)
-
-    values = []
-    for call in range(6):
-        step(tf.constant(call % 3))
-        values.append(_values(variables))
-    return values
-
-
-def agn(strategy):
-    """Three exchanges of three steps each."""
-    result = {}
-    for inner, (_, make) in agn_oracle.OPTIMIZERS.items():
-        with strategy.scope():
-            weight = keras.Variable([10.0, -2.0])
-            optimizer = tf_xshard.AGNOptimizer(
-                make(),
-                NUM_WORKERS,
-                communication_period=3,
-                group_assignment=CROSSED,
-                loss_normalization="replica",
-            )
-            optimizer.build([weight])
-
-        @tf.function(autograph=False)
-        def step(gradient):
-            strategy.run(lambda: optimizer.apply([gradient], [weight]))
-
-        values = []
-        for number in range(1, 10):
-            gradient = agn_oracle.gradient(
-                strategy.cluster_resolver.task_id, number
-            )
-            step(tf.constant(gradient, tf.float32))
-            values.append(_values([weight, optimizer.center_variables[0]]))
-        result[inner] = values
-    return result
 
 
 def wire(strategy):
@@ -285,15 +167,15 @@ def processes(strategy):
     """The chief is the last at the barrier, and all see what it wrote."""
     rank = tf_xshard.rank(strategy)
     time.sleep(0 if rank else 1.0)
-    with open(os.path.join(sys.argv[2], f"process_{rank}"), "w"):
+    with open(os.path.join(sys.argv[1], f"process_{rank}"), "w"):
         pass
     tf_xshard.barrier(strategy)
-    found = [n for n in os.listdir(sys.argv[2]) if n.startswith("process_")]
+    found = [n for n in os.listdir(sys.argv[1]) if n.startswith("process_")]
     return [rank, tf_xshard.is_chief(strategy), len(found)]
 
 
 def nesting(strategy):
-    """Random nested optimizers, each with a few steps."""
+    """Random nested optimizers of all kinds, with an overflow on a worker."""
     return [
         _nested(strategy, *random_stacks.random_case(seed, NUM_WORKERS))
         for seed in range(60 if FULL else 6)
@@ -350,82 +232,22 @@ def absent(strategy):
     return errors
 
 
-def _as_users_have_it(case, *arguments):
-    """With TensorFlow's graph optimizer, which takes time in small cases."""
-    _optimize_graphs(True)
-    try:
-        return case(*arguments)
-    finally:
-        _optimize_graphs(False)
-
-
-def _optimize_graphs(is_on):
-    tf.config.optimizer.set_experimental_options(
-        {"disable_meta_optimizer": not is_on}
-    )
-
-
 def cases(strategy):
-    fits = _as_users_have_it(multi_worker_fit_cases.run, strategy)
-    # The other cases of `fit` are about something else than its input.
+    directory = sys.argv[1]
+    own = oracle, compat_v1, retrace, wire, processes, nesting
     return {
-        "oracle": _as_users_have_it(oracle, strategy),
-        "compat_v1": compat_v1(strategy),
-        "loss_scale": loss_scale(strategy),
-        "retrace": retrace(strategy),
-        "training": _as_users_have_it(training, strategy),
-        "towers": towers(strategy),
-        "agn": agn(strategy),
-        "wire": wire(strategy),
-        "processes": processes(strategy),
-        "nesting": nesting(strategy),
-        "fit": fits,
-        "group_state": multi_worker_group_state.run(strategy, sys.argv[2]),
+        **{case.__name__: case(strategy) for case in own},
+        "fit": multi_worker_fit_cases.run(strategy),
+        "group_state": multi_worker_group_state.run(strategy, directory),
         "ledger": multi_worker_ledger.run(strategy),
-        "sharded": multi_worker_sharded.run(strategy, sys.argv[2]),
+        "sharded": multi_worker_sharded.run(strategy, directory),
         # The last: workers have traced different numbers of functions then.
         "absent": absent(strategy),
     }
 
 
-def killed(strategy):
-    """Worker 3 dies in the middle of `fit`."""
-    from tests.support import training as training_lib
-
-    class _Kill(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if (
-                batch == KILLED_AT_STEP
-                and strategy.cluster_resolver.task_id == 3
-            ):
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(0.01)
-
-    communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
-    with strategy.scope():
-        model = training_lib.model()
-        model.compile(
-            optimizer=tf_xshard.CrossShardOptimizer(
-                keras.optimizers.SGD(0.01),
-                group_assignment=GROUPS["crossed"],
-                communication=communication,
-            ),
-            loss="mse",
-        )
-    dataset = tf.data.Dataset.from_tensor_slices(training_lib.data())
-    with tf_xshard.multi_worker_fit(communication):
-        model.fit(
-            dataset.repeat().batch(64),
-            steps_per_epoch=100_000,
-            shuffle=False,
-            verbose=0,
-            callbacks=[_Kill()],
-        )
-
-
 if __name__ == "__main__":
-    _optimize_graphs(False)
     made = tf.distribute.MultiWorkerMirroredStrategy()
-    print(json.dumps(globals()[sys.argv[1]](made)), flush=True)
+    print(json.dumps(cases(made)), flush=True)
     # The peers may be gone; leaving in order would wait for them.
     os._exit(0)

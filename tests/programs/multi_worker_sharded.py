@@ -1,19 +1,18 @@
 """shard_update=True on four processes; called by multi_worker_program.py."""
 
 import os
-import time
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import counting
+from tests.support import fitting
 from tests.support import seeds
 from tests.support import sharded
+from tests.support import training
 
 GROUPS = [[0, 2], [3, 1]]
-NUM_FLOATS = 1 << 20
 NUM_STEPS = 5
 COMMUNICATION = tf_xshard.Communication(timeout_seconds=120)
 
@@ -43,16 +42,13 @@ def data():
     return x, x[:, :2]
 
 
-def fit(trained, epochs, callbacks=()):
-    x, y = data()
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-    trained.fit(
-        dataset,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=list(callbacks),
-    )
+def train(trained, num_steps):
+    """Steps of all rows, as epochs of `fit` are; the weights after them."""
+    training.run_steps(trained, [data()] * num_steps)
+    return _weights(trained)
+
+
+def _weights(trained):
     return [v.numpy().tolist() for v in trained.weights]
 
 
@@ -67,7 +63,6 @@ def run(strategy, directory):
         },
         "saved": _saved(strategy, directory),
         "alone": _alone(strategy),
-        "wire": _bytes_of_a_step(strategy),
     }
 
 
@@ -113,21 +108,23 @@ def _saved(strategy, directory):
     with tf_xshard.multi_worker_fit():
         trained = start()
         best = keras.callbacks.ModelCheckpoint(path("best.keras"))
-        fit(trained, 3, [*(make() for make in callbacks), best])
+        fitting.fit(trained, [*(make() for make in callbacks), best], 3, data())
         trained.save(path(f"{rank}.keras"))
         trained.save_weights(path(f"{rank}.weights.h5"))
         tf.train.Checkpoint(model=trained, optimizer=trained.optimizer).write(
             path(f"{rank}_state")
         )
         tf_xshard.GroupState(trained).save(path("groups"))
-        result = [fit(trained, 2)]
+        result = [train(trained, 2)]
         again = start()
         tf_xshard.GroupState(again).restore(path("groups"))
         with strategy.scope():
             loaded = keras.saving.load_model(path(f"{rank}.keras"))
-        result += [fit(again, 2), fit(loaded, 2)]
+        result += [train(again, 2), train(loaded, 2)]
         for make in callbacks:
-            result.append(fit(start(), 5, [make()]))
+            resumed = start()
+            fitting.fit(resumed, [make()], 5, data())
+            result.append(_weights(resumed))
     return result
 
 
@@ -148,30 +145,3 @@ def _alone(strategy):
             error = str(caught)
     tf_xshard.barrier(strategy)
     return [error, trained.slots()[0].numpy().shape]
-
-
-def _bytes_of_a_step(strategy):
-    with strategy.scope():
-        weight = keras.Variable(np.zeros(NUM_FLOATS), dtype="float32")
-        optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.Adam(),
-            shard_update=True,
-            communication=COMMUNICATION,
-        )
-        optimizer.build([weight])
-
-    @tf.function(autograph=False)
-    def step():
-        strategy.run(lambda: optimizer.apply([tf.ones([NUM_FLOATS])], [weight]))
-
-    step()
-    tf_xshard.barrier(strategy)
-    before = counting.loopback_bytes()
-    # None of the others begins before that was read.
-    tf_xshard.barrier(strategy)
-    for _ in range(NUM_STEPS):
-        step()
-    # The others may be later than this one.
-    tf_xshard.barrier(strategy)
-    time.sleep(0.25)
-    return (counting.loopback_bytes() - before) / NUM_STEPS

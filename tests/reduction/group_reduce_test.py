@@ -1,7 +1,5 @@
 """`group_reduce`, on every strategy, against NumPy."""
 
-import itertools
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,8 +12,8 @@ GROUPS = [[0, 3], [1, 2]]
 
 @pytest.mark.parametrize(
     "kind, reduction, groups",
-    list(
-        itertools.product(replicas.STRATEGIES, ["mean", "sum"], [None, GROUPS])
+    replicas.pairwise(
+        list(replicas.STRATEGIES), ["mean", "sum"], [None, GROUPS]
     ),
     ids=str,
 )
@@ -35,24 +33,16 @@ def test_nested_values(kind, reduction, groups):
             assert first[r] == [want, want] and second[r] == 2 * want
 
 
-@pytest.mark.parametrize("graph", [True, False], ids=["function", "eager"])
-def test_slices_stay_slices(graph):
-    strategy = replicas.mirrored(4)
+def test_slices_stay_slices_eagerly():
+    def on_replica():
+        r = replicas.replica_id()
+        own = tf.IndexedSlices([[10.0**r]], [r % 2], [3, 1])
+        [reduced] = tf_xshard.group_reduce([own], GROUPS, "sum")
+        assert isinstance(reduced, tf.IndexedSlices)
+        return tf.math.unsorted_segment_sum(reduced.values, reduced.indices, 3)
 
-    def step():
-        def on_replica():
-            r = replicas.replica_id()
-            own = tf.IndexedSlices([[10.0**r]], [r % 2], [3, 1])
-            reduced = tf_xshard.group_reduce([own], GROUPS, "sum")[0]
-            assert isinstance(reduced, tf.IndexedSlices)
-            return tf.math.unsorted_segment_sum(
-                reduced.values, reduced.indices, 3
-            )
-
-        return strategy.run(on_replica)
-
-    values = (tf.function(step, autograph=False) if graph else step)()
-    got = [v.numpy().ravel().tolist() for v in values.values]
+    values = replicas.mirrored(4).run(on_replica).values
+    got = [v.numpy().ravel().tolist() for v in values]
     assert got == [[1, 1000, 0], [100, 10, 0], [100, 10, 0], [1, 1000, 0]]
 
 
@@ -103,34 +93,29 @@ def test_bad_arguments(arguments, error, message):
         tf_xshard.group_reduce(1.0, communication="bfloat16")
 
 
-def test_replicas_with_different_structures():
-    strategy = replicas.mirrored(2)
-
-    def on_replica():
-        own = [1.0] if replicas.replica_id() else [1.0, 2.0]
-        tf_xshard.group_reduce(own)
-
-    with pytest.raises(ValueError, match="All replicas must"):
-        tf.function(lambda: strategy.run(on_replica))()
-
-
-@pytest.mark.parametrize("is_eager", [False, True], ids=["function", "eager"])
 @pytest.mark.parametrize(
-    "own, text",
+    "own, text, is_eager",
     [
-        (lambda r: tf.ones([2 + r]), r"shapes \['\(2,\)', '\(3,\)'\]"),
+        (lambda r: [1.0] * (1 + r), "All replicas must", False),
+        (lambda r: tf.ones([2 + r]), r"shapes \['\(2,\)', '\(3,\)'\]", True),
         (
             lambda r: tf.IndexedSlices([[1.0]], [0], [2 + r, 1]),
             r"shapes \['\(2, 1\)', '\(3, 1\)'\]",
+            False,
         ),
-        (lambda r: tf.ones([2, 1][: 1 + r]), "different shapes"),
+        (lambda r: tf.ones([2, 1][: 1 + r]), "different shapes", False),
         (
             lambda r: [None, 1.0] if r else [1.0, None],
             r"values together: \['value_0', 'value_1'\]",
+            True,
         ),
-        (lambda r: tf.ones([2], ["float32", "float64"][r]), "different types"),
+        (
+            lambda r: tf.ones([2], ["float32", "float64"][r]),
+            "different types",
+            False,
+        ),
     ],
-    ids=["size", "slices", "rank", "None", "dtype"],
+    ids=["structure", "size", "slices", "rank", "None", "dtype"],
 )
 def test_replicas_with_different_values(own, text, is_eager):
     """At once: a collective would wait until the timeout."""

@@ -1,5 +1,6 @@
 """What the TPU compiler makes of a step: compiled for TPU, never run there."""
 
+import functools
 import math
 import os
 import subprocess
@@ -77,14 +78,15 @@ def _fields(compiled):
     ]
 
 
+@functools.cache
+def _compiled():
+    """A model's step, compiled once."""
+    return testing.compile_for_tpu(_model(replicas.tpu(8)), *_batch())
+
+
 @pytest.mark.parametrize(
     "topology, layout",
-    [
-        *(("v5e:2x4", layout) for layout in LAYOUTS),
-        *replicas.in_turn(
-            ("v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"), LAYOUTS
-        ),
-    ],
+    replicas.in_turn((*ONE_ALL_REDUCE, "tpu7x:2x2x1"), LAYOUTS),
 )
 def test_the_groups_are_exactly_the_assignment(topology, layout, report):
     groups = getattr(tf_xshard.GroupAssignment, layout)(8, 4)
@@ -152,28 +154,26 @@ def test_plain_keras_reduces_over_all_and_counts_with_an_all_to_all():
     assert kinds["all-reduce"] == (tuple(range(8)),)
 
 
-@pytest.mark.parametrize("mutant", ["other_groups", "twice", "left_out"])
-def test_the_assertion_fails_for_mutants(mutant):
-    groups = [[0, 1, 2, 3, 4, 5, 6, 7]]
-    model = _model(replicas.tpu(8))
-    compiled = testing.compile_for_tpu(model, *_batch())
-    shapes = [v.shape for v in model.trainable_variables]
-    _assert_each_gradient_once(_fields(compiled), groups, shapes)
-    if mutant == "other_groups":
-        groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    elif mutant == "twice":
-        shapes = shapes[1:]
-    else:
-        shapes = [*shapes, (3,)]
-    with pytest.raises(AssertionError, match="groups|gradients"):
-        _assert_each_gradient_once(_fields(compiled), groups, shapes)
+def test_the_assertion_fails_for_mutants():
+    every, halves = [[*range(8)]], [[0, 2, 4, 6], [1, 3, 5, 7]]
+    shapes = [(16, 24), (24,), (24,), (24,), (24, 10), (10,)]
+    fields = _fields(_compiled())
+    _assert_each_gradient_once(fields, every, shapes)
+    for groups, expected in (
+        (halves, shapes),
+        (every, shapes[1:]),  # One twice.
+        (every, [*shapes, (3,)]),  # One left out.
+    ):
+        with pytest.raises(AssertionError, match="groups|gradients"):
+            _assert_each_gradient_once(fields, groups, expected)
 
 
 def test_what_is_returned():
-    strategy = replicas.tpu(8)
-    model = _model(strategy)
+    model = _model(replicas.tpu(8))
     before = model.get_weights()
+    environment = dict(os.environ)
     compiled = testing.compile_for_tpu(model, *_batch())
+    assert dict(os.environ) == environment
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
     assert compiled.topology == "v5e:2x4" and compiled.num_replicas == 8
@@ -225,17 +225,14 @@ def test_functions():
             args=(x,),
         )
 
-    for function in (step, tf.function(step)):
-        compiled = testing.compile_for_tpu(function, tf.ones([4, 128]))
-        (collective,) = compiled.collectives
+    signature = [tf.TensorSpec([4, 128])]
+    with_signature = tf.function(step, input_signature=signature)
+    for arguments in ((step, tf.ones([4, 128])), (with_signature,)):
+        (collective,) = testing.compile_for_tpu(*arguments).collectives
         assert collective.kind == "all-reduce"
         assert [list(g) for g in collective.replica_groups] == groups
         assert collective.num_bytes == 4 * 128 * 4
         assert collective.operands == ("f32[4,128]",)
-    signature = [tf.TensorSpec([4, 128])]
-    with_signature = tf.function(step, input_signature=signature)
-    (collective,) = testing.compile_for_tpu(with_signature).collectives
-    assert collective.num_bytes == 4 * 128 * 4
     # Recording is over: functions run again.
     total = strategy.experimental_local_results(tf.function(step)(tf.ones([2])))
     assert [v.numpy().tolist() for v in total] == [[2, 2]] * 8
@@ -247,29 +244,6 @@ def test_a_program_that_computes_nothing():
     assert compiled.flops is None and "flops of one replica: unknown" in str(
         compiled
     )
-
-
-def test_other_collectives():
-    strategy = replicas.tpu(8)
-    pairs = [[r, (r + 1) % 8] for r in range(8)]
-
-    def step(x):
-        def on_replica(x):
-            context = tf.distribute.get_replica_context()
-            return (
-                context.all_gather(tf.cast(x, tf.int64), axis=0),
-                tf.raw_ops.CollectivePermute(
-                    input=x, source_target_pairs=pairs
-                ),
-            )
-
-        return strategy.run(on_replica, args=(x,))
-
-    compiled = testing.compile_for_tpu(step, tf.ones([8]))
-    by_kind = {c.kind: c for c in compiled.collectives}
-    assert by_kind["all-to-all"].replica_groups == (tuple(range(8)),)
-    permute = by_kind["collective-permute"]
-    assert [list(pair) for pair in permute.replica_groups] == pairs
 
 
 def _run_once(x):
@@ -285,59 +259,27 @@ def _unknown_shape(x):
     return _run_once(tf.boolean_mask(x, x > 0))
 
 
-@pytest.mark.parametrize(
-    "args, kwargs, error, match",
-    [
+def test_bad_arguments():
+    arguments = (_run_once, tf.ones([2]))
+    concrete = tf.function(_run_once).get_concrete_function(tf.ones([2]))
+    unknown = dict(topology="v9:2x2")
+    for args, kwargs, error, match in (
         (("model",), {}, TypeError, "a function or a Keras model, got str"),
         ((lambda x: x, tf.ones([2])), {}, ValueError, "run\\(\\) 0 times"),
         ((_run_twice, tf.ones([2])), {}, ValueError, "run\\(\\) 2 times"),
         ((_unknown_shape, tf.ones([2])), {}, ValueError, "unknown shape"),
+        ((concrete,), {}, TypeError, "which is already traced"),
+        (arguments, dict(topology=None), TypeError, "must be a str"),
+        (arguments, unknown, ValueError, "not know the topology 'v9:2x2'"),
         (
-            (tf.function(_run_once).get_concrete_function(tf.ones([2])),),
-            {},
-            TypeError,
-            "which is already traced",
-        ),
-        (
-            (_run_once, tf.ones([2])),
-            dict(topology=None),
-            TypeError,
-            "topology must be a str",
-        ),
-        (
-            (_run_once, tf.ones([2])),
-            dict(topology=""),
-            ValueError,
-            "does not know the topology ''",
-        ),
-        (
-            (_run_once, tf.ones([2])),
-            dict(topology="v9:2x2"),
-            ValueError,
-            "does not know the topology 'v9:2x2'",
-        ),
-        (
-            (_run_once, tf.ones([2])),
+            arguments,
             dict(topology="v5e:4x4"),
             ValueError,
             "16 cores, but the program has 8 replicas",
         ),
-    ],
-    ids=[
-        "type",
-        "no_run",
-        "two_runs",
-        "shape",
-        "concrete",
-        "no_topology",
-        "empty_topology",
-        "topology",
-        "size",
-    ],
-)
-def test_bad_arguments(args, kwargs, error, match):
-    with pytest.raises(error, match=match):
-        testing.compile_for_tpu(*args, **kwargs)
+    ):
+        with pytest.raises(error, match=match):
+            testing.compile_for_tpu(*args, **kwargs)
     # Nothing is left behind that would keep functions from running.
     (first, *_) = replicas.tpu(8).experimental_local_results(
         tf.function(_run_once)(tf.ones([2]))
@@ -358,12 +300,6 @@ def test_bad_models():
     mirrored = _model(replicas.mirrored(2))
     with pytest.raises(ValueError, match="created under MirroredStrategy"):
         testing.compile_for_tpu(mirrored, *_batch())
-
-
-def test_the_environment_is_restored():
-    before = dict(os.environ)
-    testing.compile_for_tpu(_run_once, tf.ones([2]), topology="v5e:4x2")
-    assert dict(os.environ) == before
 
 
 HLO = """

@@ -1,5 +1,6 @@
-"""How programs on the simulated TPU end."""
+"""How programs on the simulated TPU begin and end."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -47,12 +48,22 @@ def test_a_program_with_an_unfinished_iterator_ends_soon():
         assert time.monotonic() - start < 15
 
 
-def test_a_collective_that_some_replicas_miss_ends_the_process():
-    """A TPU would hang: one replica's loop runs more often than another's."""
-    program = """
+_MISSES = """
+import json
+import jax
 import tensorflow as tf
 from tf_xshard import testing
-strategy = testing.simulated_tpu_strategy(2)
+devices = len(jax.devices())
+strategy = testing.simulated_tpu_strategy(3)
+step = tf.function(lambda: strategy.run(
+    lambda: tf.distribute.get_replica_context().all_reduce("SUM", 2.0)))
+got = [float(v) for v in strategy.experimental_local_results(step())]
+try:
+    testing.simulated_tpu_strategy(4)
+except RuntimeError as error:
+    message = str(error)
+print(json.dumps([got, devices, len(jax.devices()), message]), flush=True)
+
 def on_replica():
     context = tf.distribute.get_replica_context()
     return tf.while_loop(
@@ -62,12 +73,24 @@ def on_replica():
     )[1]
 tf.function(lambda: strategy.run(on_replica))()
 """
+
+
+def test_a_new_process_that_some_replicas_keep_waiting():
+    """It needs one call: no flag, no logical CPUs; others may have used jax.
+
+    A collective that some replicas miss ends it; a TPU would hang. One
+    replica's loop runs more often than another's.
+    """
     result = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", _MISSES],
         cwd=paths.ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
+    got, before, after, message = json.loads(result.stdout.splitlines()[-1])
+    assert got == [6.0] * 3
+    assert before == after
+    assert "needs 4 logical CPUs, but TensorFlow already runs with 3" in message
     assert result.returncode < 0
     assert "Termination timeout for `all reduce" in result.stderr

@@ -21,41 +21,36 @@ def _outside_variable():
     return lambda x: x * variable
 
 
+def _lookup():
+    table = _table()
+    return lambda x: table.lookup(tf.cast(x, tf.int32))
+
+
+# Functions that make the function that a replica runs.
 REFUSED = {
-    "print": (lambda: lambda x: [tf.print(x), x][1], "tf.print"),
-    "python": (
-        lambda: lambda x: tf.numpy_function(lambda a: a, [x], tf.float32),
-        "tf.numpy_function",
+    "tf.print": lambda: lambda x: [tf.print(x), x][1],
+    "tf.numpy_function": (
+        lambda: lambda x: tf.numpy_function(lambda a: a, [x], tf.float32)
     ),
-    "py_function": (
-        lambda: lambda x: tf.py_function(lambda a: a, [x], tf.float32),
-        "tf.py_function",
+    "tf.py_function": (
+        lambda: lambda x: tf.py_function(lambda a: a, [x], tf.float32)
     ),
-    "table": (
-        lambda: (lambda t: lambda x: t.lookup(tf.cast(x, tf.int32)))(_table()),
-        "a resource that is not a variable",
+    "a resource that is not a variable": _lookup,
+    "outside strategy.scope": _outside_variable,
+    "outside compilation": (
+        lambda: lambda x: tf.compat.v1.tpu.outside_compilation(tf.sin, x)
     ),
-    "variable": (_outside_variable, "outside strategy.scope"),
-    "outside_compilation": (
-        lambda: lambda x: tf.compat.v1.tpu.outside_compilation(tf.sin, x),
-        "outside compilation",
-    ),
-    "strings": (
-        lambda: lambda x: tf.strings.length(tf.strings.as_string(x)),
-        "AsString",
-    ),
+    "AsString": lambda: lambda x: tf.strings.length(tf.strings.as_string(x)),
     "infeed": (
-        lambda: lambda x: tf.raw_ops.InfeedDequeue(dtype=tf.float32, shape=[2]),
-        "infeed",
+        lambda: lambda x: tf.raw_ops.InfeedDequeue(dtype=tf.float32, shape=[2])
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    make, match = REFUSED[name]
-    function = make()
-    with pytest.raises(NotImplementedError, match=match):
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    function = REFUSED[what]()
+    with pytest.raises(NotImplementedError, match=what):
         replicas.run("tpu", function)
 
 
@@ -111,6 +106,10 @@ def test_jit_compile_is_refused():
         model.fit(*training.data(), batch_size=64, verbose=0)
 
 
+def _permuted(permutation, **kwargs):
+    return dict(num_replicas=2, replica_permutation=permutation, **kwargs)
+
+
 @pytest.mark.parametrize(
     "kwargs, error, match",
     [
@@ -118,35 +117,14 @@ def test_jit_compile_is_refused():
         (dict(num_replicas="8"), TypeError, "must be an int, got '8'"),
         (dict(num_replicas=True), TypeError, "must be an int, got True"),
         (dict(num_replicas=8, num_hosts=3), ValueError, "spread evenly"),
-        (
-            dict(num_replicas=2, replica_permutation=[1, 0]),
-            ValueError,
-            "Pass device_assignment=False",
-        ),
-        (
-            dict(
-                num_replicas=2,
-                device_assignment=False,
-                replica_permutation=[1, 1],
-            ),
-            ValueError,
-            "each of 0 to 1 once",
-        ),
-        (
-            dict(
-                num_replicas=2,
-                device_assignment=False,
-                replica_permutation=[1.0, 0.0],
-            ),
-            ValueError,
-            "each of 0 to 1 once",
-        ),
-        (
-            dict(
-                num_replicas=2, device_assignment=False, replica_permutation=3
-            ),
-            ValueError,
-            "each of 0 to 1 once, got 3",
+        (_permuted([1, 0]), ValueError, "Pass device_assignment=False"),
+        *(
+            (
+                _permuted(permutation, device_assignment=False),
+                ValueError,
+                "each of 0 to 1 once",
+            )
+            for permutation in ([1, 1], [1.0, 0.0], 3)
         ),
         (dict(num_replicas=9), RuntimeError, "needs 9 logical CPUs"),
     ],

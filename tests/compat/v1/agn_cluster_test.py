@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 
 import numpy as np
 import pytest
@@ -16,82 +15,63 @@ from tests.support import paths
 from tf_xshard.multi_worker import local_cluster
 
 _SECONDS = 240
-
-
-class _Cluster:
-    def __init__(self, num_steps):
-        ports = local_cluster.free_ports(3)
-        names = [f"127.0.0.1:{port}" for port in ports]
-        self._cluster = json.dumps({"ps": names[:1], "worker": names[1:]})
-        self._num_steps = num_steps
-        self._errors = tempfile.TemporaryFile("w+")
-        self.processes = [self.start("ps", 0)]
-
-    def start(self, job, index, num_steps=None):
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.programs.agn_cluster_program",
-                job,
-                str(index),
-                self._cluster,
-                str(num_steps or self._num_steps),
-            ],
-            cwd=paths.ROOT,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-        if job != "ps":
-            self.processes.append(process)
-        return process
-
-    def start_both(self, num_steps=None):
-        """Two workers that begin together; the chief's first line besides."""
-        chief, second = (self.start("worker", k, num_steps) for k in range(2))
-        first_line = self.read(chief)
-        for worker in (chief, second):
-            worker.stdin.write("\n")
-            worker.stdin.flush()
-        return chief, second, first_line
-
-    def read(self, process):
-        """The next line of a worker's output."""
-        line = process.stdout.readline()
-        if not line:
-            self._errors.seek(0)
-            raise AssertionError(self._errors.read()[-3000:])
-        return json.loads(line)
-
-    def rest(self, process):
-        output, _ = process.communicate(timeout=_SECONDS)
-        assert process.returncode == 0
-        return [json.loads(line) for line in output.splitlines()]
-
-    def close(self):
-        for process in self.processes:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
-        self._errors.close()
+_NUM_STEPS = 200
 
 
 @pytest.fixture
-def cluster(request):
-    made = _Cluster(request.param)
+def start():
+    """A function that starts a worker; a parameter server runs already."""
+    ports = local_cluster.free_ports(3)
+    names = [f"127.0.0.1:{port}" for port in ports]
+    cluster = json.dumps({"ps": names[:1], "worker": names[1:]})
+    processes = []
+
+    def started(job, index, num_steps):
+        program_name = "tests.programs.agn_cluster_program"
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", program_name, job, str(index), cluster]
+                + [str(num_steps)],
+                cwd=paths.ROOT,
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return processes[-1]
 
     def late(*_):  # No read waits forever.
         raise TimeoutError("the cluster")
 
     signal.signal(signal.SIGALRM, late)
     signal.alarm(_SECONDS)
-    yield made
+    started("ps", 0, 0)
+    yield lambda index, num_steps: started("worker", index, num_steps)
     signal.alarm(0)
-    made.close()
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def _release(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def _read(process):
+    """The next line of a worker's output."""
+    line = process.stdout.readline()
+    assert line, "it has ended"
+    return json.loads(line)
+
+
+def _rest(process):
+    lines = [json.loads(line) for line in process.stdout]
+    assert process.wait() == 0
+    return lines
 
 
 def _accuracy(centers):
@@ -103,43 +83,36 @@ def _accuracy(centers):
         return session.run(accuracy)
 
 
-@pytest.mark.parametrize("cluster", [200], indirect=True)
-def test_two_workers_train_one_center(cluster, report):
-    chief, second, first_line = cluster.start_both()
-    output = [[first_line, *cluster.rest(chief)], cluster.rest(second)]
-    last = max(output, key=lambda lines: lines[-1]["global_step"])[-1]
-    assert last["devices"] == ["/job:ps/task:0"]
-    assert last["global_step"] == 2 * 200 // program.PERIOD
+def test_workers_train_one_center_and_one_that_was_killed_adopts_it(
+    start, report
+):
+    chief = start(0, _NUM_STEPS)
+    killed = start(1, 100_000)
+    first = _read(chief)
+    assert first["apart"] == first["accumulated"] == 0 and first["size"] > 0
+    _release(killed)
+    while _read(killed).get("step", 0) < 12:
+        pass
+    killed.kill()
+    killed.wait()
+    # It comes back while nobody changes the center: the chief waits.
+    again = start(1, _NUM_STEPS)
+    _release(again)
+    first_again = _read(again)
+    assert first_again["apart"] == first_again["accumulated"] == 0
+    assert first_again["size"] != first["size"]
+    assert first_again["global_step"] >= 12 // program.PERIOD
+    # Both train, and no exchange is lost.
+    _release(chief)
+    output = [_rest(chief), _rest(again)]
     for lines in output:
-        assert lines[0]["accumulated"] == 0
-    assert output[0][0]["apart"] == 0 and output[0][0]["size"] > 0
+        assert lines[-2]["step"] == _NUM_STEPS - 1
+    last = max((lines[-1] for lines in output), key=lambda x: x["global_step"])
+    assert last["devices"] == ["/job:ps/task:0"]
+    num_exchanges = last["global_step"] - first_again["global_step"]
+    assert num_exchanges == 2 * _NUM_STEPS // program.PERIOD
     accuracy = _accuracy(last["centers"])
     report(f"AGN, two workers over gRPC: accuracy of the center {accuracy:.3f}")
     assert accuracy > 0.9
-    assert (
-        _accuracy({k: np.zeros_like(v) for k, v in last["centers"].items()})
-        < 0.2
-    )
-
-
-@pytest.mark.parametrize("cluster", [40], indirect=True)
-def test_a_worker_that_was_killed_adopts_the_center(cluster):
-    chief, second, _ = cluster.start_both(100_000)
-    while cluster.read(second).get("step", 0) < 12:
-        pass
-    second.kill()
-    second.wait()
-    # It comes back, trains on beside the chief, and comes to its end.
-    again = cluster.rest(cluster.start("worker", 1))
-    assert again[0]["accumulated"] == 0
-    assert again[0]["global_step"] >= 12 // program.PERIOD
-    assert again[-2]["step"] == 39
-    # Once more, with nobody who changes the center meanwhile.
-    chief.kill()
-    chief.wait()
-    last = cluster.rest(cluster.start("worker", 1))
-    start, end = last[0], last[-1]
-    assert start["apart"] == 0 and start["accumulated"] == 0
-    assert start["global_step"] >= again[-1]["global_step"]
-    assert end["global_step"] == start["global_step"] + 40 // program.PERIOD
-    assert _accuracy(end["centers"]) > 0.5
+    zeros = {k: np.zeros_like(v) for k, v in last["centers"].items()}
+    assert _accuracy(zeros) < 0.2

@@ -1,0 +1,77 @@
+"""Sessions, feeds and comparisons that the tests of TF1's names share."""
+
+import contextlib
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import v1_oracle
+
+tf1 = tf.compat.v1
+
+
+@contextlib.contextmanager
+def session(num_cpus=1):
+    """A session in which all variables have their initial values."""
+    config = tf1.ConfigProto(device_count={"CPU": num_cpus})
+    with tf1.Session(config=config) as made:
+        made.run(
+            [
+                tf1.global_variables_initializer(),
+                tf1.local_variables_initializer(),
+            ]
+        )
+        yield made
+
+
+@contextlib.contextmanager
+def control_flow(v2):
+    """Branches and loops of TensorFlow 2, or those of TensorFlow 1."""
+    switches = {
+        True: tf1.enable_control_flow_v2,
+        False: tf1.disable_control_flow_v2,
+    }
+    before = tf1.control_flow_v2_enabled()
+    switches[v2]()
+    try:
+        yield
+    finally:
+        switches[before]()
+
+
+def variables():
+    """Ones: the first has dense gradients, and the second IndexedSlices."""
+    w = tf1.get_variable("w", initializer=np.ones((3, 2), np.float32))
+    e = tf1.get_variable("e", [4, 2], initializer=tf.ones_initializer())
+    return w, e
+
+
+def loss(dense, indices, values, w, e):
+    """Its gradients are these numbers, whatever the variables hold."""
+    return tf.reduce_sum(dense * w) + tf.reduce_sum(
+        values * tf.gather(e, indices)
+    )
+
+
+def feeds(num_parts, num_steps):
+    """The gradients of each step."""
+    return [v1_oracle.gradients(num_parts, step) for step in range(num_steps)]
+
+
+def placeholders(num_parts):
+    return [
+        tf1.placeholder(array.dtype, array.shape)
+        for array in v1_oracle.gradients(num_parts, 0)
+    ]
+
+
+def feed(inputs, arrays):
+    return dict(zip(inputs, arrays, strict=True))
+
+
+def check_close(got, expected, rtol=2e-5, atol=2e-6):
+    """Compares all numbers of two nested structures."""
+    for one, other in zip(
+        tf.nest.flatten(got), tf.nest.flatten(expected), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)

@@ -1,0 +1,36 @@
+"""What variables hold after a step with given gradients."""
+
+import keras
+
+from tests.support import replicas
+
+
+def stepped(
+    make,
+    gradients_of,
+    initial=(0.0,),
+    kind="mirrored",
+    num_replicas=4,
+    graph=True,
+    dtype="float32",
+):
+    """Makes variables and an optimizer, and applies a gradient to each.
+
+    Args:
+      make: Makes the optimizer, in the scope of the strategy.
+      gradients_of: The gradients, of a replica id.
+      initial: A value of each variable.
+      kind: The strategy.
+      num_replicas: Of the strategy.
+      graph: Whether the step is a tf.function.
+      dtype: Of the variables.
+
+    Returns:
+      The values of all replicas, of each variable.
+    """
+    strategy = replicas.STRATEGIES[kind](num_replicas)
+    with strategy.scope():
+        variables = [keras.Variable(value, dtype=dtype) for value in initial]
+        optimizer = make()
+    replicas.apply_once(strategy, optimizer, gradients_of, variables, graph)
+    return [replicas.values(strategy, variable) for variable in variables]
