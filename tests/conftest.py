@@ -8,8 +8,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 
-# Importing it postpones Python's garbage collector: before TensorFlow.
-from tests.support import garbage  # isort: skip
 from tests.support import seeds
 
 NUM_LOGICAL_CPUS = 8
@@ -39,11 +37,6 @@ def report(request):
     return lambda line: request.node.user_properties.append(("measured", line))
 
 
-def pytest_collection_finish(session):
-    del session
-    garbage.resume()
-
-
 def pytest_terminal_summary(terminalreporter):
     lines = [
         value
@@ -71,17 +64,10 @@ def _set_up_tensorflow():
     """What holds for all tests of this process, before TensorFlow has run."""
     import tensorflow as tf
 
-    from tests.support import device_iterators
-    from tests.support import eager_operations
-    from tests.support import iterators
-
-    eager_operations.not_as_functions()
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
     )
-    iterators.without_autotuning()
-    device_iterators.traced_once()
     # Not for each test: see `seeds`.
     tf.random.set_seed(1)
 
