@@ -159,7 +159,7 @@ def test_another_models_save_is_refused_when_fit_begins(finished):
 def test_how_many_are_kept(tmp_path):
     directories = {keep: tmp_path / str(keep) for keep in (1, 2, None)}
     for directory in directories.values():
-        # What a crash may have left behind.
+        # A crash may have left this directory behind.
         os.makedirs(directory / "epoch-00000-step-00000001")
         (directory / "notes.txt").write_text("mine")
     fitting.fit(

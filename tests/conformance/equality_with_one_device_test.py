@@ -238,7 +238,7 @@ def test_two_levels_are_the_global_reduction():
     ],
 )
 def test_the_assertion_fails_for_mutants(mutant, kind, num_replicas):
-    """What is asserted above would notice each; groups: groups_test.py."""
+    """The assertions above notice each mutant. groups_test.py has another."""
     with mutants.mutant(mutant, num_replicas):
         got = training.train(
             _wrapped(SETTINGS["sgd"]), replicas.STRATEGIES[kind](num_replicas)

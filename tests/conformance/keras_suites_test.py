@@ -12,10 +12,9 @@ import pytest
 
 from tests.support import paths
 
-# What plain Keras passes and a wrapped optimizer does not: the pattern, and the
-# strategy if plain Keras fails under the other one, too, or a wrapped optimizer
-# passes. None is about the numbers of an update but "one tensor", which is
-# explained.
+# Plain Keras passes these tests and a wrapped optimizer fails them. A pattern
+# maps to the only strategy where they differ, or to None if they differ under
+# both. Only "one tensor" is about the numbers of an update, and says why.
 EXCEPTIONS = {
     # It counts sparse writes with mocks of `optimizer.assign`; the inner
     # optimizer makes them. (Its twin, test_sparse_correctness, passes.)
@@ -54,7 +53,7 @@ _MINUTES = 30
 
 
 def _outcomes(kind, strategy, file):
-    """Of "plain" Keras or of "wrapped" optimizers: {test: outcome}."""
+    """Runs the tests with "plain" or "wrapped" optimizers: {test: outcome}."""
     command = [sys.executable, "-m", "tests.programs.keras_suites"]
     run = subprocess.run(
         [*command, kind, strategy, str(file)],

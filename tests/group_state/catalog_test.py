@@ -1,4 +1,4 @@
-"""What GroupState finds: in models, modules, dicts, and at each call anew."""
+"""Tests where GroupState finds variables, and that each call looks again."""
 
 import keras
 import numpy as np
@@ -38,7 +38,7 @@ READERS = {
 
 
 def test_reading_after_another_compile_changes_nothing(monkeypatch):
-    """What is there now is read, in one walk, and no optimizer is built."""
+    """One walk reads the current state, and builds no optimizer."""
     strategy = replicas.mirrored(4)
     with strategy.scope():
         model = _dense(_cross_shard(TWO))
@@ -94,7 +94,7 @@ def test_a_catalog_is_frozen():
     "write",
     [
         lambda state: state.merge("mean"),
-        # What an unbuilt optimizer has is left out; parts may be.
+        # A read leaves out the variables of an unbuilt optimizer.
         lambda state: state.set_weights(0, state.get_weights(0)),
     ],
     ids=["merge", "set_weights"],

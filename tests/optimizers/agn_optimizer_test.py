@@ -352,7 +352,7 @@ def test_float8_statistics_and_one_object_for_both_are_refused():
 
 @functools.cache
 def _seen_in_fit(*swap_on_epoch):
-    """What others see in two epochs with the callback, or without it."""
+    """Lists the values that later callbacks see in two epochs."""
     strategy = replicas.mirrored(2)
     x, y = training.data()
     with strategy.scope():

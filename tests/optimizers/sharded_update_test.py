@@ -86,7 +86,7 @@ GROUPS = {
     8: [None, [[7, 1, 2, 0], [3, 5, 4, 6]]],
 }
 ALL = {**OPTIMIZERS, **SETTINGS}
-# What sums nothing over the group.
+# These options need no sum over the group.
 OF_ELEMENTS = ("clipvalue", "decay_but_names", "ema", "schedule")
 TOLERANCE = 1e-6
 

@@ -144,16 +144,3 @@ def assert_same(found, expected):
         for one, other in zip(mine, theirs, strict=True):
             assert one.dtype == other.dtype and one.shape == other.shape
             assert one.tobytes() == other.tobytes(), (one, other)
-
-
-def fit(model, callbacks, epochs=2, **options):
-    """The history of training, in one order."""
-    x, y = data()
-    return model.fit(
-        tf.data.Dataset.from_tensor_slices((x, y)).batch(16),
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-        **options,
-    ).history

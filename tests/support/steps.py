@@ -1,4 +1,4 @@
-"""What variables hold after a step with given gradients."""
+"""Applies given gradients once, and returns the variables' values."""
 
 import keras
 
