@@ -196,7 +196,7 @@ class Team:
 def _read_there(variable: tf.Variable) -> tf.Tensor:
     """Reads a variable on its own device."""
     # TensorFlow puts a variable's initial value on the new variable's device.
-    with tf.compat.v1.colocate_with(variable.handle):
+    with variable.handle.graph.colocate_with(variable.handle):
         return tf.raw_ops.ReadVariableOp(
             resource=variable.handle, dtype=variable.dtype.base_dtype
         )
