@@ -95,7 +95,7 @@ class _Run:
 def _train(strategy, digits, make_optimizer, seed) -> _Run:
     with counting.group_sums(strategy) as counted:
         with strategy.scope():
-            model = digits_lib.model(seed)
+            model = digits_lib.create_model(seed)
             optimizer = make_optimizer()
             digits_lib.compiled(model, optimizer)
             optimizer.build(model.trainable_variables)

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment
-from tf_xshard.collectives import channel
 from tf_xshard.collectives import one_hot
 from tf_xshard.collectives import subgroups
+from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.reduction import buckets
 from tf_xshard.reduction import gradients
 from tf_xshard.reduction import quantization
@@ -32,7 +32,7 @@ EVERYONE = "strategy's all_reduce over all four"
 
 def _ours(tensors, site, transport=subgroups.Subgroups, **communication):
     how = communication_lib.Communication(**communication)
-    path = transport(site, channel.Channel(GROUPS, how))
+    path = transport(site, transport_lib.Channel(GROUPS, how))
     return buckets.sum_dense(tensors, path).values
 
 

@@ -44,7 +44,7 @@ WIRES = {
 def _train(strategy, digits, communication, seed):
     """The history of one training, with the bytes handed in."""
     with strategy.scope():
-        model = digits_lib.model(seed)
+        model = digits_lib.create_model(seed)
         optimizer = tf_xshard.CrossShardOptimizer(
             keras.optimizers.SGD(0.05, momentum=0.9),
             communication=tf_xshard.Communication(**communication),

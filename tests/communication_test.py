@@ -11,7 +11,6 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import steps
-from tf_xshard.collectives import channel
 from tf_xshard.collectives import transport
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import buckets
@@ -85,7 +84,7 @@ def test_what_a_transport_gets(group_size, expected, packs):
 
     groups = tf_xshard.GroupAssignment.contiguous(2 * group_size, group_size)
     site = site_lib.Site(None, "mirrored", 2 * group_size, 0, "", 1)
-    how = channel.Channel(groups, tf_xshard.Communication(dtype="bfloat16"))
+    how = transport.Channel(groups, tf_xshard.Communication(dtype="bfloat16"))
     sums = buckets.sum_dense(
         [tf.ones([3]), tf.ones([2, 2])], Recording(site, how)
     ).values

@@ -11,7 +11,6 @@ import pytest
 
 import tf_xshard
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard import group_relations
 
 GroupAssignment = tf_xshard.GroupAssignment
 
@@ -119,12 +118,12 @@ def test_single_and_group_of_refuse():
 def test_assignments_together():
     pairs = GroupAssignment([[0, 1], [2, 3], [4, 5]])
     singles = GroupAssignment([[i] for i in range(6)])
-    assert group_relations.joined([pairs, singles]) is pairs
-    assert group_relations.joined([singles, pairs]) == pairs
+    assert group_assignment_lib.joined([pairs, singles]) is pairs
+    assert group_assignment_lib.joined([singles, pairs]) == pairs
     columns = GroupAssignment([[0, 2, 4], [1, 3, 5]])
-    assert group_relations.joined([pairs, columns]).num_groups == 1
+    assert group_assignment_lib.joined([pairs, columns]).num_groups == 1
     with pytest.raises(ValueError, match="different sizes"):
-        group_relations.joined(
+        group_assignment_lib.joined(
             [pairs, GroupAssignment([[0, 2], [1, 3], [4, 5]])]
         )
 

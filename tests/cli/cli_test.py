@@ -15,10 +15,9 @@ from tests.support import paths
 from tests.support import replicas
 from tests.support import seeds
 from tf_xshard import __main__ as cli
-from tf_xshard.cli import bandwidth
 from tf_xshard.cli import doctor
 from tf_xshard.cli import logical_devices
-from tf_xshard.cli.demo import promises
+from tf_xshard.cli.demo import training
 
 
 def _run(*arguments, module="tf_xshard", timeout_seconds=170):
@@ -112,7 +111,7 @@ def test_promises_are_the_exit_code(difference, right, capsys):
         accuracy=lambda replica_id: 1.0,
         moved=lambda replica_id: 1.0,
     )
-    made = promises.Promises("nothing")
+    made = training.Promises("nothing")
     made.check("a run", trained, [np.zeros(2)], 1e-4, right=right)
     holds = (difference <= 1e-4) == right
     assert made.exit_code() == (0 if holds else 1)
@@ -230,8 +229,8 @@ def test_plan_refuses(tmp_path, capsys, script, arguments, match):
 
 def test_bandwidth(monkeypatch, capsys):
     """Each operation on each path: its name, its time and what it sends."""
-    monkeypatch.setattr(bandwidth, "MEGABYTES", (1,))
-    bandwidth.measure("here", replicas.mirrored(2))
+    monkeypatch.setattr(doctor, "MEGABYTES", (1,))
+    doctor.measure("here", replicas.mirrored(2))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "here, 2 replicas"
     rows = [line.split(maxsplit=5) for line in lines[-6:]]

@@ -11,7 +11,7 @@ import tf_xshard
 from tests.support import replicas
 from tests.support import training
 from tests.support.versions import needs_multi_optimizer
-from tf_xshard.optimizers.saving import warning
+from tf_xshard.optimizers import saving as saving_lib
 
 O = keras.optimizers  # noqa: E741
 
@@ -279,7 +279,7 @@ def logged(monkeypatch):
         if "HDF5" not in text:
             lines.append(text % arguments)
 
-    monkeypatch.setattr(warning.logging, "warning", log)
+    monkeypatch.setattr(saving_lib.logging, "warning", log)
     return lines
 
 

@@ -35,7 +35,7 @@ _EXEMPT = {
     ("multi_worker.launch", "tf_xshard launch: worker ... ...."),
     ("compat.v1.tensorflow", "... ..."),
     ("private.keras.moving_averages", "_model_variables_moving_average"),
-    ("testing.compiled_hlo", "... has no ...: ..."),
+    ("testing.compiled", "... has no ...: ..."),
 }
 
 

@@ -13,7 +13,7 @@ from tests.support import replicas
 from tests.support import sharded
 from tf_xshard.collectives import subgroups
 from tf_xshard.distribute import shards
-from tf_xshard.optimizers.update import clipping
+from tf_xshard.optimizers.update import sharded as sharded_lib
 
 O = keras.optimizers  # noqa: E741
 
@@ -366,7 +366,7 @@ MUTANTS = {
     "order": (subgroups.Subgroups, "all_gather", _reversed_gather),
     "padding": (shards.Layout, "join", _with_padding),
     "norm_of_a_shard": (
-        clipping,
+        sharded_lib,
         "_sum_over_group",
         lambda reducer, groups, num_variables, squares: squares,
     ),

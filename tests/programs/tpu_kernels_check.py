@@ -168,7 +168,6 @@ def _tensorflow_tpu(folder):
 
 def check(folder) -> float:
     """Lowers and runs both; returns the largest difference of any result."""
-    from tf_xshard.testing import portable_stablehlo
     from tf_xshard.testing import stablehlo
     from tf_xshard.testing import xla_cpu
 
@@ -215,9 +214,9 @@ def check(folder) -> float:
             values = [np.asarray(rng.random(shape), "float32")] * len(x)
         parameters.append(values)
     got = xla_cpu.Executable(ours.text, NUM_REPLICAS)(parameters)
-    want = xla_cpu.Executable(
-        portable_stablehlo.portable(theirs), NUM_REPLICAS
-    )(parameters)
+    want = xla_cpu.Executable(stablehlo.portable(theirs), NUM_REPLICAS)(
+        parameters
+    )
     order = [output.data for output in ours.outputs]
     order += [ours.updates[index] for index in program.written]
     largest, moved = 0.0, 0.0

@@ -16,7 +16,7 @@ from tests.programs import tpu_compile_program
 from tests.support import paths
 from tests.support import replicas
 from tf_xshard import testing
-from tf_xshard.testing import compiled_hlo
+from tf_xshard.testing import compiled as compiled_lib
 
 pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
 
@@ -325,7 +325,7 @@ ENTRY %main (p: f32[4,2], q: bf16[8]) -> f32[4,2] {
 
 
 def test_reading_hlo():
-    start, gather, scatter, permute, everyone = compiled_hlo.collectives(HLO)
+    start, gather, scatter, permute, everyone = compiled_lib.collectives(HLO)
     assert start.kind == "all-reduce" and start.name == "s"
     assert start.replica_groups == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert start.operands == ("f32[4,2]", "bf16[8]")
@@ -335,7 +335,7 @@ def test_reading_hlo():
     assert permute.replica_groups == ((0, 1), (1, 0))
     assert everyone.replica_groups == ()
     with pytest.raises(ValueError, match="unknown replica groups"):
-        compiled_hlo.collectives(HLO.replace("=[8], dim", "=?, dim"))
+        compiled_lib.collectives(HLO.replace("=[8], dim", "=?, dim"))
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ from tests.support import paths
 from tests.support import replicas
 from tests.support import training
 from tf_xshard import testing
-from tf_xshard.testing import requirements
+from tf_xshard.testing import compile_for_tpu
 
 
 def _table():
@@ -148,15 +148,15 @@ def test_bad_arguments(kwargs, error, match):
     ids=str,
 )
 def test_versions(versions, match, monkeypatch):
-    version = requirements._version
+    version = compile_for_tpu._version
     monkeypatch.setattr(
-        requirements, "_version", lambda d: versions.get(d, version(d))
+        compile_for_tpu, "_version", lambda d: versions.get(d, version(d))
     )
     with pytest.raises(ImportError, match=match):
-        requirements.check_jax()
-        requirements.check_libtpu()
+        compile_for_tpu.check_jax()
+        compile_for_tpu.check_libtpu()
 
 
 def test_the_versions_are_those_of_the_extra():
     text = (paths.ROOT / "setup.cfg").read_text()
-    assert f"libtpu =={requirements.LIBTPU};" in text
+    assert f"libtpu =={compile_for_tpu.LIBTPU};" in text

@@ -12,7 +12,6 @@ import tensorflow as tf
 from tests.support import replicas
 from tests.support import training
 from tf_xshard import testing
-from tf_xshard.testing import portable_stablehlo
 from tf_xshard.testing import replicated_program
 from tf_xshard.testing import stablehlo
 from tf_xshard.testing import xla_cpu
@@ -254,16 +253,16 @@ def test_bools_as_bits_and_as_bytes():
     bits = np.packbits(mask.reshape(-1), bitorder="little")
     for data in (bits, mask.astype(np.uint8)):
         text = _module_with(data.tobytes().hex().upper(), "12x13")
-        [found] = portable_stablehlo.constants(text)
+        [found] = stablehlo.constants(text)
         np.testing.assert_array_equal(found, mask)
 
 
 def test_constants_that_are_written_differently(monkeypatch):
     stablehlo.check_constants.cache_clear()
     stablehlo.check_constants()
-    read = portable_stablehlo.constants
+    read = stablehlo.constants
     monkeypatch.setattr(
-        portable_stablehlo,
+        stablehlo,
         "constants",
         lambda text: [~read(text)[0], *read(text)[1:]],
     )

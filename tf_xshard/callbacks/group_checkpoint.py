@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_xshard import checks
-from tf_xshard import group_relations
+from tf_xshard import group_assignment
 from tf_xshard.group_state import state
 from tf_xshard.group_state.checkpoint import checkpoint
 from tf_xshard.group_state.checkpoint import files
@@ -149,7 +149,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
             )
         # Regroup only the first time, since later saves have the new groups.
         regroup = None
-        if not group_relations.same_groups(
+        if not group_assignment.same_groups(
             saved_groups, self._state.group_assignment
         ):
             regroup = self._regroup

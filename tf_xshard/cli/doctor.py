@@ -1,12 +1,16 @@
-"""Prints versions and devices, and checks the paths of group sums."""
+"""Prints versions and devices; checks and times the paths of group sums."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -14,11 +18,120 @@ import tensorflow as tf
 
 import tf_xshard
 from tf_xshard import collectives
-from tf_xshard.cli import bandwidth
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.cli import logical_devices
-from tf_xshard.collectives import channel
+from tf_xshard.collectives import recorder
+from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
+
+MEGABYTES = (1, 16, 256)
+_NUM_RUNS = 5
+_BYTES_PER_FLOAT = 4
+OPERATIONS = ("sum", "reduce_scatter", "all_gather")
+
+
+def measure(
+    title: str, strategy: tf.distribute.Strategy, shows: bool = True
+) -> None:
+    """Prints the speed of one strategy's collectives, as nccl-tests do."""
+    # MB is the size of the whole tensor. Each replica passes its shard of the
+    # tensor to an all-gather. GB/s is what a replica sends by the rule of the
+    # ring, divided by the median time of five runs.
+    modes = ["tf.function", "eager"]
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        modes = modes[:1]  # TPUStrategy.run needs a tf.function.
+    cases = [
+        (mode, operation, size)
+        for mode in modes
+        for operation in OPERATIONS
+        for size in MEGABYTES
+    ]
+    if shows:
+        print(f"{title}, {strategy.num_replicas_in_sync} replicas")
+    progress = keras.utils.Progbar(len(cases), verbose=int(shows))
+    rows: list[tuple[str, float, float, str]] = []
+    for number, case in enumerate(cases):
+        rows.append(_measured(strategy, *case))
+        progress.update(number + 1)
+    if not shows:
+        return
+    print(f"{'':12}{'operation':16}{'MB':>5}{'ms':>10}{'GB/s':>8}  path")
+    for (mode, _, size), (name, milliseconds, speed, path) in zip(
+        cases, rows, strict=True
+    ):
+        print(
+            f"{mode:12}{name:16}{size:5}{milliseconds:10.2f}{speed:8.2f}"
+            f"  {path}"
+        )
+
+
+def _measured(
+    strategy: tf.distribute.Strategy, mode: str, operation: str, size: int
+) -> tuple[str, float, float, str]:
+    """Returns the collective's name, milliseconds, GB/s and path."""
+    num_replicas = strategy.num_replicas_in_sync
+    num_floats = size * 1_000_000 // _BYTES_PER_FLOAT
+    num_floats -= num_floats % num_replicas
+    with strategy.scope():
+        variable = keras.Variable(
+            tf.zeros([num_floats]), dtype="float32", trainable=False
+        )
+
+    created: recorder.Found = []
+
+    def on_replica() -> tf.Tensor:
+        site = site_lib.current()
+        transport = collectives.transport_for(
+            site,
+            transport_lib.Channel(
+                group_assignment_lib.GroupAssignment.single(num_replicas),
+                communication_lib.Communication(),
+            ),
+        )
+        tensor = tf.convert_to_tensor(variable.value)
+        if operation == "reduce_scatter":
+            tensor = tf.reshape(tensor, [num_replicas, -1])
+        if operation == "all_gather":
+            tensor = tensor[: num_floats // num_replicas]
+        with recorder.recorded(created):
+            result = getattr(transport, operation)([tensor])[0]
+        # Returning a number of the result keeps the collective from being
+        # optimized away.
+        return tf.reshape(result, [-1])[-1]
+
+    run = functools.partial(strategy.run, on_replica)
+    if mode == "tf.function":
+        run = tf.function(run, autograph=False)
+    _wait(strategy, run)
+    found = list(created)  # Eager code adds collectives in every run.
+    seconds = statistics.median(
+        _seconds(strategy, run) for _ in range(_NUM_RUNS)
+    )
+    first = [one for one, r in found if r == found[0][1]]
+    sent = sum(
+        recorder.bytes_sent(one.operation, one.num_bytes, one.groups.group_size)
+        for one in first
+    )
+    return (
+        first[0].operation,
+        1e3 * seconds,
+        sent / seconds / 1e9,
+        first[0].path,
+    )
+
+
+def _wait(strategy: tf.distribute.Strategy, run: Callable) -> Sequence:
+    results = strategy.experimental_local_results(run())
+    return [one.numpy() for one in results]
+
+
+def _seconds(strategy: tf.distribute.Strategy, run: Callable) -> float:
+    start = time.perf_counter()
+    _wait(strategy, run)
+    return time.perf_counter() - start
+
 
 NUM_REPLICAS = 4
 TIMEOUT_SECONDS = 60
@@ -90,7 +203,7 @@ def group_sums(
             "identity: no communication"
             if assignment.group_size == 1
             else collectives.transport_for(
-                site, channel.Channel(assignment, optimizer.communication)
+                site, transport_lib.Channel(assignment, optimizer.communication)
             ).name
         )
         gradient = tf.pow(
@@ -185,7 +298,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         name = "MultiWorkerMirroredStrategy"
         right = check_strategy(name, strategy, rank)
         if options.bandwidth:
-            bandwidth.measure(name, strategy, shows=not rank)
+            measure(name, strategy, shows=not rank)
         sys.stdout.flush()
         # A normal exit would wait for other workers, which may have failed.
         os._exit(0 if right else 1)
@@ -209,7 +322,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     )
     right &= check_strategy(logical_devices.describe(strategy), strategy)
     if options.bandwidth:
-        bandwidth.measure(logical_devices.describe(strategy), strategy)
+        measure(logical_devices.describe(strategy), strategy)
     right &= _check_processes(options.bandwidth)
     if not found["TPU"]:
         print("--    TPUStrategy: not checked, this machine has no TPU")

@@ -14,7 +14,8 @@ its `Channel`. Imports `distribute` and above.
 | TPU with a device assignment | `cross_replica_sum`, in groups |
 | TPU without a device assignment | `one_hot` |
 
-- `transport`: `Transport`, the base class of every path.
+- `transport`: `Transport`, the base class of every path, and its `Channel`:
+  groups, settings and number.
 - `subgroups`: `CollectiveReduceV2` and others, with one group key per group.
 - `merge_call`: sums over groups in `merge_call`.
 - `one_hot`: sums over groups with the strategy's own all-reduce.
@@ -25,7 +26,6 @@ its `Channel`. Imports `distribute` and above.
 - `counters`: counts collectives, bytes and seconds while a step runs.
 - `recorder`: records collectives while a step is traced, for plans.
 - `runtime_variables`: variables for the watchdog, the counters and tokens.
-- `channel`: the groups, the settings and the number of a transport.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.collectives import channel as channel_lib
 from tf_xshard.collectives import cross_replica_sum
 from tf_xshard.collectives import merge_call
 from tf_xshard.collectives import one_hot
@@ -44,7 +43,7 @@ from tf_xshard.private.tensorflow import tracing
 
 
 def transport_for(
-    site: site_lib.Site, channel: channel_lib.Channel
+    site: site_lib.Site, channel: transport.Channel
 ) -> transport.Transport:
     """Returns the transport of this replica's group of several replicas."""
     site_lib.check_devices(site.strategy)

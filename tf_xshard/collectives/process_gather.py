@@ -13,9 +13,9 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.collectives import channel
+from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.private.tensorflow import cluster
+from tf_xshard.private.tensorflow import runtime
 
 _rounds: dict[str, int] = {}
 _lock = threading.Lock()
@@ -51,13 +51,13 @@ class ProcessGather:
             number = _rounds.get(what, 0)
         prefix = f"tf_xshard/rendezvous/{what}"
         own = f"{prefix}/{number}/{self.rank}"
-        cluster.publish(own, "")
+        runtime.publish(own, "")
         timeout_seconds = self._communication.timeout_seconds
         for rank in range(self.num_processes):
             try:
-                cluster.lookup(f"{prefix}/{number}/{rank}", timeout_seconds)
+                runtime.lookup(f"{prefix}/{number}/{rank}", timeout_seconds)
             except tf.errors.OpError as error:
-                cluster.withdraw(own)
+                runtime.withdraw(own)
                 raise RuntimeError(
                     f"{what}: worker {rank} did not do so within"
                     f" {timeout_seconds} seconds (Communication."
@@ -69,7 +69,7 @@ class ProcessGather:
             _rounds[what] = number + 1
         if number:
             # All processes have left the previous round.
-            cluster.withdraw(f"{prefix}/{number - 1}/{self.rank}")
+            runtime.withdraw(f"{prefix}/{number - 1}/{self.rank}")
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Gathers a payload from every process, by rank; all must call it."""
@@ -110,7 +110,7 @@ class ProcessGather:
         def on_replica(value: tf.Tensor) -> tf.Tensor:
             transport = collectives.transport_for(
                 site_lib.current(),
-                channel.Channel(every, self._communication),
+                transport_lib.Channel(every, self._communication),
             )
             [gathered] = transport.gather([value])
             return gathered

@@ -1,18 +1,62 @@
-"""Defines the base class of all paths on which a group communicates."""
+"""Defines who communicates (`Channel`), and the base class of all paths."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import tensorflow as tf
 
+from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.collectives import channel as channel_lib
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import site as site_lib
+
+_lock = threading.RLock()
+_taken: set[int] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """Groups of replicas, how they communicate, and a number.
+
+    No other channel in use has the same `number`, which comes from
+    `number_for`. It is 0 for collectives that only run while no others do.
+    """
+
+    groups: group_assignment_lib.GroupAssignment
+    communication: communication_lib.Communication
+    number: int = 0
+
+    def over_all(self) -> Channel:
+        """Returns the same channel for one group of all replicas."""
+        groups = group_assignment_lib.GroupAssignment.single(
+            self.groups.num_replicas
+        )
+        return dataclasses.replace(self, groups=groups)
+
+    def exact(self) -> Channel:
+        """Returns the same channel for values that must arrive unchanged."""
+        return dataclasses.replace(
+            self, communication=self.communication.exact()
+        )
+
+
+def number_for(holder: object) -> int:
+    """Returns the smallest positive number that no other living object has."""
+    # TensorFlow keeps keys and counters of collectives forever, so numbers are
+    # reused when their holders are garbage collected.
+    with _lock:
+        number = next(n for n in range(1, len(_taken) + 2) if n not in _taken)
+        _taken.add(number)
+    weakref.finalize(holder, _taken.discard, number)
+    return number
+
 
 _observers: list[Callable[[Transport, Sequence[tf.Tensor]], None]] = []
 
@@ -35,9 +79,7 @@ class Transport(abc.ABC):
     packs: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
 
-    def __init__(
-        self, site: site_lib.Site, channel: channel_lib.Channel
-    ) -> None:
+    def __init__(self, site: site_lib.Site, channel: Channel) -> None:
         self.site = site
         self.channel = channel
         self.groups = channel.groups

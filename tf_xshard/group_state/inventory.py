@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard import group_relations
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
@@ -270,17 +269,21 @@ def _joined_groups(
     found = {}
     for name, of_part in optimizers.items():
         assignments = [
-            group_relations.for_replicas(given[id(one)], num_replicas, where)
+            group_assignment_lib.for_replicas(
+                given[id(one)], num_replicas, where
+            )
             for one in of_part
             if id(one) in given
         ]
         if assignments:
-            found[name] = group_relations.joined(assignments)
+            found[name] = group_assignment_lib.joined(assignments)
     # A plain Keras optimizer reduces over all replicas.
     first, *others = found.values() or [
         group_assignment_lib.GroupAssignment.single(num_replicas)
     ]
-    if not all(group_relations.same_groups(first, other) for other in others):
+    if not all(
+        group_assignment_lib.same_groups(first, other) for other in others
+    ):
         raise ValueError(
             "GroupState: optimizers have different groups,"
             f" { {n: g.to_list() for n, g in found.items()} }. Pass"
@@ -442,7 +445,7 @@ def of(
         holders={name: part.holder for name, part in parts.items()},
         optimizers=optimizers,
         strategy=strategy,
-        groups=group_relations.for_replicas(groups, num_replicas, where),
+        groups=group_assignment_lib.for_replicas(groups, num_replicas, where),
         entries=entries,
         centers=centers,
     )

@@ -1,10 +1,13 @@
-"""Makes Keras's `fit`, `evaluate` and `predict` work across processes."""
+"""Makes Keras' `fit`, `evaluate`, `predict` and callbacks work on processes."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,12 +16,57 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.collectives import channel
+from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.multi_worker import chief_callbacks
+from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.keras import multi_worker_patches
 from tf_xshard.reduction import buckets
+
+_CHIEF_ONLY = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+@contextlib.contextmanager
+def of_worker(
+    callbacks: Sequence[keras.callbacks.Callback], rank: int
+) -> Iterator[Sequence[keras.callbacks.Callback]]:
+    """Yields a worker's callbacks, which write none of the chief's files."""
+    if rank == 0:
+        yield callbacks
+        return
+    own: list[keras.callbacks.Callback] = []
+    changed: list[tuple[keras.callbacks.ModelCheckpoint, str]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for one in callbacks:
+            # A callback that was written for tf.keras may have an attribute
+            # for "only on the chief". Keras 3 has no such attribute.
+            if isinstance(
+                one, _CHIEF_ONLY
+            ) or fit_internals.is_for_the_chief_only(one):
+                continue
+            if type(one) is keras.callbacks.BackupAndRestore:
+                one = keras.callbacks.BackupAndRestore(
+                    f"{os.fspath(one.backup_dir).rstrip('/')}_worker_{rank}",
+                    one.save_freq,
+                    one.double_checkpoint,
+                    one.delete_checkpoint,
+                )
+            if isinstance(one, keras.callbacks.ModelCheckpoint):
+                changed.append((one, one.filepath))
+                one.filepath = os.path.join(
+                    directory, os.path.basename(one.filepath)
+                )
+            own.append(one)
+        try:
+            yield own
+        finally:
+            for one, filepath in changed:
+                one.filepath = filepath
+
 
 # The `Communication` of every call that has not been undone.
 _active: list[communication_lib.Communication] = []
@@ -127,7 +175,7 @@ def _loop_of_worker(loop: Callable) -> Callable:
         if isinstance(callbacks, keras.callbacks.Callback):
             callbacks = [callbacks]
         watched = _Watched(self)
-        with chief_callbacks.of_worker(callbacks or (), rank) as own:
+        with of_worker(callbacks or (), rank) as own:
             # This order ends the batch before other callbacks run.
             bound.arguments["callbacks"] = [watched, *own]
             try:
@@ -177,7 +225,7 @@ def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
         site = site_lib.current()
         every = group_assignment_lib.GroupAssignment.single(site.num_replicas)
         transport = collectives.transport_for(
-            site, channel.Channel(every, communication)
+            site, transport_lib.Channel(every, communication)
         )
         parts = [
             part if part.dtype.is_floating else tf.cast(part, tf.float32)

@@ -1,4 +1,4 @@
-"""Starts the processes of a training job, for `python -m tf_xshard launch`.
+"""Starts and stops the processes of a job: `python -m tf_xshard launch`.
 
 Each host starts its own rank, without a shell or ssh.
 """
@@ -6,16 +6,135 @@ Each host starts its own rank, without a shell or ssh.
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, IO, TextIO
 
 from tf_xshard.multi_worker import local_cluster
-from tf_xshard.multi_worker import worker_process
+
+# Signals that end a program. The exit code is the first such signal's.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+_LINES_SHOWN = 60
+
+
+class Signals:
+    """A context manager that receives this process's signals for workers."""
+
+    def __init__(self) -> None:
+        # The first signal that ends a program.
+        self.first: int | None = None
+        # The signals that have not been passed on.
+        self.new: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        # Python allows signal handlers only in the main thread. In another
+        # thread, signals are left to the caller.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {
+                number: signal.signal(number, self._receive)
+                for number in _SIGNALS
+                # nohup ignores SIGHUP, which must stay ignored.
+                if signal.getsignal(number) != signal.SIG_IGN
+            }
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: types.FrameType | None) -> None:
+        del frame
+        if number in ENDING:
+            self.first = self.first or number
+        self.new.append(number)
+
+
+class Worker:
+    """A worker's process, whose output is printed with its rank in front."""
+
+    def __init__(
+        self, rank: int, program: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self.rank = rank
+        # The last lines of stderr.
+        self.last_lines: collections.deque[str] = collections.deque(
+            maxlen=_LINES_SHOWN
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, *program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            # With a separate process group, a signal from the terminal reaches
+            # the worker only through this process, and the worker's children
+            # can be killed with it.
+            start_new_session=True,
+        )
+        self._threads = [
+            threading.Thread(target=self._copy, args=pair, daemon=True)
+            for pair in (
+                (self.process.stdout, sys.stdout),
+                (self.process.stderr, sys.stderr),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _copy(self, source: IO[bytes], target: TextIO) -> None:
+        """Prints the lines of a pipe until it is closed."""
+        with source:
+            for line in source:
+                text = line.decode(errors="replace").rstrip("\r\n")
+                if target is sys.stderr:
+                    self.last_lines.append(text)
+                try:
+                    # One call per line keeps the lines of workers apart.
+                    target.write(f"[{self.rank}] {text}\n")
+                    target.flush()
+                except (OSError, ValueError):
+                    # The reader is gone. Empty the pipe, or the worker blocks.
+                    continue
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process and its children."""
+        try:
+            os.killpg(self.process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            # The process has ended. PermissionError means that only zombies are
+            # left, or that a child runs as another user.
+            pass
+
+    def has_ended(self) -> bool:
+        """Returns True if the process has ended, after killing its children."""
+        if self.process.poll() is None:
+            return False
+        # Do so now, while no other process group can have the process's id.
+        self.send(signal.SIGKILL)
+        return True
+
+    def read_to_end(self) -> None:
+        """Waits until the worker's output is printed."""
+        for thread in self._threads:
+            # The wait has a limit, since a child may hold the pipe open.
+            thread.join(1.0)
+
 
 # Workers may run on after a signal from outside, to save, and after another
 # worker has failed, when they can no longer communicate.
@@ -65,7 +184,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(
             f"{options.script!r} is not a file; for a module, put -m before it"
         )
-    received = worker_process.Signals()
+    received = Signals()
     with received:
         for restart in range(options.max_restarts + 1):
             if restart:
@@ -123,7 +242,7 @@ def _say(text: str) -> None:
 
 
 def _wait_for_ended(
-    hosts: Sequence[str], rank: int | None, received: worker_process.Signals
+    hosts: Sequence[str], rank: int | None, received: Signals
 ) -> None:
     """Waits until the other hosts' workers have ended."""
     # New workers must not connect to old workers. It is enough to see each
@@ -164,7 +283,7 @@ class _Job:
         ranks: Sequence[int],
         restart: int,
     ) -> None:
-        self._workers: list[worker_process.Worker] = []
+        self._workers: list[Worker] = []
         settings = local_cluster.settings(len(ranks))
         try:
             for rank in ranks:
@@ -177,25 +296,23 @@ class _Job:
                     "TF_CONFIG": local_cluster.tf_config(addresses, rank),
                     "TF_XSHARD_RESTART": str(restart),
                 }
-                self._workers.append(
-                    worker_process.Worker(rank, program, environment)
-                )
+                self._workers.append(Worker(rank, program, environment))
         except OSError:
             for worker in self._workers:
                 worker.send(signal.SIGKILL)
             raise
 
-    def wait(self, received: worker_process.Signals) -> int:
+    def wait(self, received: Signals) -> int:
         """Waits until all workers have ended, and returns the exit code."""
         running = list(self._workers)
-        failed: worker_process.Worker | None = None
+        failed: Worker | None = None
         deadline: float | None = None
         while running:
             while received.new:
                 number = received.new.pop(0)
                 for worker in running:
                     worker.send(number)
-                if number in worker_process.ENDING:
+                if number in ENDING:
                     # A second signal kills all workers at once.
                     grace = GRACE_SECONDS if deadline is None else 0.0
                     deadline = time.monotonic() + grace
@@ -221,13 +338,13 @@ class _Job:
             return 0
         return self._report(failed)
 
-    def _end(self, workers: Sequence[worker_process.Worker]) -> None:
+    def _end(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             worker.send(signal.SIGTERM)
             # A stopped process handles SIGTERM only when it continues.
             worker.send(signal.SIGCONT)
 
-    def _report(self, failed: worker_process.Worker) -> int:
+    def _report(self, failed: Worker) -> int:
         code = failed.process.returncode
         how = (
             f"was ended by {signal.Signals(-code).name}"

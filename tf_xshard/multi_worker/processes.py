@@ -7,7 +7,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard.collectives import channel
+from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import site as site_lib
 
 
@@ -96,7 +96,7 @@ def barrier(
 
     def on_replica() -> tf.Tensor:
         transport = collectives.transport_for(
-            site_lib.current(), channel.Channel(every, communication)
+            site_lib.current(), transport_lib.Channel(every, communication)
         )
         [total] = transport.sum([tf.constant(1.0)])
         return total

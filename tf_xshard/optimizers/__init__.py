@@ -6,14 +6,13 @@ of its class in named stages; the arithmetic is in `reduction`. May import
 `reduction` and the folders above it.
 
 - `base`: what all three share, such as `apply`, `build` and forwarding.
-- `cross_shard`: CrossShardOptimizer, which reduces over groups.
+- `cross_shard`: CrossShardOptimizer, which reduces over groups, between the
+  user's `pre_reduce` and `post_reduce`.
 - `tower`: TowerOptimizer, with rounds, `apply_towers` and `reset`.
-- `agn`: AGNOptimizer, with local steps, exchanges and `show_center`.
+- `agn`: AGNOptimizer, with local steps, a center, exchanges and `show_center`.
 - `stack`: plans which nested optimizer reduces (groups), and which undoes 1/N.
 - `arguments`: checks the arguments that all three take.
-- `hooks`: calls `pre_reduce` and `post_reduce` on unscaled gradients.
 - `accumulator`: sums gradients over calls, before communication (tower, agn).
-- `center`: AGNOptimizer's center, and its swaps with the local variables.
 - `update`: updates variables with the inner optimizer, whole or sharded.
 - `saving`: nested optimizers in Keras' files, and the warning of lost state.
 - `fit`: `ScalarLoss` and `tower_train_step`.

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard import group_relations
 from tf_xshard import reductions
 from tf_xshard import wire_formats
 from tf_xshard.distribute import site as site_lib
@@ -107,7 +106,7 @@ def checked_groups(
     groups = group_assignment_lib.GroupAssignment(group_assignment)
     if tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()
-        group_relations.for_replicas(
+        group_assignment_lib.for_replicas(
             groups,
             strategy.num_replicas_in_sync,
             f"the strategy {type(strategy).__name__}",

@@ -18,10 +18,9 @@ from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import arguments
+from tf_xshard.optimizers import saving as saving_lib
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.fit import scalar_loss
-from tf_xshard.optimizers.saving import keras_file
-from tf_xshard.optimizers.saving import warning
 from tf_xshard.optimizers.update import whole
 from tf_xshard.private.keras import local_optimizers
 from tf_xshard.private.keras import optimizer_state
@@ -88,7 +87,9 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         site_lib.check_devices(tf.distribute.get_strategy())
         self._set_untracked(
             "_own_part",
-            warning.LossySaveWarning(name, self._lost_now, self._own_children),
+            saving_lib.LossySaveWarning(
+                name, self._lost_now, self._own_children
+            ),
         )
         # A callable avoids a learning rate variable, which would be saved but
         # never used.
@@ -581,7 +582,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         """
         self._own_part.warn()
         if not keras_saving.saves_something_else(self, store):
-            keras_file.save(self, store)
+            saving_lib.save(self, store)
 
     def load_own_variables(self, store: Any) -> None:
         """Loads the state of this optimizer and of the optimizers inside.
@@ -593,10 +594,10 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
           store: A dict-like object, from Keras.
         """
         if not keras_saving.skips_this_load(self, store):
-            keras_file.load(self, store)
+            saving_lib.load(self, store)
 
     def _checkpointed_as(self) -> Any:
-        return keras_file.inside(self)
+        return saving_lib.inside(self)
 
     def _unsaved_state(self) -> str | None:
         """Describes state that Keras and TensorFlow may not save, or None."""

@@ -2,29 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tf_xshard import checks
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard import group_relations
 from tf_xshard import reductions
 from tf_xshard.collectives import recorder
+from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
-from tf_xshard.optimizers import hooks
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import elementwise
 from tf_xshard.optimizers.update import sharded
 from tf_xshard.optimizers.update import whole
+from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
+
+GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """The `pre_reduce` or `post_reduce` argument of an optimizer."""
+
+    # The argument's name, for errors.
+    name: str
+    # A function of a list of (gradient, variable) pairs. None changes nothing.
+    function: GradientFunction | None
+
+    def __post_init__(self) -> None:
+        if self.function is not None and not callable(self.function):
+            raise TypeError(
+                f"{self.name} must be a callable on a list of (gradient,"
+                f" variable) pairs, got {self.function!r}. See"
+                " tf_xshard.clip_by_global_norm."
+            )
+
+    def __call__(
+        self,
+        batch: gradients_lib.GradientBatch,
+        scale_loss: Callable[[float], Any],
+    ) -> gradients_lib.GradientBatch:
+        """Calls the function on unscaled gradients, and scales its results."""
+        if self.function is None:
+            return batch
+        # The function gets the gradients that are present, times the batch's
+        # factor and divided by the loss scale. 16-bit gradients become float32.
+        as_dtype = gradients_lib.as_dtype
+        loss_scale = scale_loss(1.0)
+
+        def unscaled(values: tf.Tensor) -> tf.Tensor:
+            if values.dtype.size < 4:
+                values = tf.cast(values, tf.float32)
+            return values * (batch.scale / as_dtype(loss_scale, values.dtype))
+
+        def scaled_again(values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+            factor = as_dtype(loss_scale, values.dtype) / batch.scale
+            return tf.cast(values * factor, dtype)
+
+        present = [i for i, g in enumerate(batch.values) if g is not None]
+        given = [
+            (
+                indexed_slices.map_values(unscaled, batch.values[i]),
+                batch.variables[i],
+            )
+            for i in present
+        ]
+        function = autograph.as_called_by_user(self.function)
+        returned = [tuple(pair) for pair in function(list(given))]
+        if len(returned) != len(given) or any(
+            len(pair) != 2 or pair[1] is not variable
+            for pair, (_, variable) in zip(returned, given, strict=False)
+        ):
+            raise ValueError(
+                f"{self.name} must return (gradient, variable) pairs for the"
+                f" {len(given)} variables that it was given, in the same order;"
+                f" it returned {len(returned)} that do not match."
+            )
+        result = list(batch.values)
+        # The function may return other IndexedSlices, with repeated indices.
+        gradients = gradients_lib.standardized(
+            [gradient for gradient, _ in returned],
+            [variable for _, variable in given],
+        )
+        for i, gradient in zip(present, gradients, strict=True):
+            dtype = batch.values[i].dtype
+            result[i] = indexed_slices.map_values(
+                lambda values, dtype=dtype: scaled_again(values, dtype),
+                gradient,
+            )
+        return batch.with_values(result)
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
@@ -122,8 +199,8 @@ class CrossShardOptimizer(base.GradientWrapper):
         ) = None,
         *,
         loss_normalization: str | None = None,
-        pre_reduce: hooks.GradientFunction | None = None,
-        post_reduce: hooks.GradientFunction | None = None,
+        pre_reduce: GradientFunction | None = None,
+        post_reduce: GradientFunction | None = None,
         communication: communication_lib.Communication | None = None,
         shard_update: bool = False,
         name: str = "CrossShardOptimizer",
@@ -134,8 +211,8 @@ class CrossShardOptimizer(base.GradientWrapper):
             inner_optimizer, keras.optimizers.Optimizer
         ):
             elementwise.check(inner_optimizer)
-        pre_hook = hooks.Hook("pre_reduce", pre_reduce)
-        post_hook = hooks.Hook("post_reduce", post_reduce)
+        pre_hook = Hook("pre_reduce", pre_reduce)
+        post_hook = Hook("post_reduce", post_reduce)
         super().__init__(
             inner_optimizer,
             reduction=reduction,
@@ -163,7 +240,7 @@ class CrossShardOptimizer(base.GradientWrapper):
             # strategy's scope, where they can't fit yet.
             super()._create_state(variables)
             return
-        groups = group_relations.for_replicas(
+        groups = group_assignment_lib.for_replicas(
             self.group_assignment,
             self._strategy.num_replicas_in_sync,
             f"the strategy {type(self._strategy).__name__}",
@@ -274,7 +351,7 @@ def implicit(optimizer: keras.optimizers.Optimizer) -> CrossShardOptimizer:
     return result
 
 
-def _serialized(function: hooks.GradientFunction | None) -> dict | None:
+def _serialized(function: GradientFunction | None) -> dict | None:
     if function is None:
         return None
     return keras.saving.serialize_keras_object(function)

@@ -15,7 +15,6 @@ from typing import Any
 import keras
 
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard import group_relations
 from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
 
@@ -149,7 +148,7 @@ class StackPlan:
             return group_assignment_lib.GroupAssignment.contiguous(
                 site.num_replicas, 1
             )
-        return group_relations.for_replicas(
+        return group_assignment_lib.for_replicas(
             part.group_assignment,
             site.num_replicas,
             f"the strategy {type(site.strategy).__name__}",

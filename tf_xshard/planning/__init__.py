@@ -3,6 +3,6 @@
 Enters: a model or an optimizer under its strategy. Leaves: a
 `CommunicationPlan` of the step's collectives. Imports `optimizers` and above.
 
-- `communication_plan`: the public function, which traces a step for its plan.
-- `plan`: `CommunicationPlan`, `PlanDifference`, and the tables that they print.
+- `communication_plan`: the public function, which traces a step;
+  `CommunicationPlan`, `PlanDifference`, and the tables that they print.
 """

@@ -5,14 +5,14 @@ variables, on every replica. Leaves: the same batch, reduced, bitwise equal on
 all replicas of a group. Imports `collectives` and above.
 
 - `gradients`: `GradientBatch`, and checks of the gradients that users pass.
-- `reducer`: runs the stages below, for all-reduce, reduce-scatter, all-gather.
+- `reducer`: runs the stages below, for all-reduce, reduce-scatter, all-gather,
+  and sums the rows of IndexedSlices.
 - `presence`: agrees on which replicas have a gradient, and which have None.
 - `error_feedback`: adds what the last step lost on the wire to the next one.
 - `buckets`: packs dense tensors into buckets, and unpacks the results.
 - `wire`: casts buckets to `Communication.dtype`, or has them quantized.
-- `quantized_sum`: sums `"int8"` gradients by all-to-all and all-gather.
-- `quantization`: rounds float32 numbers to 8-bit integers with scales.
-- `sparse_rows`: gathers and sums the rows of IndexedSlices.
+- `quantization`: rounds float32 numbers to 8-bit integers with scales, and
+  sums them by all-to-all and all-gather (`"int8"`).
 - `loss_scaling`: makes all replicas skip a step after an overflow on one.
 - `clipping`: the public hooks `clip_by_global_norm`, `clip_by_norm`, ...
 - `group_reduce`: the public function that reduces values in a custom loop.

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard import group_relations
 from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.tensorflow import autograph
@@ -107,7 +106,7 @@ def group_reduce(
     present = [i for i, value in enumerate(flat) if value is not None]
     places = [_place(i, flat[i]) for i in present]
     gradients = gradients_lib.standardized([flat[i] for i in present], places)
-    groups = group_relations.for_replicas(
+    groups = group_assignment_lib.for_replicas(
         group_assignment,
         site.num_replicas,
         f"the strategy {type(site.strategy).__name__}",

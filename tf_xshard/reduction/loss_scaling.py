@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_xshard import collectives
-from tf_xshard.collectives import channel as channel_lib
 from tf_xshard.collectives import recorder
+from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import site as site_lib
 
@@ -34,7 +34,7 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
 
 
 def all_replicas_finite(
-    gradients: Sequence, site: site_lib.Site, channel: channel_lib.Channel
+    gradients: Sequence, site: site_lib.Site, channel: transport_lib.Channel
 ) -> tf.Tensor:
     """Returns True on all replicas if the gradients of all are finite."""
     finite = all_finite(gradients)

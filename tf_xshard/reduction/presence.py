@@ -19,7 +19,7 @@ import tensorflow as tf
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.private.tensorflow import cluster
+from tf_xshard.private.tensorflow import runtime
 
 NONE, DENSE, SPARSE = "none", "dense", "sparse"
 
@@ -232,7 +232,7 @@ def _exchange(
     with _lock:
         number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
     prefix = f"tf_xshard/gradient_pattern/{len(names)}"
-    cluster.publish(
+    runtime.publish(
         f"{prefix}/{number}/{site.rank}", json.dumps([shapes, local])
     )
     patterns: list[Pattern] = []
@@ -246,7 +246,7 @@ def _exchange(
         )
     if number:
         # Workers that answered in this round have read the previous round.
-        cluster.withdraw(f"{prefix}/{number - 1}/{site.rank}")
+        runtime.withdraw(f"{prefix}/{number - 1}/{site.rank}")
     return tuple(patterns)
 
 
@@ -258,7 +258,7 @@ def _receive(
     timeout_seconds: float,
 ) -> list[Pattern]:
     try:
-        answer = cluster.lookup(key, timeout_seconds)
+        answer = runtime.lookup(key, timeout_seconds)
     except tf.errors.OpError as error:
         raise RuntimeError(
             f"Worker {rank} did not say within {timeout_seconds} seconds"

@@ -22,7 +22,7 @@ from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
-from tf_xshard.collectives import channel as channel_lib
+from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import shards as shards_lib
@@ -31,7 +31,49 @@ from tf_xshard.reduction import buckets
 from tf_xshard.reduction import error_feedback
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import presence
-from tf_xshard.reduction import sparse_rows
+
+
+def summed(
+    slices: Sequence[tf.IndexedSlices], transport: transport_lib.Transport
+) -> list[tf.IndexedSlices]:
+    """Gathers a group's rows, and sums rows of the same index.
+
+    The number of rows may differ by replica. The results' indices are unique.
+    """
+    if not slices:
+        return []
+    tensors = []
+    for one in slices:
+        # The receiving replica sums the rows in the gradient's own dtype.
+        dtype = transport.communication.dtype_of_rows(one.dtype.name)
+        tensors.append(tf.cast(one.values, dtype))
+        tensors.append(tf.cast(one.indices, tf.int64))
+    # Each variable has two tensors: its rows count as a variable, their indices
+    # do not.
+    with recorder.labelled(counts=[1, 0] * len(slices)):
+        gathered = transport.gather(tensors)
+    return [
+        indexed_slices.unique(
+            tf.IndexedSlices(
+                tf.cast(values, one.dtype),
+                tf.cast(indices, one.indices.dtype),
+                one.dense_shape,
+            )
+        )
+        for one, values, indices in zip(
+            slices, gathered[::2], gathered[1::2], strict=True
+        )
+    ]
+
+
+def without_rows(variable: tf.Variable, dtype: str | None) -> tf.IndexedSlices:
+    """Returns IndexedSlices of a variable without any row."""
+    return tf.IndexedSlices(
+        tf.zeros([0, *variable.shape[1:]], dtype),
+        tf.zeros([0], tf.int64),
+        tf.constant(variable.shape.as_list(), tf.int64),
+    )
+
 
 Carry = error_feedback.Carry
 
@@ -80,7 +122,7 @@ class GradientReducer:
 
     def __init__(self, communication: communication_lib.Communication) -> None:
         self.communication = communication
-        self._number = channel_lib.number_for(self)
+        self._number = transport_lib.number_for(self)
         self._known_patterns: presence.KnownPatterns = {}
 
     def all_reduce(
@@ -112,7 +154,7 @@ class GradientReducer:
         transport = self.transport(site, groups, exact=exact)
         parts = self._parts(batch, transport, carry)
         sums, lost = buckets.sum_dense(parts.tensors, transport)
-        rows = sparse_rows.summed(parts.slices, transport)
+        rows = summed(parts.slices, transport)
         return parts.joined(sums, rows), parts.left(lost)
 
     def reduce_scatter(
@@ -137,7 +179,7 @@ class GradientReducer:
             ).shard_of_rows(rows, position)
             for i, rows in zip(
                 parts.sparse,
-                sparse_rows.summed(parts.slices, transport),
+                summed(parts.slices, transport),
                 strict=True,
             )
         ]
@@ -171,9 +213,9 @@ class GradientReducer:
 
     def channel(
         self, groups: group_assignment_lib.GroupAssignment
-    ) -> channel_lib.Channel:
+    ) -> transport_lib.Channel:
         """Returns this reducer's channel for some groups."""
-        return channel_lib.Channel(groups, self.communication, self._number)
+        return transport_lib.Channel(groups, self.communication, self._number)
 
     def transport(
         self,
@@ -212,7 +254,7 @@ class GradientReducer:
             elif found.kind == presence.SPARSE:
                 sparse.append(position)
                 if value is None:
-                    value = sparse_rows.without_rows(variable, found.dtype)
+                    value = without_rows(variable, found.dtype)
                 slices.append(value)
         if transport.communication.error_feedback:
             tensors = error_feedback.added(

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_xshard import wire_formats
 from tf_xshard.collectives import transport as transport_lib
-from tf_xshard.reduction import quantized_sum
+from tf_xshard.reduction import quantization
 
 
 class Received(NamedTuple):
@@ -26,7 +26,7 @@ def padding(num_elements: int, transport: transport_lib.Transport) -> int:
     """Returns how many zeros a tensor must end with for `summed`."""
     if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return 0
-    return quantized_sum.padding(num_elements, transport.groups.group_size)
+    return quantization.padding(num_elements, transport.groups.group_size)
 
 
 def summed(
@@ -37,7 +37,7 @@ def summed(
     A bucket has one tensor unless the format is quantized.
     """
     if wire_formats.TABLE[transport.communication.dtype].is_quantized:
-        return Received(*quantized_sum.summed(buckets, transport))
+        return Received(*quantization.summed(buckets, transport))
     tensors = [tensor for [tensor] in buckets]
     sent = [_cast(tensor, transport) for tensor in tensors]
     return Received(
@@ -55,7 +55,7 @@ def scattered(
     transport can't sum a dtype.
     """
     if wire_formats.TABLE[transport.communication.dtype].is_quantized:
-        return Received(*quantized_sum.scattered(buckets, transport))
+        return Received(*quantization.scattered(buckets, transport))
     rows = [tensor for [tensor] in buckets]
     sent = [_cast(tensor, transport) for tensor in rows]
     return Received(

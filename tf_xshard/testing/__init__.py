@@ -8,33 +8,32 @@
 The extra `[testing]` pins the tested versions of jax and libtpu. tensorflow-tpu
 can't be in the same environment.
 
-- `simulated_strategy`: the strategy that users create.
-- `strategy_run`: replaces `strategy.run()`, and captures programs.
-- `replicated_program`: extracts the replicas' program from a traced graph.
-- `stablehlo`: lowers the program to StableHLO, for given shapes.
-- `portable_stablehlo`: rewrites StableHLO's syntax for every compiler.
+- `simulated_strategy`: the strategy that users create, its topology and
+  cluster resolver.
+- `replicated_program`: extracts the replicas' program from a traced graph;
+  refuses operations that the simulated TPU can't execute.
+- `stablehlo`: lowers the program to StableHLO, for given shapes, in a syntax
+  that every compiler reads.
 - `tpu_operations`: operations of a TPU that the simulated TPU executes; a new
   operation begins here.
-- `refusals`: raises for operations that the simulated TPU can't execute.
-- `execution`: adds the program's execution to the user's graph.
+- `execution`: replaces `strategy.run()`; adds the program's execution to the
+  user's graph.
 - `xla_cpu`: executes a program on N devices of XLA:CPU.
-- `fabricated_tpu`: a TPU system's topology and cluster resolver.
-- `compile_for_tpu`: compiles a step with the TPU compiler.
-- `compiled`: the compiler's result, and its report.
-- `compiled_hlo`: reads the collectives out of a compiled program's text.
-- `requirements`: checks the versions of jax and libtpu.
+- `compile_for_tpu`: compiles a step with the TPU compiler, in the tested
+  versions.
+- `compiled`: the compiler's result, its report, and its program's collectives.
 """
 
 from __future__ import annotations
 
-from tf_xshard.testing import requirements
+from tf_xshard.testing import compile_for_tpu as compile_for_tpu_lib
 
-requirements.check_jax()
+compile_for_tpu_lib.check_jax()
 
 from tf_xshard.testing.compile_for_tpu import compile_for_tpu  # noqa: E402
+from tf_xshard.testing.compiled import Collective  # noqa: E402
 from tf_xshard.testing.compiled import CompiledForTPU  # noqa: E402
 from tf_xshard.testing.compiled import MemoryStatistics  # noqa: E402
-from tf_xshard.testing.compiled_hlo import Collective  # noqa: E402
 from tf_xshard.testing.simulated_strategy import simulated_tpu_strategy  # noqa: E402
 from tf_xshard.testing.simulated_strategy import SimulatedTPUStrategy  # noqa: E402
 

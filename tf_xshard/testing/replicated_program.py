@@ -6,6 +6,8 @@
 `tf.distribute.TPUStrategy` marks every operation of the replicas' program with
 the attribute `_tpu_replicate`. These operations become a separate GraphDef, in
 which XLA's operations replace operations that only a TPU has.
+
+What the simulated TPU lacks, an operation or a resource, is refused here.
 """
 
 from __future__ import annotations
@@ -17,8 +19,77 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_xshard.private.jax import tpu_simulation
-from tf_xshard.testing import refusals
 from tf_xshard.testing import tpu_operations
+
+_EMBEDDING_CORES = "TPU embedding (its embedding cores)"
+_UNSUPPORTED = {
+    "EagerPyFunc": "tf.py_function",
+    "InfeedDequeue": "infeed",
+    "InfeedDequeueTuple": "infeed",
+    "OutfeedEnqueue": "outfeed",
+    "OutfeedEnqueueTuple": "outfeed",
+    "PrintV2": "tf.print",
+    "PyFunc": "tf.numpy_function",
+    "PyFuncStateless": "tf.numpy_function",
+    "RecvTPUEmbeddingActivations": _EMBEDDING_CORES,
+    "SendTPUEmbeddingGradients": _EMBEDDING_CORES,
+    "StringFormat": "tf.strings.format (tf.print)",
+    "TPUEmbeddingActivations": _EMBEDDING_CORES,
+    "TPUPartitionedInput": "model parallelism (several cores per replica)",
+    "TPUPartitionedInputV2": "model parallelism (several cores per replica)",
+    "XlaRecvTPUEmbeddingActivations": _EMBEDDING_CORES,
+    "XlaSendTPUEmbeddingGradients": _EMBEDDING_CORES,
+}
+
+
+def variable_spec(resource: tf.Tensor) -> tf.TensorSpec:
+    """Returns the shape and dtype of the variable behind a resource."""
+    source = resource
+    if resource.op.type == "TPUReplicatedInput":
+        source = resource.op.inputs[0]
+    spec = tpu_simulation.variable_spec(source)
+    if spec is None:
+        raise NotImplementedError(
+            "The step uses a resource that is not a variable"
+            f" ({resource.name!r}), such as a table or an iterator. A TPU can't"
+            " hold it. Move it out of the function given to strategy.run()."
+        )
+    if resource.op.type != "TPUReplicatedInput":
+        raise NotImplementedError(
+            f"The step uses a variable of shape {spec.shape} and dtype"
+            f" {spec.dtype.name} that was created outside strategy.scope(), or"
+            f" in another strategy's scope ({resource.name!r}). TPU cores can't"
+            " access it. Create it inside the scope."
+        )
+    if not spec.shape.is_fully_defined():
+        raise NotImplementedError(
+            f"The step uses a variable of unknown shape {spec.shape}"
+            f" ({resource.name!r}). XLA needs the shape: create the variable"
+            " with a shape that is fully defined."
+        )
+    return spec
+
+
+def check_operations(inside: Sequence[tf.Operation], graph: tf.Graph) -> None:
+    """Checks that XLA:CPU can execute the operations of a program."""
+    library = graph.as_graph_def().library.function
+    nodes = itertools.chain(
+        (o.node_def for o in inside), *(f.node_def for f in library)
+    )
+    for node in nodes:
+        construct = _UNSUPPORTED.get(node.op)
+        if any(
+            name in node.attr for name in tpu_simulation.OUTSIDE_COMPILATION
+        ):
+            construct = "outside compilation"
+        if construct is not None:
+            raise NotImplementedError(
+                f"The step contains {construct} ({node.op} {node.name!r}). On a"
+                " TPU, its host or cores of another kind execute it; the"
+                " simulated TPU (XLA:CPU) has neither. Move it out of the"
+                " function given to strategy.run()."
+            )
+
 
 # These describe the program to a TPU's runtime and compute nothing.
 _METADATA = ("TPUReplicateMetadata", "TPUCompilationResult")
@@ -88,7 +159,7 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
     ]
     outputs = [o.inputs[0] for o in operations if _is_output(o)]
     inside = _alive(inside, outputs)
-    refusals.check_operations(inside, graph)
+    check_operations(inside, graph)
     names = {o.name for o in inside}
     boundary = {
         tensor.name: tensor
@@ -105,8 +176,7 @@ def extract(graph: tf.Graph, num_replicas: int) -> Extraction:
     arguments = [t for t in boundary.values() if t.dtype != tf.resource]
     resources = [t for t in boundary.values() if t.dtype == tf.resource]
     variables = tuple(
-        Variable(t.name, refusals.variable_spec(t), t.name in written)
-        for t in resources
+        Variable(t.name, variable_spec(t), t.name in written) for t in resources
     )
     program = ReplicatedProgram(
         graph_def=_graph_def(graph, names),

@@ -1,7 +1,8 @@
-"""A real `tf.distribute.TPUStrategy` whose replicas XLA:CPU executes."""
+"""A real `tf.distribute.TPUStrategy`, whose cores are this process's CPUs."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import types
 from collections.abc import Sequence
@@ -12,10 +13,109 @@ import tensorflow as tf
 from tf_xshard import checks
 from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.private.tensorflow import iterators as tpu_iterators
-from tf_xshard.testing import fabricated_tpu
+from tf_xshard.testing import execution
 from tf_xshard.testing import replicated_program
-from tf_xshard.testing import strategy_run
 from tf_xshard.testing import xla_cpu
+
+_Device = collections.namedtuple("_Device", ["name", "device_type"])
+
+_TASK = "/job:localhost/replica:0/task:0/device:"
+
+
+def cpu_name(index: int) -> str:
+    """Returns the full name of a logical CPU."""
+    return f"{_TASK}CPU:{index}"
+
+
+class Topology(tf.tpu.experimental.Topology):
+    """A topology whose cores are logical CPUs, numbered across all hosts."""
+
+    def __init__(self, num_replicas: int, num_hosts: int) -> None:
+        per_host = num_replicas // num_hosts
+        # If the number is even, chips have two cores, as v2 to v4 have.
+        cores = 2 if per_host % 2 == 0 else 1
+        chips = per_host // cores
+        super().__init__(
+            mesh_shape=[chips, num_hosts, 1, cores],
+            device_coordinates=np.array(
+                [
+                    [
+                        [chip, host, 0, core]
+                        for chip in range(chips)
+                        for core in range(cores)
+                    ]
+                    for host in range(num_hosts)
+                ],
+                np.int32,
+            ),
+        )
+
+    def host_of(self, core: str) -> str:
+        """Returns the device that hosts a core, its host's first core."""
+        index = int(core.rpartition(":")[2])
+        return cpu_name(index - index % self.num_tpus_per_task)
+
+    def tpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """See the base class."""
+        task = self.task_ordinal_at_coordinates(device_coordinates)
+        ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
+        return cpu_name(task * self.num_tpus_per_task + ordinal)
+
+    def cpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """See the base class."""
+        task = self.task_ordinal_at_coordinates(device_coordinates)
+        return cpu_name(task * self.num_tpus_per_task)
+
+
+class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
+    """The metadata of a `TPUClusterResolver`, all that `TPUStrategy` needs."""
+
+    environment = ""
+    tpu_hardware_feature = None
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._num_hosts = topology.num_tasks
+        self._num_replicas = topology.num_tasks * topology.num_tpus_per_task
+
+    def get_tpu_system_metadata(self) -> tf.tpu.experimental.TPUSystemMetadata:
+        """See `TPUClusterResolver`."""
+        return tf.tpu.experimental.TPUSystemMetadata(
+            num_cores=self._num_replicas,
+            num_hosts=self._num_hosts,
+            num_of_cores_per_host=self._num_replicas // self._num_hosts,
+            topology=self._topology,
+            devices=tuple(
+                _Device(f"{_TASK}TPU:{index}", "TPU")
+                for index in range(self._num_replicas)
+            ),
+        )
+
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        """See the base class."""
+        return tf.train.ClusterSpec({})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """See the base class."""
+        return ""
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: tf.compat.v1.ConfigProto | None = None,
+    ) -> dict[str, int]:
+        """See the base class."""
+        return {"TPU": self._num_replicas}
 
 
 class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
@@ -32,19 +132,18 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
 
     def __init__(
         self,
-        topology: fabricated_tpu.Topology,
+        topology: Topology,
         device_assignment: tf.tpu.experimental.DeviceAssignment | None,
         xla_numbering: Sequence[int],
     ) -> None:
         self.xla_numbering = tuple(xla_numbering)
-        self._step_runner = strategy_run.Runner(self.xla_numbering)
+        self._step_runner = execution.Runner(self.xla_numbering)
         extended = tpu_simulation.SimulatedTPUExtended(
             self,
-            fabricated_tpu.Resolver(topology),
+            Resolver(topology),
             device_assignment,
             devices=[
-                fabricated_tpu.cpu_name(replica)
-                for replica in range(len(xla_numbering))
+                cpu_name(replica) for replica in range(len(xla_numbering))
             ],
             host_of=topology.host_of,
             execute=self._step_runner,
@@ -68,7 +167,7 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
           Its `program.graph_def` holds the replicas' operations. Inside,
           `run()` returns zeros, and no variable changes.
         """
-        return strategy_run.capture(self._step_runner)
+        return execution.capture(self._step_runner)
 
     def __enter__(self) -> SimulatedTPUStrategy:
         return self
@@ -173,7 +272,7 @@ def simulated_tpu_strategy(
         )
     _configure_logical_cpus(num_replicas)
     tpu_iterators.end_iterators_at_exit()
-    topology = fabricated_tpu.Topology(num_replicas, num_hosts)
+    topology = Topology(num_replicas, num_hosts)
     assignment = None
     if device_assignment:
         assignment = tf.tpu.experimental.DeviceAssignment.build(

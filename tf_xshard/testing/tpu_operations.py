@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tf_xshard.private.jax import tpu_simulation
 
-# Custom calls that portable_stablehlo.py replaces by StableHLO's operations.
+# Custom calls that stablehlo.py replaces by StableHLO's operations.
 ALL_TO_ALL = "tf_xshard.all_to_all"
 COLLECTIVE_PERMUTE = "tf_xshard.collective_permute"
 

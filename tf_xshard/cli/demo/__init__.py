@@ -1,11 +1,11 @@
 """Trains a digit classifier, and checks the promises of one optimizer.
 
-- `cross_shard`: compares all replicas, and groups, with one device.
+- `cross_shard`: compares all replicas, and groups, with one device;
+  with `shard_update=True`, too, and 1/g of the slot variables.
 - `tower`: compares k towers with one batch k times as large.
 - `agn`: compares period 1 with one device, and checks local SGD.
-- `sharded_update`: checks `shard_update=True`, with 1/g of the slot variables.
-- `training`: trains the model once, on one device or under a strategy.
-- `promises`: collects and prints the table of runs, and failed promises.
+- `training`: trains the model once, on one device or under a strategy;
+  collects and prints the table of runs, and failed promises.
 - `digits`: the data, the model and its inner optimizers.
 """
 
@@ -17,7 +17,6 @@ from tf_xshard.cli import logical_devices
 from tf_xshard.cli.demo import agn
 from tf_xshard.cli.demo import cross_shard
 from tf_xshard.cli.demo import digits as digits_lib
-from tf_xshard.cli.demo import promises
 from tf_xshard.cli.demo import tower
 from tf_xshard.cli.demo import training
 
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=int, default=2, help="for cross_shard")
     parser.add_argument("--towers", type=int, default=4, help="for tower")
     parser.add_argument("--period", type=int, default=5, help="for agn")
-    parser.add_argument("--epochs", type=int, default=promises.DEFAULT_EPOCHS)
+    parser.add_argument("--epochs", type=int, default=training.DEFAULT_EPOCHS)
     parser.add_argument(
         "--optimizer",
         choices=sorted(digits_lib.OPTIMIZERS),

@@ -9,11 +9,10 @@ import numpy as np
 
 import tf_xshard
 from tf_xshard.cli.demo import digits as digits_lib
-from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import training
 
 
-def show(runs: training.Runs) -> promises_lib.Promises:
+def show(runs: training.Runs) -> training.Promises:
     """Trains with AGNOptimizer and its references, and compares."""
     options, digits, period = runs.options, runs.digits, runs.options.period
     num_replicas = runs.strategy.num_replicas_in_sync
@@ -54,7 +53,7 @@ def show(runs: training.Runs) -> promises_lib.Promises:
         f"AGNOptimizer with its defaults, period {period}",
         agn(communication_period=period),
     )
-    promises = promises_lib.Promises("its reference")
+    promises = training.Promises("its reference")
     promises.show("one device", one, "reference of the next row")
     promises.check("AGN, period 1", each_step, one.weights[0], one.tolerance())
     tolerance = training.tolerance(training.difference(averaged, permuted))
@@ -99,7 +98,7 @@ def _replicas_one_by_one(
         shards = [shard.with_permuted_batches(options.seed) for shard in shards]
     models = [
         digits_lib.compiled(
-            digits_lib.model(options.seed),
+            digits_lib.create_model(options.seed),
             digits_lib.OPTIMIZERS[options.optimizer](),
         )
         for _ in shards

@@ -1,18 +1,67 @@
-"""Checks CrossShardOptimizer against one device, with and without groups."""
+"""Checks CrossShardOptimizer: against one device, with groups, with shards."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 
 import tf_xshard
-from tf_xshard.cli.demo import promises as promises_lib
-from tf_xshard.cli.demo import sharded_update
 from tf_xshard.cli.demo import training
+from tf_xshard.distribute import replica_variables
+
+
+def check(
+    promises: training.Promises,
+    runs: training.Runs,
+    groups: tf_xshard.GroupAssignment,
+    whole: training.Trained,
+    tolerances: Sequence[float],
+) -> None:
+    """Trains in groups with a sharded update, and compares the results."""
+    sharded = runs.replicated(
+        f"CrossShardOptimizer in {groups.num_groups} groups, shard_update=True",
+        lambda inner: tf_xshard.CrossShardOptimizer(
+            inner, group_assignment=groups, shard_update=True
+        ),
+    )
+    for index, members in enumerate(groups):
+        promises.check(
+            f"group {index}, sharded update",
+            sharded,
+            whole.weights[members[0]],
+            tolerances[index],
+            members,
+        )
+    held, whole_size = (_slot_elements(one) for one in (sharded, whole))
+    promises.show(
+        "slot variables of a replica",
+        remark=f"{held} numbers instead of {whole_size}",
+    )
+    expected = sum(
+        math.ceil(int(v.shape.num_elements()) / groups.group_size)
+        for v in whole.model.optimizer.variables
+        if len(v.shape)
+    )
+    promises.check_that(
+        held == expected,
+        f"a replica holds {held} numbers of slot variables, not {expected}",
+    )
+
+
+def _slot_elements(trained: training.Trained) -> int:
+    """Counts the numbers in the slot variables of the first replica."""
+    return sum(
+        int(replica_variables.copies(v)[0].shape.num_elements())
+        for v in trained.model.optimizer.variables
+        if len(v.shape)
+    )
+
 
 MIN_GROUP_DIFFERENCE = 1e-3
 
 
-def show(runs: training.Runs) -> promises_lib.Promises:
+def show(runs: training.Runs) -> training.Promises:
     """Trains with CrossShardOptimizer and its references, and compares."""
     options, digits = runs.options, runs.digits
     num_replicas = runs.strategy.num_replicas_in_sync
@@ -58,7 +107,7 @@ def show(runs: training.Runs) -> promises_lib.Promises:
         "A wrong reduction: every replica alone",
         grouped_by(tf_xshard.GroupAssignment.contiguous(num_replicas, 1)),
     )
-    promises = promises_lib.Promises("one device")
+    promises = training.Promises("one device")
     promises.show("one device", one, "reference")
     promises.show(
         "plain Keras under the strategy",
@@ -94,7 +143,7 @@ def show(runs: training.Runs) -> promises_lib.Promises:
             f" only, expected {MIN_GROUP_DIFFERENCE:.0e} at least",
         )
     if options.shard_update:
-        sharded_update.check(promises, runs, groups, grouped, tolerances)
+        check(promises, runs, groups, grouped, tolerances)
     if options.plot:
         _plot(grouped.history, groups, options.plot)
     return promises

@@ -87,7 +87,7 @@ def load(epochs: int, seed: int) -> Digits:
     return Digits(x[rows], y[rows], x[validation], y[validation], steps)
 
 
-def model(seed: int) -> keras.Model:
+def create_model(seed: int) -> keras.Model:
     """Creates a small convolutional classifier."""
     keras.utils.set_random_seed(seed)
     layers = keras.layers
@@ -117,7 +117,7 @@ def compiled(
 @functools.cache
 def _evaluated(seed: int) -> keras.Model:
     """Creates one model for all weights, so that its step is traced once."""
-    return compiled(model(seed), keras.optimizers.SGD())
+    return compiled(create_model(seed), keras.optimizers.SGD())
 
 
 def evaluate(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tf_xshard
 from tf_xshard.cli.demo import digits as digits_lib
-from tf_xshard.cli.demo import promises as promises_lib
 from tf_xshard.cli.demo import training
 
 
-def show(runs: training.Runs) -> promises_lib.Promises:
+def show(runs: training.Runs) -> training.Promises:
     """Trains with TowerOptimizer and its references, and compares."""
     num_towers = runs.options.towers
     parts = runs.digits.in_parts(num_towers)
@@ -35,7 +34,7 @@ def show(runs: training.Runs) -> promises_lib.Promises:
         tf_xshard.CrossShardOptimizer,
         parts,
     )
-    promises = promises_lib.Promises("one device")
+    promises = training.Promises("one device")
     promises.show("one device", one, "reference")
     promises.show(
         "plain Keras under the strategy",

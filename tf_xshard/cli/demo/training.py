@@ -1,4 +1,4 @@
-"""Trains the demo's model once, on one device or under a strategy."""
+"""Trains the demo's model, and collects the runs and the promises that fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Trained:
     ) -> None:
         print(f"\n{title}", flush=True)
         with strategy.scope() if strategy else contextlib.nullcontext():
-            model = digits_lib.model(options.seed)
+            model = digits_lib.create_model(options.seed)
             optimizer = digits_lib.OPTIMIZERS[options.optimizer]()
             if train_step:
                 model.train_step = functools.partial(train_step, model)
@@ -134,3 +134,93 @@ def deviation(
     """Returns the largest difference of replicas' weights from a reference."""
     members = range(len(weights)) if members is None else members
     return float(np.max([difference(weights[r], reference) for r in members]))
+
+
+DEFAULT_EPOCHS = 10
+MIN_ACCURACY = 0.95
+
+
+class Promises:
+    """The rows of the table, and the failures."""
+
+    def __init__(self, reference: str) -> None:
+        self._head = ("run", "accuracy", "moved", f"max |dw| from {reference}")
+        self._rows: list[tuple[str, str, str, str]] = []
+        self._failures: list[str] = []
+
+    def show(
+        self,
+        row: str,
+        trained: Trained | None = None,
+        remark: str = "",
+        replica_id: int = 0,
+    ) -> None:
+        """Adds a row without a promise."""
+        self._rows.append(
+            (
+                row,
+                f"{trained.accuracy(replica_id):8.4f}" if trained else "",
+                f"{trained.moved(replica_id):6.3f}" if trained else "",
+                remark,
+            )
+        )
+
+    def check(
+        self,
+        row: str,
+        trained: Trained,
+        reference: Sequence[np.ndarray],
+        tolerance: float,
+        members: Sequence[int] | None = None,
+        right: bool = True,
+    ) -> None:
+        """Checks that weights equal a reference, or differ if not `right`."""
+        off = deviation(trained.weights, reference, members)
+        holds = off <= tolerance
+        self.show(
+            row,
+            trained,
+            f"{off:.1e} {'equal' if holds else 'WRONG'}, tolerance"
+            f" {tolerance:.1e}",
+            members[0] if members else 0,
+        )
+        self.check_that(
+            holds == right,
+            f"{row}: {off:.1e} from its reference, tolerance {tolerance:.1e}",
+        )
+
+    def check_that(self, holds: bool, otherwise: str) -> None:
+        """Records a failure unless a promise holds."""
+        if not holds:
+            self._failures.append(otherwise)
+
+    def check_accuracy(self, runs: Iterable[Trained], epochs: int) -> None:
+        """Checks the accuracy of runs, if the runs are long enough."""
+        if epochs < DEFAULT_EPOCHS:
+            print(f"accuracy is not checked below {DEFAULT_EPOCHS} epochs")
+            return
+        least = min(trained.accuracy() for trained in runs)
+        self.check_that(
+            least >= MIN_ACCURACY,
+            f"accuracy {least:.4f} is below {MIN_ACCURACY}",
+        )
+
+    def print_table(self) -> None:
+        """Prints all rows."""
+        width = max(len(row[0]) for row in self._rows)
+        head = self._head
+        print(f"\n{head[0]:{width}}  {head[1]:>8}  {head[2]:>6}  {head[3]}")
+        for title, accuracy, moved, remark in self._rows:
+            print(f"{title:{width}}  {accuracy:8}  {moved:6}  {remark}")
+        print(
+            "tolerance: three times the change on one device when the rows of"
+            " each batch are reordered"
+        )
+
+    def exit_code(self) -> int:
+        """Prints failed promises; returns 0 if all promises hold, else 1."""
+        for failure in self._failures:
+            print(f"FAILED: {failure}")
+        if not self._failures:
+            print("All promises hold.")
+        return 1 if self._failures else 0

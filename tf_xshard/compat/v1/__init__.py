@@ -4,21 +4,21 @@
 - `sharding`: `shard`, which builds several shards into one graph.
 - `towers`: TowerOptimizer and replicate_model_fn.
 - `estimator`: TPUEstimator, its configuration and its specs.
-- `checkpoints`: `load_into_keras`, which reads checkpoints of TF1's optimizers.
+- `load_into_keras`: reads checkpoints of TF1's optimizers into Keras models.
 - `tensorflow`: `tensorflow.compat.v1` plus names that TF1's TPU scripts use.
 """
 
-from tf_xshard.compat.v1.checkpoints.load_into_keras import load_into_keras
 from tf_xshard.compat.v1.estimator.estimator_spec import ClassificationOutput
 from tf_xshard.compat.v1.estimator.estimator_spec import EstimatorSpec
 from tf_xshard.compat.v1.estimator.estimator_spec import ModeKeys
 from tf_xshard.compat.v1.estimator.estimator_spec import PredictOutput
 from tf_xshard.compat.v1.estimator.estimator_spec import RegressionOutput
+from tf_xshard.compat.v1.estimator.estimator_spec import TPUEstimatorSpec
 from tf_xshard.compat.v1.estimator.tpu_config import InputPipelineConfig
 from tf_xshard.compat.v1.estimator.tpu_config import RunConfig
 from tf_xshard.compat.v1.estimator.tpu_config import TPUConfig
 from tf_xshard.compat.v1.estimator.tpu_estimator import TPUEstimator
-from tf_xshard.compat.v1.estimator.tpu_estimator_spec import TPUEstimatorSpec
+from tf_xshard.compat.v1.load_into_keras import load_into_keras
 from tf_xshard.compat.v1.optimizers.agn import AGNOptimizer
 from tf_xshard.compat.v1.optimizers.agn_custom_getter import AGNCustomGetter
 from tf_xshard.compat.v1.optimizers.cross_shard import CrossShardOptimizer

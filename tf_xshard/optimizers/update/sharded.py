@@ -12,31 +12,112 @@ variables        [w0 w1 w2 w3]
 
 The inner optimizer is built with the shards, variables of rank 1. Each update
 fills them from the weights first, so only slot variables are state.
+
+Clipping by a norm takes the whole gradients' norms: one small sum per group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import recorder
+from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import stack
-from tf_xshard.optimizers.update import clipping
 from tf_xshard.optimizers.update import elementwise
 from tf_xshard.optimizers.update import slots
 from tf_xshard.optimizers.update import whole as whole_update
 from tf_xshard.private.keras import moving_averages
-from tf_xshard.private.keras import sharded_updates
+from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.keras import shards as keras_shards
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import reducer as reducer_lib
+
+
+def use(
+    optimizer: keras.optimizers.Optimizer,
+    reducer: reducer_lib.GradientReducer,
+    groups: group_assignment_lib.GroupAssignment,
+) -> None:
+    """Makes an optimizer clip by the norms of whole gradients."""
+    num_variables = len(optimizer_state.trainable_variables(optimizer))
+
+    keras_shards.clip_with(
+        optimizer,
+        functools.partial(
+            _clipped,
+            functools.partial(_sum_over_group, reducer, groups, num_variables),
+        ),
+    )
+
+
+def _sum_over_group(
+    reducer: reducer_lib.GradientReducer,
+    groups: group_assignment_lib.GroupAssignment,
+    num_variables: int,
+    squares: tf.Tensor,
+) -> tf.Tensor:
+    """Returns the group's sums of squares, of shape [number of gradients]."""
+    count = squares.shape[0]
+    # Groups may have different gradients, but take part in one operation.
+    padded = tf.pad(squares, [[0, num_variables - count]])
+    labelled = recorder.labelled("norms", counts=[count])
+    with reduction_guard.lifted(), labelled:
+        [total] = reducer.transport(site_lib.current(), groups).sum([padded])
+    return total[:count]
+
+
+def _clipped(
+    sum_over_group: Callable[[tf.Tensor], tf.Tensor],
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Clips shards as Keras clips whole gradients."""
+    gradients = [tf.convert_to_tensor(one) for one in gradients]
+    if optimizer.clipnorm and optimizer.clipnorm > 0:
+        norm = optimizer.clipnorm
+        squares = _squares(gradients, sum_over_group)
+        return [
+            gradient
+            * tf.cast(norm / tf.maximum(tf.sqrt(square), norm), gradient.dtype)
+            for gradient, square in zip(gradients, squares, strict=True)
+        ]
+    if optimizer.global_clipnorm and optimizer.global_clipnorm > 0:
+        norm = optimizer.global_clipnorm
+        squares = _squares(gradients, sum_over_group)
+        total = tf.sqrt(tf.add_n(squares))
+        # `total - total` makes the scale NaN if the norm is not finite.
+        scale = norm * tf.minimum(1.0 / total, 1.0 / norm) + (total - total)
+        return [
+            gradient * tf.cast(scale, gradient.dtype) for gradient in gradients
+        ]
+    bound = optimizer.clipvalue
+    if bound and bound > 0:
+        return [tf.clip_by_value(one, -bound, bound) for one in gradients]
+    return gradients
+
+
+def _squares(
+    gradients: Sequence[tf.Tensor],
+    sum_over_group: Callable[[tf.Tensor], tf.Tensor],
+) -> list[tf.Tensor]:
+    """Returns the squared norms of whole gradients, in at least float32."""
+    dtype = tf.float32
+    if any(one.dtype == tf.float64 for one in gradients):
+        dtype = tf.float64
+    own = tf.stack(
+        [tf.reduce_sum(tf.square(tf.cast(one, dtype))) for one in gradients]
+    )
+    return tf.unstack(sum_over_group(own), len(gradients))
 
 
 class ShardedUpdate:
@@ -54,7 +135,7 @@ class ShardedUpdate:
         self._reducer = reducer
         self._groups = groups
         self._variables = list(variables)
-        sharded_updates.NAMES.check()
+        keras_shards.UPDATES.check()
         keras_shards.NAMES.check()
         store = slots.WholeSlots(strategy, groups, reducer.communication)
         self._shards = {
@@ -81,7 +162,7 @@ class ShardedUpdate:
                 " the model gets the averages.",
             )
             if not any(stack.children(one)):
-                clipping.use(one, self._reducer, self._groups)
+                use(one, self._reducer, self._groups)
 
     def own_shards(
         self, batch: gradients_lib.GradientBatch, site: site_lib.Site

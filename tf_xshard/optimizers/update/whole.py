@@ -15,7 +15,7 @@ from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import reduction_guard
 from tf_xshard.optimizers import stack
 from tf_xshard.private.keras import local_optimizers
-from tf_xshard.private.keras import sharded_updates
+from tf_xshard.private.keras import shards
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
 
@@ -45,9 +45,7 @@ def changing_when_chosen(
     """Calls `change` on each optimizer that a MultiOptimizer chooses inside."""
     with contextlib.ExitStack() as contexts:
         for one in stack.with_local_optimizers(optimizer):
-            contexts.enter_context(
-                sharded_updates.changes_when_chosen(one, change)
-            )
+            contexts.enter_context(shards.changes_when_chosen(one, change))
         yield
 
 

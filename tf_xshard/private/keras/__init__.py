@@ -5,8 +5,8 @@
 - `wrapper_calls`: whether a wrapper is calling the optimizers inside it.
 - `optimizer_state`: reads and sets private attributes of optimizers.
 - `moving_averages`: the averages of weights that SwapEMAWeights looks for.
-- `shards`: `Sharded`, a variable that is split over replicas.
-- `sharded_updates`: makes optimizers create and update `Sharded` variables.
+- `shards`: `Sharded`, a variable that is split over replicas, and how Keras'
+  optimizers create and update it.
 - `saving`: which optimizer's state is under which path of a Keras file.
 - `fit_internals`: attributes of a model while `fit` runs and while it is saved.
 - `multi_worker_patches`: replaces what fails in `fit` across processes.

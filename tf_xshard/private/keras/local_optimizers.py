@@ -31,7 +31,6 @@ import tensorflow as tf
 from tf_xshard.private import names
 from tf_xshard.private.keras import moving_averages
 from tf_xshard.private.keras import saving as keras_saving
-from tf_xshard.private.keras import sharded_updates
 from tf_xshard.private.keras import shards as keras_shards
 from tf_xshard.private.keras import wrapper_calls
 
@@ -164,7 +163,7 @@ def _refuse_call_by_others(optimizer: keras.optimizers.Optimizer) -> None:
 class _Local(
     keras_saving.SavedElsewhere,
     moving_averages.Averages,
-    sharded_updates.UpdatesShards,
+    keras_shards.UpdatesShards,
     keras.optimizers.Optimizer,
 ):
     """A mixin between an optimizer's class and `keras.optimizers.Optimizer`.
@@ -242,7 +241,7 @@ class _Local(
 
 class _LocalLossScale(
     keras_saving.SavedElsewhere,
-    sharded_updates.TracksWholes,
+    keras_shards.TracksWholes,
     keras.optimizers.LossScaleOptimizer,
 ):
     """A LossScaleOptimizer that decides on each replica separately.

@@ -2,8 +2,8 @@
 
 - `autograph`: keeps AutoGraph from converting this package's code.
 - `tracing`: XLA, replicas, loops and new variables of what is being traced.
-- `cluster`: the key-value store of several processes.
-- `runtime`: which functions TensorFlow runs; aborts its collectives.
+- `runtime`: which functions TensorFlow runs; aborts its collectives; the
+  key-value store of several processes.
 - `iterators`: ends distributed datasets, for `tf_xshard.testing` only.
 - `v1`: graphs and optimizers of TF1, for `tf_xshard.compat`.
 """

@@ -13,7 +13,6 @@ from tf_xshard import checks
 from tf_xshard.compat.v1.estimator import estimator_spec
 from tf_xshard.compat.v1.estimator import sessions as estimator_sessions
 from tf_xshard.compat.v1.estimator import tpu_config
-from tf_xshard.compat.v1.estimator import tpu_estimator_spec
 from tf_xshard.compat.v1.sharding import traced_shards
 from tf_xshard.compat.v1.sharding.shard import shard
 
@@ -23,7 +22,7 @@ _REQUIRED = {
     _Modes.EVAL: ("loss",),
     _Modes.PREDICT: ("predictions",),
 }
-_SPECS = (estimator_spec.EstimatorSpec, tpu_estimator_spec.TPUEstimatorSpec)
+_SPECS = (estimator_spec.EstimatorSpec, estimator_spec.TPUEstimatorSpec)
 _OPTIONAL_ARGUMENTS = ("labels", "mode", "params", "config")
 
 
@@ -174,7 +173,7 @@ class ModelCalls:
             call = getattr(spec, "host_call", None)
             tensors = []
             if call is not None:
-                tpu_estimator_spec.check_call("host_call", call)
+                estimator_spec.check_call("host_call", call)
                 tensors = tf.nest.flatten(call[1])
             # A train_op can be a tensor, which would become an output.
             step = tf.group(spec.train_op)
@@ -188,7 +187,7 @@ class ModelCalls:
         if call is not None:
             function, structure = call
             packed = tf.nest.pack_sequence_as(structure, tensors)
-            train_op = tpu_estimator_spec.with_host_call(
+            train_op = estimator_spec.with_host_call(
                 train_op, (function, packed)
             )
         return spec, train_op, tf.reduce_mean(losses)

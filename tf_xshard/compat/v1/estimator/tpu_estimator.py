@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -22,11 +23,78 @@ from tf_xshard import checks
 from tf_xshard.compat.v1.estimator import estimator_spec
 from tf_xshard.compat.v1.estimator import model_calls
 from tf_xshard.compat.v1.estimator import model_directory
-from tf_xshard.compat.v1.estimator import refused_arguments
-from tf_xshard.compat.v1.estimator import results as estimator_results
 from tf_xshard.compat.v1.estimator import sessions as estimator_sessions
 from tf_xshard.compat.v1.estimator import tpu_config
 from tf_xshard.private.tensorflow import autograph
+
+
+def metrics_of(spec: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns a spec's metrics, including the mean loss."""
+    if hasattr(spec, "eval_metrics"):
+        found = estimator_spec.call_pair("eval_metrics", spec.eval_metrics)
+    else:
+        found = spec.eval_metric_ops
+    if found is not None and not isinstance(found, dict):
+        raise TypeError(f"Metrics must be a dict of pairs, got {found!r}.")
+    for name, pair in (found or {}).items():
+        estimator_spec.check_metric(name, pair)
+    found = dict(found or {})
+    if "loss" in found or "global_step" in found:
+        raise ValueError(
+            '"loss" and "global_step" are always in the results. Give that'
+            " metric another name."
+        )
+    return {**found, "loss": tf.compat.v1.metrics.mean(spec.loss)}
+
+
+def select_predictions(
+    predictions: Any, keys: Sequence[str] | str | None
+) -> Any:
+    """Checks the predictions and selects the given keys."""
+    if isinstance(predictions, dict):
+        tensors = list(predictions.values())
+    else:
+        tensors = [predictions]
+    if not tensors or not all(isinstance(one, tf.Tensor) for one in tensors):
+        raise TypeError(
+            "predictions must be a tensor, or a dict of tensors that is not"
+            f" empty, got {predictions!r}."
+        )
+    if keys is None:
+        return predictions
+    keys = [keys] if isinstance(keys, str) else list(keys)
+    if not isinstance(predictions, dict):
+        raise ValueError(
+            "predict_keys is for predictions that are a dict, but model_fn's"
+            " are one tensor. Leave it out."
+        )
+    unknown = [key for key in keys if key not in predictions]
+    if unknown:
+        raise ValueError(
+            f"predict_keys has {unknown}, but the predictions are"
+            f" {list(predictions)}."
+        )
+    return {key: predictions[key] for key in keys}
+
+
+def rows(batch: Any) -> Iterator[Any]:
+    """Yields the predictions of each row of a batch."""
+    arrays = batch if isinstance(batch, dict) else {"": batch}
+    counts = {
+        key: len(array) if np.ndim(array) else "no rows"
+        for key, array in arrays.items()
+    }
+    if len(set(counts.values())) > 1 or "no rows" in counts.values():
+        raise ValueError(
+            "Predictions have different numbers of rows, so single examples"
+            f" can't be yielded: {counts}. Pass yield_single_examples=False."
+        )
+    for index in range(len(next(iter(arrays.values())))):
+        if isinstance(batch, dict):
+            yield {key: array[index] for key, array in batch.items()}
+        else:
+            yield batch[index]
+
 
 _Modes = estimator_spec.ModeKeys
 
@@ -101,9 +169,7 @@ class TPUEstimator(model_directory.ModelDirectory):
         predict_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        refused_arguments.refuse(
-            "TPUEstimator", kwargs, refused_arguments.OF_TPU_ESTIMATOR
-        )
+        tpu_config.refuse("TPUEstimator", kwargs, tpu_config.OF_TPU_ESTIMATOR)
         config = tpu_config.RunConfig() if config is None else config
         if not isinstance(config, tpu_config.RunConfig):
             raise TypeError(
@@ -221,7 +287,7 @@ class TPUEstimator(model_directory.ModelDirectory):
         with self._sessions.graph():
             features, labels = self._calls.inputs(input_fn, _Modes.EVAL)
             spec = self._calls.call_model_fn(features, labels, _Modes.EVAL)
-            metrics = estimator_results.metrics(spec)
+            metrics = metrics_of(spec)
             updates = [update for _, update in metrics.values()]
             values = {key: value for key, (value, _) in metrics.items()}
             values["global_step"] = tf.compat.v1.train.get_global_step()
@@ -280,9 +346,7 @@ class TPUEstimator(model_directory.ModelDirectory):
         with self._sessions.graph():
             features, _ = self._calls.inputs(input_fn, _Modes.PREDICT)
             spec = self._calls.call_model_fn(features, None, _Modes.PREDICT)
-            predictions = estimator_results.select_predictions(
-                spec.predictions, predict_keys
-            )
+            predictions = select_predictions(spec.predictions, predict_keys)
             all_hooks = [*(spec.prediction_hooks or ()), *(hooks or ())]
             monitored = self._sessions.from_checkpoint(spec, all_hooks, path)
         with monitored as session:
@@ -292,6 +356,6 @@ class TPUEstimator(model_directory.ModelDirectory):
                 except tf.errors.OutOfRangeError:
                     return
                 if yield_single_examples:
-                    yield from estimator_results.rows(batch)
+                    yield from rows(batch)
                 else:
                     yield batch

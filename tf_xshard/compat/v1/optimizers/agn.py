@@ -9,23 +9,148 @@ each T steps   center          <-  optimizer(accumulator / T)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_xshard import checks
 from tf_xshard.compat.v1.optimizers import agn_custom_getter
-from tf_xshard.compat.v1.optimizers import agn_operations
-from tf_xshard.compat.v1.optimizers import agn_session
 from tf_xshard.compat.v1.optimizers import base as wrapper
 from tf_xshard.compat.v1.optimizers import inner_optimizers
-from tf_xshard.compat.v1.optimizers import losses_and_gradients
 from tf_xshard.compat.v1.optimizers.agn_custom_getter import AGNCustomGetter
+from tf_xshard.distribute import indexed_slices
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
+_GLOBAL = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
 _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
+
+
+class Operations:
+    """Assignments to AGNOptimizer's variables, with or without locks."""
+
+    def __init__(self, use_locking: bool) -> None:
+        self._locked = use_locking
+
+    def accumulate(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        copies: agn_custom_getter.Copies,
+    ) -> Any:
+        """Adds a gradient, of the variable's shape, to the accumulator."""
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = indexed_slices.dense(gradient, copies.accumulator)
+        return tf.compat.v1.assign_add(
+            copies.accumulator, gradient, use_locking=self._locked
+        )
+
+    def start_from_center(
+        self, copies: agn_custom_getter.Copies
+    ) -> tuple[Any, Any]:
+        """Copies the center to the local variable; zeroes the accumulator."""
+        return (
+            self._assign(copies.local, read(copies.center)),
+            self._assign(
+                copies.accumulator, tf.zeros_like(read(copies.accumulator))
+            ),
+        )
+
+    def increment(self, variable: tf.Variable) -> Any:
+        """Adds one to a scalar variable."""
+        with tf.compat.v1.colocate_with(variable):
+            return tf.compat.v1.assign_add(
+                variable,
+                tf.constant(1, variable.dtype.base_dtype),
+                use_locking=self._locked,
+            )
+
+    def _assign(self, variable: tf.Variable, value: tf.Tensor) -> Any:
+        return tf.compat.v1.assign(variable, value, use_locking=self._locked)
+
+
+def read(variable: tf.Variable) -> tf.Tensor:
+    """Reads a variable's current value, of the variable's shape."""
+    return tf.identity(variable.read_value())
+
+
+def creating_local_variables() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which new variables are local to the worker."""
+
+    def creator(
+        next_creator: Callable[..., tf.Variable], **kwargs: Any
+    ) -> tf.Variable:
+        collections = kwargs.get("collections") or [_GLOBAL]
+        kwargs["collections"] = [
+            _LOCAL if name == _GLOBAL else name for name in collections
+        ]
+        return next_creator(**kwargs)
+
+    return tf.variable_creator_scope(creator)
+
+
+def cond(
+    is_due: tf.Tensor,
+    exchange: Callable[[], tf.Tensor],
+    variables: Sequence[tf.Variable | None],
+) -> tf.Tensor:
+    """Calls `tf.cond`, in control flow v1 if a variable is a ref variable."""
+    # Control flow v2 does not support ref variables.
+    in_v2 = tf.compat.v1.control_flow_v2_enabled()
+    of_refs = any(
+        v is not None and v.dtype != v.dtype.base_dtype for v in variables
+    )
+    if in_v2 and of_refs:
+        tf.compat.v1.disable_control_flow_v2()
+    try:
+        return tf.cond(is_due, exchange, lambda: tf.constant(False))
+    finally:
+        if in_v2 and of_refs:
+            tf.compat.v1.enable_control_flow_v2()
+
+
+class InitHook(tf.compat.v1.train.SessionRunHook):
+    """A hook that runs an operation in each new session."""
+
+    def __init__(self, make_init_op: Callable[[], tf.Operation | None]) -> None:
+        self._make_init_op = make_init_op
+        self._init_op: tf.Operation | None = None
+
+    def begin(self) -> None:
+        """Builds the operation."""
+        self._init_op = self._make_init_op()
+
+    def after_create_session(
+        self, session: tf.compat.v1.Session, coord: tf.train.Coordinator
+    ) -> None:
+        """Runs the operation."""
+        del coord
+        session.run(self._init_op)
+
+
+def swapping_saver(
+    variables: list[tf.Variable] | dict[str, Any],
+    name: str,
+    **kwargs: Any,
+) -> tf.compat.v1.train.Saver:
+    """Makes a saver that stores the center under plain variable names."""
+    if not isinstance(variables, dict):
+        by_name: dict[str, list[tf.Variable]] = {}
+        for variable in variables:
+            # All slices of a partitioned variable have the same name.
+            whole = tensorflow_v1.saved_name(variable)
+            by_name.setdefault(whole, []).append(variable)
+        variables = {
+            key: values[0] if len(values) == 1 else values
+            for key, values in by_name.items()
+        }
+    prefix = agn_custom_getter.GLOBAL_VARIABLE_NAME + "/"
+    return tf.compat.v1.train.Saver(
+        {key.removeprefix(prefix): value for key, value in variables.items()},
+        name=name,
+        **kwargs,
+    )
 
 
 class AGNOptimizer(wrapper.Wrapper):
@@ -104,7 +229,7 @@ class AGNOptimizer(wrapper.Wrapper):
         super().__init__(use_locking, name)
         self._inner = inner_optimizers.V1(optimizer)
         self._getter = custom_getter
-        self._operations = agn_operations.Operations(use_locking)
+        self._operations = Operations(use_locking)
         with tf.device(custom_getter.worker_device), tf.init_scope():
             self._local_step = tf.compat.v1.Variable(
                 0,
@@ -143,9 +268,7 @@ class AGNOptimizer(wrapper.Wrapper):
 
         Example: see the class.
         """
-        pairs = losses_and_gradients.tensors_of(
-            losses_and_gradients.pairs_of(grads_and_vars)
-        )
+        pairs = wrapper.tensors_of(wrapper.pairs_of(grads_and_vars))
         copies = [
             (gradient, self._getter.copies_of(variable))
             for gradient, variable in pairs
@@ -156,7 +279,7 @@ class AGNOptimizer(wrapper.Wrapper):
                 "No gradients provided for any variable:"
                 f" {[v.name for _, v in pairs]}. The loss must depend on them."
             )
-        with agn_operations.creating_local_variables():
+        with creating_local_variables():
             local = self._inner.apply(pairs, None)
         with tf.name_scope(name or self.get_name()):
             accumulated = [
@@ -170,8 +293,8 @@ class AGNOptimizer(wrapper.Wrapper):
                 if operation is not None
             ]
             with tf.control_dependencies(done):
-                num_steps = agn_operations.read(self._local_step)
-                exchange = agn_operations.cond(
+                num_steps = read(self._local_step)
+                exchange = cond(
                     tf.equal(tf.math.floormod(num_steps, self._period), 0),
                     lambda: self._exchange(
                         [of for _, of in copies], global_step
@@ -191,7 +314,7 @@ class AGNOptimizer(wrapper.Wrapper):
         # Each accumulator is read once, so that the center never gets the
         # undivided sum.
         averages = [
-            agn_operations.read(of.accumulator)
+            read(of.accumulator)
             / tf.cast(self._period, of.accumulator.dtype.base_dtype)
             for of in copies
         ]
@@ -253,7 +376,7 @@ class AGNOptimizer(wrapper.Wrapper):
           center, drops the gradients that it had accumulated, and continues.
         """
         del is_chief
-        return agn_session.InitHook(lambda: self.get_init_op(task_index))
+        return InitHook(lambda: self.get_init_op(task_index))
 
     def swapping_saver(
         self,
@@ -278,7 +401,7 @@ class AGNOptimizer(wrapper.Wrapper):
         """
         if var_list is None:
             var_list = tf.compat.v1.global_variables()
-        return agn_session.swapping_saver(var_list, name, **kwargs)
+        return swapping_saver(var_list, name, **kwargs)
 
     def _inner_here(self) -> inner_optimizers.V1:
         return self._inner

@@ -13,7 +13,6 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
 from tf_xshard.compat.v1.optimizers import base as wrapper
 from tf_xshard.compat.v1.optimizers import inner_optimizers
-from tf_xshard.compat.v1.optimizers import losses_and_gradients
 from tf_xshard.compat.v1.sharding import sums as shard_sums
 from tf_xshard.compat.v1.sharding import traced_shards
 from tf_xshard.private.tensorflow import autograph
@@ -135,9 +134,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
         groups = where.groups(self._given_groups)
         divisor = self._reduction.of_sum(groups.group_size)
         if divisor != 1:
-            loss = losses_and_gradients.map_loss(
-                lambda x: x * (1.0 / divisor), loss
-            )
+            loss = wrapper.map_loss(lambda x: x * (1.0 / divisor), loss)
         inner = self._inner
         if isinstance(inner, inner_optimizers.V1):
             inner = self._inner_here()
@@ -180,9 +177,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
         Example: see the class.
         """
-        pairs = losses_and_gradients.tensors_of(
-            losses_and_gradients.pairs_of(grads_and_vars)
-        )
+        pairs = wrapper.tensors_of(wrapper.pairs_of(grads_and_vars))
         variables = [v for _, v in pairs]
         where = shard_sums.current()
         groups = where.groups(self._given_groups)

@@ -15,7 +15,6 @@ import tensorflow as tf
 from absl import logging
 
 from tf_xshard import group_assignment as group_assignment_lib
-from tf_xshard import group_relations
 from tf_xshard.compat.v1.sharding import traced_shards
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import site as site_lib
@@ -38,7 +37,7 @@ class Alone:
         self, given: group_assignment_lib.GroupAssignment | None
     ) -> group_assignment_lib.GroupAssignment:
         """Returns the groups of the shards."""
-        return group_relations.for_replicas(
+        return group_assignment_lib.for_replicas(
             given, self.num_shards, self.description
         )
 

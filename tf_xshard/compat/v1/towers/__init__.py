@@ -1,7 +1,7 @@
 """Several towers of one model_fn, and one update.
 
-- `replicate_model_fn`: splits the batch, and calls model_fn for each tower.
+- `replicate_model_fn`: splits the batch, calls model_fn for each tower,
+  and merges the towers' specs into one.
 - `tower`: `TowerOptimizer`, which applies the sum of all towers' gradients.
 - `build_state`: the state of a graph's towers while they are built.
-- `merge_specs`: merges the towers' specs into one spec.
 """

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tf_xshard.compat.v1.optimizers import base as wrapper
 from tf_xshard.compat.v1.optimizers import inner_optimizers
-from tf_xshard.compat.v1.optimizers import losses_and_gradients
 from tf_xshard.compat.v1.towers import build_state as towers_lib
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.private.tensorflow import autograph
@@ -165,7 +164,7 @@ class TowerOptimizer(wrapper.Wrapper):
         Example: see the class.
         """
         inner = self._inner_here()
-        pairs = losses_and_gradients.pairs_of(grads_and_vars)
+        pairs = wrapper.pairs_of(grads_and_vars)
         towers = towers_lib.current()
         if towers is None or towers.num_towers == 1:
             return inner.apply(pairs, global_step, **kwargs)
@@ -175,7 +174,7 @@ class TowerOptimizer(wrapper.Wrapper):
                 " tf.function inside the model_fn, where the towers' gradients"
                 " cannot be added up. Apply them outside of it."
             )
-        pairs = losses_and_gradients.tensors_of(pairs)
+        pairs = wrapper.tensors_of(pairs)
         collected = towers.collected
         collected[towers.index].append(pairs)
         if not towers.is_last:
@@ -206,7 +205,7 @@ class TowerOptimizer(wrapper.Wrapper):
 
 def averaged_loss(loss: Any, num_towers: int) -> Any:
     """Returns a tower's share of the mean of all towers' losses."""
-    return losses_and_gradients.map_loss(
+    return wrapper.map_loss(
         lambda x: tf.divide(x, float(num_towers), name="averaged_loss"), loss
     )
 
