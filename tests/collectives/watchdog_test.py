@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 import tf_xshard
 from tf_xshard.cli import logical_devices
-from tf_xshard.collectives import channel, subgroups, watchdog
+from tf_xshard.collectives import subgroups, transport, watchdog
 from tf_xshard.distribute import site as site_lib
 
 strategy = tf.distribute.MirroredStrategy(logical_devices.use_logical_cpus(2))
@@ -52,7 +52,7 @@ def replica_id():
     return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 def summed(timeout_seconds, tensor):
-    how = channel.Channel(
+    how = transport.Channel(
         tf_xshard.GroupAssignment([[0, 1]]),
         tf_xshard.Communication(timeout_seconds=timeout_seconds))
     return subgroups.Subgroups(site_lib.current(), how).sum([tensor])
