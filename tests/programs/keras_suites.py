@@ -1,7 +1,7 @@
 """Runs the tests that Keras' wheel ships, with every optimizer wrapped or none.
 
-`python -m tests.programs.keras_suites plain|wrapped none|mirrored FILE`
-writes each test's outcome to a JSON file.
+`python -m tests.programs.keras_suites plain|wrapped none|mirrored FILE
+[SUITE ...]` writes each test's outcome to a JSON file.
 
 What a test calls (`SGD(...)`, `optimizers.get(...)`, `compile("rmsprop")`)
 makes the optimizer as ever, which is then wrapped. Under MirroredStrategy each
@@ -225,17 +225,17 @@ def _run_tests_in_scope(strategy):
     case.setUp, case.tearDown = in_scope, out_of_scope
 
 
-def main(kind, strategy_name, path):
-    """Runs the suites; writes {test: outcome}."""
+def main(kind, strategy_name, path, *suites):
+    """Runs suites, by default all of them; writes {test: outcome}."""
     strategy = None
-    paths = list(SUITES)
+    paths = list(suites or SUITES)
     if strategy_name == "mirrored":
         [cpu] = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * 2
         )
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    else:
+    elif not suites:
         paths += DISTRIBUTION
     is_plain = kind == "plain"
     plugin = Wrapping(

@@ -7,7 +7,7 @@ from tests.support import paths
 from tests.support import replicas
 from tests.support import training
 from tf_xshard import testing
-from tf_xshard.testing import compile_for_tpu
+from tf_xshard.testing import requirements
 
 
 def _table():
@@ -148,15 +148,15 @@ def test_bad_arguments(kwargs, error, match):
     ids=str,
 )
 def test_versions(versions, match, monkeypatch):
-    version = compile_for_tpu._version
+    version = requirements._version
     monkeypatch.setattr(
-        compile_for_tpu, "_version", lambda d: versions.get(d, version(d))
+        requirements, "_version", lambda d: versions.get(d, version(d))
     )
     with pytest.raises(ImportError, match=match):
-        compile_for_tpu.check_jax()
-        compile_for_tpu.check_libtpu()
+        requirements.check_jax()
+        requirements.check_libtpu()
 
 
 def test_the_versions_are_those_of_the_extra():
     text = (paths.ROOT / "setup.cfg").read_text()
-    assert f"libtpu =={compile_for_tpu.LIBTPU};" in text
+    assert f"libtpu =={requirements.LIBTPU};" in text

@@ -19,16 +19,16 @@ can't be in the same environment.
 - `execution`: replaces `strategy.run()`; adds the program's execution to the
   user's graph.
 - `xla_cpu`: executes a program on N devices of XLA:CPU.
-- `compile_for_tpu`: compiles a step with the TPU compiler, in the tested
-  versions.
+- `compile_for_tpu`: compiles a step with the TPU compiler.
+- `requirements`: checks the versions of jax and libtpu.
 - `compiled`: the compiler's result, its report, and its program's collectives.
 """
 
 from __future__ import annotations
 
-from tf_xshard.testing import compile_for_tpu as compile_for_tpu_lib
+from tf_xshard.testing import requirements
 
-compile_for_tpu_lib.check_jax()
+requirements.check_jax()
 
 from tf_xshard.testing.compile_for_tpu import compile_for_tpu  # noqa: E402
 from tf_xshard.testing.compiled import Collective  # noqa: E402

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,57 +13,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard import dependencies
 from tf_xshard.private.jax import tpu_simulation
 from tf_xshard.testing import compiled
 from tf_xshard.testing import execution
+from tf_xshard.testing import requirements
 from tf_xshard.testing import simulated_strategy
 from tf_xshard.testing import stablehlo
-
-# Versions of libtpu support different TPUs, and 0.0.51 can't compile for tpu7x
-# with jax 0.10.2. setup.cfg pins the version.
-[LIBTPU] = {one.version for one in dependencies.specifier("libtpu")}
-
-_INSTALL = "pip install 'tf_xshard[cpu,testing]' in an environment of its own"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def check_jax() -> None:
-    """Raises ImportError if `simulated_tpu_strategy` needs other versions."""
-    if _version("tensorflow-tpu") is not None:
-        raise ImportError(
-            "tf_xshard.testing can't share an environment with tensorflow-tpu:"
-            f" it needs libtpu {LIBTPU}, tensorflow-tpu needs another version."
-            f" Use {_INSTALL}."
-        )
-    _check("jax")
-    _check("jaxlib")
-
-
-def check_libtpu() -> None:
-    """Raises ImportError if `compile_for_tpu` needs another version."""
-    _check("libtpu")
-
-
-def _check(distribution: str) -> None:
-    found = _version(distribution)
-    tested = dependencies.specifier(distribution)
-    if found is not None and tested.contains(found):
-        return
-    where = ""
-    if distribution == "libtpu":
-        where = " for compile_for_tpu (Linux x86-64 only)"
-    raise ImportError(
-        f"tf_xshard.testing needs {distribution}{tested}{where}, found"
-        f" {found or 'none'}: {_INSTALL}."
-    )
-
 
 # Describes the machine to libtpu, which would ask a metadata server otherwise.
 _ENVIRONMENT = {
@@ -141,7 +95,7 @@ def compile_for_tpu(
     Source: `jax.experimental.topologies`, which describes TPUs to the same
     compiler ahead of time.
     """
-    check_libtpu()
+    requirements.check_libtpu()
     if not isinstance(topology, str):
         raise TypeError(f"topology must be a str, got {topology!r}.")
     signature = None
