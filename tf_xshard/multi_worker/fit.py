@@ -1,4 +1,4 @@
-"""Makes Keras' `fit`, `evaluate`, `predict` and callbacks work on processes."""
+"""Makes Keras's `fit`, `evaluate` and callbacks work across processes."""
 
 from __future__ import annotations
 

@@ -25,6 +25,14 @@ from tf_xshard.multi_worker import local_cluster
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALS = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _LINES_SHOWN = 60
+# Workers may run on after a signal from outside, to save, and after another
+# worker has failed, when they can no longer communicate.
+GRACE_SECONDS = 30.0
+GRACE_AFTER_FAILURE_SECONDS = 2.0
+_SECONDS_BETWEEN_LOOKS = 0.05
+_RESTART_MAX_SECONDS = 60.0
+_CONNECT_SECONDS = 1.0
+_SECONDS_BETWEEN_CONNECTIONS = 0.5
 
 
 class Signals:
@@ -134,16 +142,6 @@ class Worker:
         for thread in self._threads:
             # The wait has a limit, since a child may hold the pipe open.
             thread.join(1.0)
-
-
-# Workers may run on after a signal from outside, to save, and after another
-# worker has failed, when they can no longer communicate.
-GRACE_SECONDS = 30.0
-GRACE_AFTER_FAILURE_SECONDS = 2.0
-_SECONDS_BETWEEN_LOOKS = 0.05
-_RESTART_MAX_SECONDS = 60.0
-_CONNECT_SECONDS = 1.0
-_SECONDS_BETWEEN_CONNECTIONS = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

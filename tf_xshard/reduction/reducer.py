@@ -33,7 +33,7 @@ from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import presence
 
 
-def summed(
+def sum_rows(
     slices: Sequence[tf.IndexedSlices], transport: transport_lib.Transport
 ) -> list[tf.IndexedSlices]:
     """Gathers a group's rows, and sums rows of the same index.
@@ -154,7 +154,7 @@ class GradientReducer:
         transport = self.transport(site, groups, exact=exact)
         parts = self._parts(batch, transport, carry)
         sums, lost = buckets.sum_dense(parts.tensors, transport)
-        rows = summed(parts.slices, transport)
+        rows = sum_rows(parts.slices, transport)
         return parts.joined(sums, rows), parts.left(lost)
 
     def reduce_scatter(
@@ -179,7 +179,7 @@ class GradientReducer:
             ).shard_of_rows(rows, position)
             for i, rows in zip(
                 parts.sparse,
-                summed(parts.slices, transport),
+                sum_rows(parts.slices, transport),
                 strict=True,
             )
         ]

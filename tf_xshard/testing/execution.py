@@ -38,7 +38,7 @@ def emit(
     specs = [*program.output_specs, *written]
     if not specs:
         return [[] for _ in range(num_replicas)], []
-    runner = _Runner(program, xla_numbering, traced)
+    runner = _ProgramRunner(program, xla_numbering, traced)
     runner.lower_early([per_replica[0].shape for per_replica in arguments])
     values = [
         tf.raw_ops.ReadVariableOp(resource=resource, dtype=variable.spec.dtype)
@@ -77,7 +77,7 @@ def emit(
 
 
 def _bound_to_current_graph(
-    runner: _Runner,
+    runner: _ProgramRunner,
 ) -> Callable[..., list[np.ndarray]]:
     """Returns a function that calls the runner while the graph lives."""
     # `tf.numpy_function` never frees its function. The global default graph
@@ -150,7 +150,7 @@ def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     return found
 
 
-class _Runner:
+class _ProgramRunner:
     """Lowers, compiles and executes a program, inside `tf.numpy_function`."""
 
     def __init__(

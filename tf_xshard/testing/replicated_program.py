@@ -7,7 +7,7 @@
 the attribute `_tpu_replicate`. These operations become a separate GraphDef, in
 which XLA's operations replace operations that only a TPU has.
 
-What the simulated TPU lacks, an operation or a resource, is refused here.
+It raises for operations and resources that the simulated TPU does not have.
 """
 
 from __future__ import annotations
