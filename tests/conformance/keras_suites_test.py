@@ -63,8 +63,9 @@ _PARTS = {
 }
 
 
-def _outcomes(kind, strategy, suites, file):
-    """Runs the tests with "plain" or "wrapped" optimizers: {test: outcome}."""
+def _outcomes(kind, strategy, suites, folder):
+    """Runs suites with "plain" or "wrapped" optimizers: {test: outcome}."""
+    file = folder / "_".join([kind, *suites]).replace("/", "_")
     command = [sys.executable, "-m", "tests.programs.keras_suites"]
     run = subprocess.run(
         [*command, kind, strategy, str(file), *suites],
@@ -89,16 +90,18 @@ def _passed(outcomes):
 )
 @pytest.mark.parametrize("strategy", ["none", "mirrored"])
 def test_what_plain_keras_passes(strategy, report, tmp_path):
-    runs = [
-        (kind, strategy, suites, tmp_path / f"{kind}_{index}")
-        for kind in ("plain", "wrapped")
-        for index, suites in enumerate(_PARTS[strategy])
-    ]
-    with futures.ThreadPoolExecutor(len(runs)) as pool:
-        found = list(pool.map(lambda run: _outcomes(*run), runs))
+    parts = _PARTS[strategy]
+    with futures.ThreadPoolExecutor(2 * len(parts)) as pool:
+        plain, wrapped = (
+            [
+                pool.submit(_outcomes, kind, strategy, suites, tmp_path)
+                for suites in parts
+            ]
+            for kind in ("plain", "wrapped")
+        )
     plain, wrapped = (
-        dict(collections.ChainMap(*found[i:j]))
-        for i, j in ((0, len(found) // 2), (len(found) // 2, None))
+        dict(collections.ChainMap(*(part.result() for part in of_kind)))
+        for of_kind in (plain, wrapped)
     )
     report(
         f"Keras {keras.__version__}'s own tests, strategy {strategy}: plain"
