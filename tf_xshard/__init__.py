@@ -50,6 +50,7 @@ __all__ = (
     "CommunicationLedger",
     "CrossShardOptimizer",
     "DivergenceSentinel",
+    "GlobalMean",
     "GroupAssignment",
     "GroupCheckpoint",
     "GroupState",

@@ -29,6 +29,7 @@ from tf_xshard.optimizers.agn import AGNOptimizer as AGNOptimizer
 from tf_xshard.optimizers.cross_shard import (
     CrossShardOptimizer as CrossShardOptimizer,
 )
+from tf_xshard.optimizers.fit.global_mean import GlobalMean as GlobalMean
 from tf_xshard.optimizers.fit.scalar_loss import ScalarLoss as ScalarLoss
 from tf_xshard.optimizers.fit.tower_train_step import (
     tower_train_step as tower_train_step,

@@ -156,7 +156,11 @@ def test_the_commands_of_the_readme():
 
 def test_pages_are_short():
     # CONTRIBUTING.md has the table of versions.
-    most = {"README.md": 170, "CONTRIBUTING.md": 229}
+    most = {
+        "README.md": 170,
+        "CONTRIBUTING.md": 229,
+        "troubleshooting.md": 229,
+    }
     for page in (README, *DOCS.glob("*.md")):
         lines = page.read_text().splitlines()
         assert len(lines) <= most.get(page.name, 199), page.name

@@ -97,6 +97,33 @@ def test_a_worker_that_traces_again_by_itself(results):
         assert result["retrace"] == [-33 if rank < 2 else -3300]
 
 
+def test_global_mean(results):
+    """The numbers of one process with all rows; Keras' loss has others."""
+    every = [
+        [program.rows_of(rank, call) for rank in range(NUM_WORKERS)]
+        for call in range(2)
+    ]
+    joined = [
+        tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+        for parts in every
+    ]
+    whole = tuple(np.concatenate(c) for c in zip(*joined, strict=True))
+    in_two_steps, in_one_step = (
+        program.linear_training(
+            lambda: keras.optimizers.SGD(0.1),
+            keras.losses.MeanSquaredError(),
+            calls,
+            tf.distribute.get_strategy(),
+        )
+        for calls in (joined, [whole])
+    )
+    for result in results:
+        mean, plain, towers = result["global_mean"]
+        np.testing.assert_allclose(mean, in_two_steps, rtol=1e-6)
+        np.testing.assert_allclose(towers, in_one_step, rtol=1e-6)
+        assert not np.allclose(plain, in_two_steps, rtol=1e-2)
+
+
 @pytest.mark.parametrize("name", ["towers", "agn"])
 def test_bytes_on_the_wire(results, name, report):
     """Nothing but heartbeats until the last of four calls."""

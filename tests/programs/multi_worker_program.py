@@ -4,6 +4,7 @@
 TF_CONFIG set. Prints one JSON line with what this process's replica holds.
 """
 
+import functools
 import json
 import os
 import sys
@@ -126,6 +127,58 @@ def retrace(strategy):
     return _values([weight])
 
 
+def rows_of(rank, call):
+    """A worker's rows, whose number differs by worker and call."""
+    num_rows = (1, 2, 0, 5)[(rank + call) % NUM_WORKERS]
+    x = np.arange(2 * num_rows, dtype="float32").reshape(num_rows, 2)
+    x = np.sin(x + rank)
+    return x, x[:, :1] - 2 * x[:, 1:] + 1
+
+
+def linear_training(optimizer, loss, calls, strategy):
+    """Trains y = x w; each call has the rows of this process."""
+    with strategy.scope():
+        kernel = keras.Variable(np.ones((2, 1)), dtype="float32")
+        optimizer = optimizer()
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def step(x, y):
+        def on_replica():
+            with tf.GradientTape() as tape:
+                value = loss(y, x @ kernel)
+            optimizer.apply([tape.gradient(value, kernel.value)], [kernel])
+
+        strategy.run(on_replica)
+
+    for x, y in calls:
+        step(tf.constant(x), tf.constant(y))
+    return np.ravel(kernel.numpy()).tolist()
+
+
+def global_mean(strategy):
+    """Uneven rows, with and without GlobalMean, and in a round of towers."""
+    sgd = functools.partial(keras.optimizers.SGD, 0.1)
+    rank = strategy.cluster_resolver.task_id
+    calls = [rows_of(rank, call) for call in range(2)]
+    return [
+        linear_training(optimizer, loss, calls, strategy)
+        for optimizer, loss in (
+            (
+                lambda: tf_xshard.CrossShardOptimizer(sgd()),
+                tf_xshard.GlobalMean("mse"),
+            ),
+            (
+                lambda: tf_xshard.CrossShardOptimizer(sgd()),
+                keras.losses.MeanSquaredError(),
+            ),
+            (
+                lambda: tf_xshard.TowerOptimizer(sgd(), 2),
+                tf_xshard.GlobalMean("mse"),
+            ),
+        )
+    ]
+
+
 def wire(strategy):
     """Bytes that the cluster sends around each of four calls, four times.
 
@@ -234,7 +287,7 @@ def absent(strategy):
 
 def cases(strategy):
     directory = sys.argv[1]
-    own = oracle, compat_v1, retrace, wire, processes, nesting
+    own = oracle, compat_v1, retrace, global_mean, wire, processes, nesting
     return {
         **{case.__name__: case(strategy) for case in own},
         "fit": multi_worker_fit_cases.run(strategy),

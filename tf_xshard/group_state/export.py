@@ -73,6 +73,7 @@ def with_plain_optimizer(
         return
     innermost = _unwrapped(optimizer)
     config["optimizer"] = keras.saving.serialize_keras_object(innermost)
+    config["loss"] = _without_global_means(config.get("loss"))
     # Some optimizers' from_config pops from the dict that it gets.
     plain = keras.saving.deserialize_keras_object(
         copy.deepcopy(config["optimizer"])
@@ -83,6 +84,17 @@ def with_plain_optimizer(
             its.assign(value_of(mine))
     with fit_internals.compiled_with(model, plain, config):
         yield model
+
+
+def _without_global_means(config: Any) -> Any:
+    """Replaces each GlobalMean in a config by the loss that it wraps."""
+    if isinstance(config, dict):
+        if config.get("registered_name") == "tf_xshard>GlobalMean":
+            return config["config"]["loss"]
+        return {k: _without_global_means(v) for k, v in config.items()}
+    if isinstance(config, (list, tuple)):
+        return type(config)(map(_without_global_means, config))
+    return config
 
 
 def _paired(optimizer: Any, other: Any) -> Iterator[tuple]:

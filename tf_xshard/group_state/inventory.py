@@ -15,6 +15,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
+from tf_xshard.optimizers import accumulator
 from tf_xshard.optimizers import stack
 from tf_xshard.private.keras import optimizer_state
 
@@ -46,6 +47,11 @@ class StateVariable:
     def key(self) -> int:
         """A key that all entries of one variable share."""
         return id(replica_variables.tensorflow_variable(self.variable))
+
+    @property
+    def may_be_missing(self) -> bool:
+        """True if a save may lack the variable, which is then 0."""
+        return self.of_optimizer and self.name.endswith(f"/{accumulator.ITEMS}")
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -429,8 +429,12 @@ class GroupState:
 
         Example: See `save`.
         """
+        directory = os.fspath(directory)
+        checkpoint.create_saved_state(
+            self._built_catalog(), self.replicas, directory
+        )
         return checkpoint.restore(
-            self._built_catalog(), self.replicas, os.fspath(directory), regroup
+            self.catalog(), self.replicas, directory, regroup
         )
 
     @staticmethod

@@ -15,5 +15,5 @@ of its class in named stages; the arithmetic is in `reduction`. May import
 - `accumulator`: sums gradients over calls, before communication (tower, agn).
 - `update`: updates variables with the inner optimizer, whole or sharded.
 - `saving`: nested optimizers in Keras' files, and the warning of lost state.
-- `fit`: `ScalarLoss` and `tower_train_step`.
+- `fit`: `GlobalMean`, `ScalarLoss` and `tower_train_step`.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -288,6 +288,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             tf.name_scope(self.name),
         ):
             site = self._checked_site()
+            plan.take_losses(self, site)
             if any(isinstance(one, tf.IndexedSlices) for one in grads):
                 whole.note_summed_rows(self.inner_optimizer)
             values = gradients_lib.standardized(grads, variables)
@@ -352,11 +353,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
                 " there is no gradient."
             )
         if not self.built:
-            if not tf.executing_eagerly():
-                tracing.initialize_new_variables()
-            # A tf.function that runs more than once can't create variables.
-            # init_scope leaves it, and also leaves the strategy's scope.
-            with tf.init_scope():
+            with self._creating_variables():
                 self.build(variables)
         unknown = optimizer_state.unknown_to(self, variables)
         if unknown:
@@ -420,10 +417,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
                 return
             if tf.distribute.has_strategy():
                 self._check_strategy(tf.distribute.get_strategy())
+            with self._in_scope():
                 self._build(variables)
-            else:
-                with self._strategy.scope():
-                    self._build(variables)
 
     def _build(self, variables: list) -> None:
         with (
@@ -436,6 +431,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         whole.make_local(self.inner_optimizer)
         self._check_stack()
         if self._pending_weights is not None:
+            self._create_saved(self._pending_weights)
             self._check_weights(self._pending_weights)
         # Set `built` last, after every check that can raise.
         optimizer_state.set_trainable_variables(self, variables)
@@ -474,6 +470,22 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             self._set_untracked("_error_feedback", residuals)
             # Checkpoints store the variables under this name.
             self._residuals = residuals.variables
+
+    @contextlib.contextmanager
+    def _creating_variables(self) -> Iterator[None]:
+        """Opens a context in which a step can create variables."""
+        if not tf.executing_eagerly():
+            tracing.initialize_new_variables()
+        # A tf.function that runs more than once can't create variables.
+        # init_scope leaves it, and also leaves the strategy's scope.
+        with tf.init_scope(), self._in_scope():
+            yield
+
+    def _in_scope(self) -> contextlib.AbstractContextManager:
+        """Enters the strategy's scope, unless code runs in it already."""
+        if tf.distribute.has_strategy():
+            return contextlib.nullcontext()
+        return self._strategy.scope()
 
     def _named(self) -> contextlib.AbstractContextManager:
         """Returns a name scope of this optimizer, for new variables."""
@@ -552,9 +564,18 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         if not self.built:
             self._set_untracked("_pending_weights", weights)
             return
+        self._create_saved(weights)
         self._check_weights(weights)
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
+
+    def _create_saved(self, weights: Sequence[np.ndarray]) -> None:
+        """Creates variables that only steps create, if `weights` has them."""
+        position = 0
+        for one in stack.wrappers(self):
+            position += len(one._own_variables)
+            if len(weights) > len(self.variables):
+                one._completed([*one._own_variables, weights[position]])
 
     def _check_weights(self, weights: Sequence[np.ndarray]) -> None:
         variables = self.variables
@@ -598,6 +619,14 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     def _checkpointed_as(self) -> Any:
         return saving_lib.inside(self)
+
+    def _completed(self, values: Sequence) -> Sequence:
+        """Completes saved values of `_own_variables`.
+
+        Creates variables that only steps create, if they were saved, and adds
+        the values of own variables that were not created when they were saved.
+        """
+        return values
 
     def _unsaved_state(self) -> str | None:
         """Describes state that Keras and TensorFlow may not save, or None."""

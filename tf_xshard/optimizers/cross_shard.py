@@ -182,8 +182,9 @@ class CrossShardOptimizer(base.GradientWrapper):
     Limits: An Embedding's gradient has several values for a row that occurs
     several times in a batch. tf_xshard sums these values first, which Keras'
     Adam and other optimizers do not. Results are as with the dense gradient,
-    not as in plain Keras. `"mean"` is the mean over the global batch only if
-    the replicas' shards have equal size. As in plain Keras,
+    not as in plain Keras. `"mean"` is the mean over the global batch if the
+    loss is a `tf_xshard.GlobalMean`, else only if the replicas' shards have
+    equal size. As in plain Keras,
     `keras.layers.BatchNormalization` keeps statistics of each replica's own
     shard, and Dropout masks are the same on all replicas.
 

@@ -103,19 +103,18 @@ def load(root: Any, store: Any) -> None:
         keras_saving.skip_load(one, store)
     fresh = []
     for one in _in_order(chain):
-        variables = _variables(one)
-        if not variables:
+        if not _variables(one):
             continue
-        level = next((x for x in levels if _fits(x, variables)), None)
-        if level is None:
+        index, level = _found(one, levels)
+        if index is None:
             fresh.append(one.name)
             continue
-        levels = [x for x in levels if x is not level]
+        levels = levels[:index] + levels[index + 1 :]
         # A MultiOptimizer's state includes the state of its optimizers.
         for inner in () if stack.is_wrapper(one) else stack.descendants(one):
             if inner not in chain:
                 keras_saving.skip_load(inner, store)
-        for variable, value in zip(variables, level, strict=True):
+        for variable, value in zip(_variables(one), level, strict=True):
             variable.assign(value)
     if not keras_saving.has_local_optimizer(store):
         # Keras would look for the center's state at another optimizer's path.
@@ -141,6 +140,19 @@ def load(root: Any, store: Any) -> None:
             ),
             stacklevel=3,
         )
+
+
+def _found(one: Any, levels: Sequence) -> tuple[int | None, Sequence]:
+    """Returns the first level that fits an optimizer, and its index."""
+    for index, level in enumerate(levels):
+        if _fits(level, _variables(one)):
+            return index, level
+    if stack.is_wrapper(one):
+        for index, level in enumerate(levels):
+            completed = one._completed(level)
+            if _fits(completed, _variables(one)):
+                return index, completed
+    return None, ()
 
 
 def _chain(root: Any) -> list[Any]:

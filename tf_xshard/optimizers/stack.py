@@ -17,6 +17,7 @@ import keras
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.reduction import loss_records
 
 
 def children(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
@@ -116,6 +117,8 @@ class StackPlan:
         self.root = root
         self.loss_normalization = _loss_normalization(root)
         self._parts = {id(one.wrapper): one for one in _parts(root)}
+        # The losses of the gradients that the running call applies.
+        self.losses: list[loss_records.LossRecord] = []
 
     def has(self, optimizer: Any) -> bool:
         """Returns whether an optimizer is in the stack."""
@@ -152,6 +155,48 @@ class StackPlan:
             part.group_assignment,
             site.num_replicas,
             f"the strategy {type(site.strategy).__name__}",
+        )
+
+    def take_losses(self, wrapper: Any, site: site_lib.Site) -> None:
+        """Takes the records of a call's losses, and checks that they fit."""
+        if wrapper is not self.root:
+            return
+        self.losses = loss_records.take(site)
+        if site.num_replicas == 1:
+            return
+        for one in self.losses:
+            self._check_loss(one, site)
+
+    def _check_loss(
+        self, loss: loss_records.LossRecord, site: site_lib.Site
+    ) -> None:
+        if self.loss_normalization != "global":
+            raise ValueError(
+                f"GlobalMean({loss.name}) is divided by the number of replicas,"
+                f" as Keras' losses are, but {self.root.name} has"
+                ' loss_normalization="replica". Leave that argument out.'
+            )
+        groups = group_assignment_lib.joined(
+            [self.groups(wrapper, site) for wrapper, _ in self.reducing()]
+        )
+        if any(hasattr(one, "local_optimizer") for one in wrappers(self.root)):
+            # Each replica trains alone between exchanges.
+            groups = group_assignment_lib.GroupAssignment.contiguous(
+                site.num_replicas, 1
+            )
+        if group_assignment_lib.same_groups(groups, loss.groups):
+            return
+        if groups.group_size == 1:
+            remedy = (
+                "Each replica's gradient is applied alone, as under"
+                " AGNOptimizer, so pass the loss itself to compile()."
+            )
+        else:
+            remedy = f"Pass GlobalMean(loss, {groups.to_list()})."
+        raise ValueError(
+            f"GlobalMean({loss.name}) is the mean over the groups"
+            f" {loss.groups.to_list()}, but {self.root.name} combines"
+            f" gradients over {groups.to_list()}. {remedy}"
         )
 
     def weight_inside(self, wrapper: Any, site: site_lib.Site) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard import checks
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import reductions
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import reduction_guard
@@ -23,9 +25,12 @@ from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
 from tf_xshard.optimizers import cross_shard
 from tf_xshard.optimizers import stack
+from tf_xshard.optimizers.fit import global_mean
+from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import loss_records
 from tf_xshard.reduction import loss_scaling
 
 
@@ -48,6 +53,9 @@ class TowerOptimizer(base.GradientWrapper):
     inner optimizer                            applies (a + b + c) / 3
     iterations           0          0          1
     ```
+
+    The mean of calls of a `tf_xshard.GlobalMean` is over the items of all
+    calls, which may have different numbers of items.
 
     The inner optimizer's clipping, moving averages, weight decay, schedules and
     loss scaling act on the aggregated gradient and count updates. With a
@@ -93,6 +101,8 @@ class TowerOptimizer(base.GradientWrapper):
     """
 
     has_own_reducer = False
+    _accumulator: accumulator.GradientAccumulator | None = None
+    _items: keras.Variable | None = None
 
     def __init__(
         self,
@@ -129,6 +139,8 @@ class TowerOptimizer(base.GradientWrapper):
             **kwargs,
         )
         self._num_towers = num_towers
+        # Whether traced calls count items (GlobalMean); None before the first.
+        self._set_untracked("_counts_items", None)
         self._set_untracked("_seen", accumulator.SeenVariables(name))
 
     @property
@@ -169,41 +181,117 @@ class TowerOptimizer(base.GradientWrapper):
         if self._num_towers == 1:
             self._apply_totals(_contribution(batch, undo), site, 1)
             return
+        num_items = self._num_items(plan)
         weight = plan.weight_inside(self, site)
         indices = optimizer_state.indices_of(self, batch.variables)
-        self._accumulator.add(
-            _contribution(batch, undo * weight).values, indices
-        )
+        factor = undo * weight
+        if num_items is not None:
+            factor *= num_items
+        sums = self._accumulator
+        assert sums is not None
+        sums.add(_contribution(batch, factor).values, indices)
         count = replica_variables.read(self._tower) + 1
         # A file with more towers may have set `count` above `num_towers`.
         is_last = count >= self._num_towers
         replica_variables.assign(
             self._tower, tf.where(is_last, tf.zeros_like(count), count)
         )
+        if num_items is not None:
+            num_items += replica_variables.read(self._items)
+            replica_variables.assign(
+                self._items,
+                tf.where(is_last, tf.zeros_like(num_items), num_items),
+            )
 
         def complete_round() -> None:
             self._seen.note_update()
-            totals = gradients_lib.GradientBatch(
-                *self._accumulator.pop_all(indices)
-            )
+            totals = gradients_lib.GradientBatch(*sums.pop_all(indices))
             with recorder.labelled(every=self._num_towers):
-                self._apply_totals(totals, site, count, weight)
+                self._apply_totals(totals, site, count, num_items, weight)
 
         replica_variables.cond(is_last, complete_round)
+
+    def _num_items(self, plan: stack.StackPlan) -> tf.Tensor | None:
+        """Returns the weight of a call in its round; None for equal weights."""
+        if self._reduction is not reductions.MEAN:
+            return None
+        num_items = loss_records.common_num_items(plan.losses)
+        if not recorder.is_recording():
+            self._check_same_weighting(plan, num_items is not None)
+        if num_items is None:
+            return None
+        return tf.cast(num_items, self._create_items().dtype)
+
+    def _check_same_weighting(
+        self, plan: stack.StackPlan, counts_items: bool
+    ) -> None:
+        if counts_items and optimizer_state.has_caller_of(
+            keras.optimizers.Optimizer, stack.is_multi_optimizer
+        ):
+            raise ValueError(
+                f"{self.name} is inside a MultiOptimizer, which does not tell"
+                " its optimizers the number of a GlobalMean's items. Put the"
+                " TowerOptimizer around the MultiOptimizer."
+            )
+        if self._counts_items not in (None, counts_items):
+            names = [f"GlobalMean({one.name})" for one in plan.losses]
+            raise ValueError(
+                f"{self.name} gets gradients of {names or 'another loss'},"
+                f" but its earlier gradients were"
+                f" {'not ' if counts_items else ''}a GlobalMean's. The calls of"
+                " a round need losses of one kind. To change it, call"
+                " optimizer.reset() first."
+            )
+        self._set_untracked("_counts_items", counts_items)
+
+    def _completed(self, values: Sequence) -> Sequence:
+        """See the base class; a file may have the sum of items or not."""
+        own = len(self._own_variables)
+        if self._items is not None and len(values) == own - 1:
+            return [*values, np.zeros((), self._items.dtype)]
+        if (
+            self._items is None
+            and self._accumulator is not None
+            and len(values) == own + 1
+            and not np.shape(values[-1])
+        ):
+            self._create_items()
+        return values
+
+    def _create_named(self, names: Collection[str]) -> None:
+        """See the base class."""
+        if accumulator.ITEMS in names:
+            self._create_items()
+
+    def _create_items(self) -> keras.Variable:
+        """Returns the sum of an open round's numbers of items; creates it."""
+        # Only files of rounds that count items have this variable.
+        if self._items is not None:
+            return self._items
+        dtypes = {one.dtype for one in self._accumulators}
+        dtype = "float64" if "float64" in dtypes else "float32"
+        with self._creating_variables(), self._named():
+            self._items = replica_variables.make((), dtype, accumulator.ITEMS)
+        return self._items
 
     def _apply_totals(
         self,
         totals: gradients_lib.GradientBatch,
         site: site_lib.Site,
         num_towers: int | tf.Tensor,
+        num_items: tf.Tensor | None = None,
         weight: int = 1,
     ) -> None:
         """Passes the mean or sum of several towers to the inner optimizer."""
+        divisor = self._reduction.of_sum(num_towers)
+        if num_items is not None:
+            # A round without items has gradients of 0.
+            divisor = tf.where(num_items > 0, num_items, 1)
         values = [
             indexed_slices.map_values(
                 functools.partial(
                     _divided,
-                    divisor=self._reduction.of_sum(num_towers) * weight
+                    divisor=divisor * weight
                     if variable_role.role_of(variable).has_loss_gradient
                     else num_towers,
                     dtype=variable.dtype,
@@ -225,10 +313,30 @@ class TowerOptimizer(base.GradientWrapper):
             self.inner_optimizer.apply(values, totals.variables)
 
     @autograph.entry_point
+    def scale_loss(self, loss: Any) -> Any:
+        """See the base class; checks the losses of `fit`.
+
+        Args:
+          loss: A scalar tensor.
+
+        Returns:
+          The scaled loss.
+
+        Raises:
+          ValueError: If only some of the model's losses are a `GlobalMean`.
+        """
+        if self._num_towers > 1:
+            global_mean.refuse_beside_other_losses(
+                [one for one, *_ in fit_internals.losses_of_the_step()]
+            )
+        return super().scale_loss(loss)
+
+    @autograph.entry_point
     def apply_towers(
         self,
         towers: Sequence[Sequence],
         trainable_variables: Sequence | None = None,
+        weights: Sequence | None = None,
     ) -> None:
         """Applies a whole round at once.
 
@@ -239,10 +347,15 @@ class TowerOptimizer(base.GradientWrapper):
           towers: `num_towers` lists of gradients, one for each tower.
           trainable_variables: The gradients' variables. None (default) for the
             variables that `build` got.
+          weights: A number or scalar tensor >= 0 for each tower. With
+            `reduction="mean"`, the result is the weighted mean. None (default)
+            for the numbers of items if all losses are a `GlobalMean`, else for
+            equal weights.
 
         Raises:
           RuntimeError, ValueError: See `apply`.
-          ValueError: If the number of towers is wrong.
+          ValueError: If the number of towers or weights is wrong, or `weights`
+            is given with `reduction="sum"`.
           tf.errors.InvalidArgumentError: If a round is open. XLA has no
             assertions, so there the open round is left unchanged.
 
@@ -261,10 +374,24 @@ class TowerOptimizer(base.GradientWrapper):
                 f"{self.name} has {self._num_towers} towers, got gradients of"
                 f" {len(towers)}. Pass a list of gradients for each tower."
             )
+        is_mean = self._reduction is reductions.MEAN
+        if weights is not None and (
+            not is_mean or len(weights) != self._num_towers
+        ):
+            raise ValueError(
+                f"{self.name} has {self._num_towers} towers and"
+                f" reduction={self.reduction!r}, got {len(weights)} weights."
+                ' Weights are for reduction="mean", one for each tower.'
+            )
         for gradients in towers:
             variables = self._checked_variables(gradients, trainable_variables)
         with stack.running(self) as plan, tf.name_scope(self.name):
             site = self._checked_site()
+            plan.take_losses(self, site)
+            if weights is None and is_mean:
+                weights = loss_records.num_items_of_towers(
+                    plan.losses, self._num_towers
+                )
             undo = plan.undo(self, site)
             contributions = [
                 _contribution(
@@ -272,9 +399,11 @@ class TowerOptimizer(base.GradientWrapper):
                         gradients_lib.standardized(gradients, variables),
                         variables,
                     ),
-                    undo,
+                    undo * weight,
                 ).values
-                for gradients in towers
+                for gradients, weight in zip(
+                    towers, weights or [1] * len(towers), strict=True
+                )
             ]
             summed = gradients_lib.GradientBatch(
                 [
@@ -286,7 +415,12 @@ class TowerOptimizer(base.GradientWrapper):
                 variables,
             )
             with tf.control_dependencies(self._refuse_open_round()):
-                self._apply_totals(summed, site, self._num_towers)
+                self._apply_totals(
+                    summed,
+                    site,
+                    self._num_towers,
+                    tf.convert_to_tensor(sum(weights)) if weights else None,
+                )
 
     def _refuse_open_round(self) -> list:
         """Asserts that no round is open; returns the assertions of a graph."""
@@ -320,6 +454,7 @@ class TowerOptimizer(base.GradientWrapper):
         8.0
         """
         site_lib.refuse_replica_context(f"{self.name}.reset()")
+        self._set_untracked("_counts_items", None)
         for variable in self._own_variables:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
 

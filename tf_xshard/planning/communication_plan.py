@@ -23,6 +23,7 @@ from tf_xshard.collectives import recorder
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import stack
+from tf_xshard.optimizers.fit import global_mean
 from tf_xshard.private.keras import optimizer_state
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -249,8 +250,9 @@ def communication_plan(
     Args:
       model: A compiled and built model, or one of this package's optimizers.
         The plan has the model's gradients (dense, IndexedSlices or None), as if
-        each output had a loss. Gradients of an optimizer, or of a model without
-        `inputs` (a subclass with its own `call`), are assumed to be dense.
+        each output had a loss, and one call of each `GlobalMean`. Gradients of
+        an optimizer, or of a model without `inputs` (a subclass with its own
+        `call`), are assumed to be dense.
       variables: A list of the variables to train, for an optimizer only. None
         (default) for the variables that the optimizer was built with.
       rows_per_step: The number of different rows of an Embedding in a replica's
@@ -303,8 +305,15 @@ def communication_plan(
                 ]
             else:
                 gradients = _gradients(model, variables, features)
+            for loss in losses:
+                loss.communicate_as_in_a_call(site_lib.current())
             optimizer.apply(gradients, variables)
 
+    losses = [
+        one
+        for one in tf.nest.flatten(getattr(model, "loss", None))
+        if isinstance(one, global_mean.GlobalMean)
+    ]
     found: recorder.Found = []
     step = tf.function(
         lambda features: strategy.run(on_replica, (features,)), autograph=False

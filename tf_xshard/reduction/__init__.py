@@ -15,5 +15,6 @@ all replicas of a group. Imports `collectives` and above.
   sums them by all-to-all and all-gather (`"int8"`).
 - `loss_scaling`: makes all replicas skip a step after an overflow on one.
 - `clipping`: the public hooks `clip_by_global_norm`, `clip_by_norm`, ...
+- `loss_records`: hands a loss' number of items to the optimizer's next step.
 - `group_reduce`: the public function that reduces values in a custom loop.
 """

@@ -14,6 +14,7 @@ from tf_xshard.group_state import inventory
 from tf_xshard.group_state import merge
 from tf_xshard.group_state import replica_io
 from tf_xshard.group_state.checkpoint import files
+from tf_xshard.optimizers import stack
 from tf_xshard.private.keras import shards as keras_shards
 
 
@@ -23,7 +24,13 @@ def matched(
     directory: str,
 ) -> list[tuple[inventory.StateVariable, int, dict]]:
     """Pairs variables with the indices and entries of a save."""
-    own = [one for one in variables if one.kind != "metric"]
+    names = {(one["part"], one["name"]) for one in saved}
+    own = [
+        one
+        for one in variables
+        if one.kind != "metric"
+        and ((one.part, one.name) in names or not one.may_be_missing)
+    ]
     its = [
         (index, one)
         for index, one in enumerate(saved)
@@ -247,6 +254,31 @@ def saved_groups(directory: str) -> group_assignment_lib.GroupAssignment:
     return group_assignment_lib.GroupAssignment(manifest["group_assignment"])
 
 
+def create_saved_state(
+    catalog: inventory.Catalog,
+    replicas: replica_io.ReplicaValues,
+    directory: str,
+) -> None:
+    """Creates the variables of a save that only steps create. Collective."""
+    manifest = replicas.run_on_all_processes(
+        f"Restoring from {directory!r}", lambda: files.read_manifest(directory)
+    )
+    for part, found in catalog.optimizers.items():
+        names = [
+            one["name"] for one in manifest["variables"] if one["part"] == part
+        ]
+        for one in found:
+            if stack.is_wrapper(one) and one.built:
+                prefix = f"{one.name}/"
+                one._create_named(
+                    {
+                        name.removeprefix(prefix)
+                        for name in names
+                        if name.startswith(prefix)
+                    }
+                )
+
+
 def restore(
     catalog: inventory.Catalog,
     replicas: replica_io.ReplicaValues,
@@ -311,6 +343,11 @@ def _read(
                 for r in local_ids
             ]
         assignments.append((one.variable, found))
+    restored = {one.key for one, *_ in pairs}
+    for one in catalog.variables():
+        if one.may_be_missing and one.key not in restored:
+            zero = np.zeros(one.shape, one.numpy_type)
+            assignments.append((one.variable, [zero] * len(local_ids)))
     return Position(manifest["epoch"], manifest["step"]), assignments
 
 

@@ -13,9 +13,11 @@ import tensorflow as tf
 from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import tower
+from tf_xshard.optimizers.fit import global_mean
 from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import loss_records
 
 
 def tower_train_step(
@@ -29,11 +31,11 @@ def tower_train_step(
     on its own device and passed to `apply_towers`, which updates once per
     batch. It is the counterpart of `replicate_model_fn`.
 
-    With the optimizer's `reduction="mean"`, towers are weighted by their rows.
-    For losses that are means over rows (Keras' default), the update then equals
-    the unsplit batch's, up to rounding, even if parts differ in size. Losses
-    that divide by another number (masks, the loss' `reduction="sum"`) are
-    averaged over the towers. With the optimizer's `reduction="sum"`, the
+    With the optimizer's `reduction="mean"`, towers are weighted by their rows,
+    or by the items of a `tf_xshard.GlobalMean`. For losses that are means over
+    rows (Keras' default), the update then equals the unsplit batch's, up to
+    rounding, even if parts differ in size. Losses that divide by another number
+    (masks) need a GlobalMean. With the optimizer's `reduction="sum"`, the
     towers' losses are summed.
 
     Metrics are updated with one tower after the other. So is the state of
@@ -89,16 +91,28 @@ def tower_train_step(
         if names:
             _check_devices(model, site)
         parts, shares = _split(data, optimizer.num_towers)
-        if reductions.checked(optimizer.reduction) is reductions.SUM:
-            shares = [None] * len(parts)
-        gradients, predictions = [], []
-        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+        is_mean = reductions.checked(optimizer.reduction) is reductions.MEAN
+        gradients, predictions, losses, numbers = [], [], [], []
+        for index, part in enumerate(parts):
             with tf.device(names[index % len(names)] if names else None):
-                of_tower, y_pred = _compute(model, part, share)
+                of_tower, y_pred, loss = _compute(model, part)
             gradients.append(of_tower)
             predictions.append(y_pred)
+            losses.append(loss)
+            numbers.append(
+                loss_records.common_num_items(loss_records.take(site))
+            )
+        global_mean.refuse_beside_other_losses(
+            fit_internals.compiled_losses(model)
+        )
+        weights = shares if numbers[0] is None else numbers
+        _record_loss(model, losses, weights, _num_rows(data))
         if model.trainable_variables:
-            optimizer.apply_towers(gradients, model.trainable_variables)
+            optimizer.apply_towers(
+                gradients,
+                model.trainable_variables,
+                weights if is_mean else None,
+            )
         else:
             warnings.warn("The model has no trainable weights.", stacklevel=2)
         for part, y_pred in zip(parts, predictions, strict=True):
@@ -147,8 +161,8 @@ def _check_devices(model: keras.Model, site: site_lib.Site) -> None:
         )
 
 
-def _compute(model: keras.Model, data: Any, share: Any) -> tuple:
-    """Returns a tower's gradients and predictions, and records its loss."""
+def _compute(model: keras.Model, data: Any) -> tuple:
+    """Returns a tower's gradients, predictions and loss."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True)
@@ -159,11 +173,24 @@ def _compute(model: keras.Model, data: Any, share: Any) -> tuple:
         loss = compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, **training
         )
-        fit_internals.update_loss_metric(model, loss, _num_rows(data))
-        if share is not None:
-            loss *= gradients_lib.as_dtype(share, loss.dtype)
-        loss = model.optimizer.scale_loss(loss)
-    return tape.gradient(loss, model.trainable_weights), y_pred
+        scaled = model.optimizer.scale_loss(loss)
+    return tape.gradient(scaled, model.trainable_weights), y_pred, loss
+
+
+def _record_loss(
+    model: keras.Model, losses: Sequence, weights: Sequence, num_rows: Any
+) -> None:
+    """Adds the weighted mean of the towers' losses to the metric of `fit`."""
+    total = tf.add_n(
+        [
+            loss * gradients_lib.as_dtype(weight, loss.dtype)
+            for loss, weight in zip(losses, weights, strict=True)
+        ]
+    )
+    divisor = gradients_lib.as_dtype(sum(weights), total.dtype)
+    fit_internals.update_loss_metric(
+        model, tf.math.divide_no_nan(total, divisor), num_rows
+    )
 
 
 def _num_rows(data: Any) -> Any:

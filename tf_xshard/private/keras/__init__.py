@@ -9,5 +9,6 @@
   optimizers create and update it.
 - `saving`: which optimizer's state is under which path of a Keras file.
 - `fit_internals`: attributes of a model while `fit` runs and while it is saved.
+- `losses`: evaluates a loss with another reduction, and counts its items.
 - `multi_worker_patches`: replaces what fails in `fit` across processes.
 """

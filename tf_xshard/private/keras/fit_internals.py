@@ -91,6 +91,14 @@ def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
         return []  # There is no loss, or labels have another structure.
 
 
+def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Returns the losses of a compiled model, [] before their first call."""
+    compiled = getattr(model, "_compile_loss", None)
+    return [
+        loss for _, loss, *_ in getattr(compiled, "_flat_losses", None) or []
+    ]
+
+
 def _at(path: Sequence, value: Any) -> Any:
     for key in path:
         value = value[key]

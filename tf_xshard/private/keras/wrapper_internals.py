@@ -16,7 +16,7 @@ optimizer                   optimizer
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import keras
@@ -97,6 +97,9 @@ class WrapperInternals(keras.optimizers.Optimizer):
     def _checkpointed_as(self) -> Any:
         """Returns the inner optimizer, which may be another wrapper."""
         raise NotImplementedError
+
+    def _create_named(self, names: Collection[str]) -> None:
+        """Creates the variables with these names that only steps create."""
 
     def _own_children(self) -> dict:
         """Returns the wrapper's children, without the inner optimizer."""
@@ -194,6 +197,8 @@ class WrapperInternals(keras.optimizers.Optimizer):
             or (no_part and _has_multi_optimizer(parts[name]._own_children()))
         ]
         self.__dict__["_starts_fresh"] = ()
+        for name, children in self._saved_children.items():
+            parts[name]._create_named({child.strip("_") for child in children})
         if fresh:
             self._warn_of_other_optimizers(f"{sorted(fresh)} start fresh.")
         lost = sorted(

@@ -1,0 +1,316 @@
+"""`GlobalMean`, a loss that is the mean over the items of all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import collectives
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import recorder
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.optimizers.fit import scalar_loss
+from tf_xshard.private.keras import losses as keras_losses
+from tf_xshard.private.tensorflow import autograph
+from tf_xshard.reduction import loss_records
+from tf_xshard.reduction import reducer as reducer_lib
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+# `compile` chooses among three losses by the shapes of labels and predictions.
+_CHOSEN_BY_SHAPE = ("crossentropy", "ce")
+
+
+@keras.saving.register_keras_serializable("tf_xshard")
+class GlobalMean(keras.losses.Loss):
+    """The mean of a loss over the items of all replicas.
+
+    Keras divides each replica's loss by the replica's own number of items, and
+    by the number of replicas. That is the mean over the global batch only if
+    all replicas have equally many items. With a ragged last batch, padded
+    tokens or sample weights, items of small shards weigh more. This class sums
+    the number of items over the replicas, and divides by the sum.
+
+    ```
+    replica              0                1
+    losses               1  2  3          8     (3 rows and 1 row)
+    Keras                mean 2           mean 8           (2 + 8) / 2 = 5
+    GlobalMean           sum 6            sum 8            (6 + 8) / 4 = 3.5
+    ```
+
+    An item is what Keras counts on one device. With the loss' reduction
+    `"sum_over_batch_size"`, it is an element that is not masked. With
+    `"mean_with_sample_weight"`, the sum of the weights is the number of items.
+    A loss with the reduction `"sum"` stays a sum.
+
+    In a round of a `TowerOptimizer` with `reduction="mean"`, the mean is over
+    the items of all calls of the round. In `fit`, the reported loss is that of
+    one device. On one device, it is the loss that it wraps.
+
+    Each call of the loss sums a vector of two numbers over the replicas. A
+    replica without items, or without rows, has a gradient of 0.
+
+    Args:
+      loss: A loss as `model.compile(loss=...)` takes it: a name, a function of
+        (y_true, y_pred) or a `keras.losses.Loss`. It returns a value for each
+        row.
+      group_assignment: The optimizer's groups, a `GroupAssignment` or a
+        `[num_groups, replicas_per_group]` nested list of replica ids. The mean
+        is over the replica's group. None (default) for one group of all
+        replicas.
+      communication: A `Communication`, of which the number of items takes the
+        timeout. None (default) for its defaults.
+      name: The loss' name. None (default) for the name of `loss`.
+
+    Raises:
+      TypeError: If an argument has the wrong type.
+      ValueError: If `loss` is unknown, has the reduction `"none"`, or is a
+        `ScalarLoss` or a `GlobalMean`; when called, if it returns one number,
+        or if the groups do not fit the strategy. The optimizer's `apply` raises
+        ValueError if it has other groups or `loss_normalization="replica"`.
+
+    Example:
+
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Input((2,)),
+    ...                               keras.layers.Dense(1)])
+    ...     model.compile(
+    ...         tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.1)),
+    ...         loss=tf_xshard.GlobalMean("mse"))
+    >>> history = model.fit(np.ones([7, 2]), np.ones([7, 1]), batch_size=4,
+    ...                     verbose=0)
+
+    Source: "sum_over_batch_size" of `keras.losses.Loss` on one device; for
+    several replicas, `tf.nn.compute_average_loss` with a global batch size.
+    """
+
+    def __init__(
+        self,
+        loss: str | Callable[[Any, Any], Any] | keras.losses.Loss,
+        group_assignment: (
+            group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
+        ) = None,
+        *,
+        communication: communication_lib.Communication | None = None,
+        name: str | None = None,
+    ) -> None:
+        checked = _checked(loss)
+        if group_assignment is not None:
+            group_assignment = group_assignment_lib.GroupAssignment(
+                group_assignment
+            )
+        self._reducer = reducer_lib.GradientReducer(
+            communication_lib.checked(communication)
+        )
+        # A loss that is chosen by shapes has Keras' default reduction.
+        own_name = "crossentropy" if checked is None else checked.name
+        super().__init__(name=name or own_name)
+        if checked is not None:
+            self.reduction = checked.reduction
+        self._given_loss = loss
+        self._checked_loss = checked
+        self._group_assignment = group_assignment
+
+    @property
+    def loss(self) -> Any:
+        """The loss as given."""
+        return self._given_loss
+
+    @property
+    def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
+        """The groups as given; None for one group of all replicas."""
+        return self._group_assignment
+
+    @autograph.entry_point
+    def __call__(
+        self, y_true: Any, y_pred: Any, sample_weight: Any = None
+    ) -> Any:
+        """Returns the mean over the group's items, divided as by Keras.
+
+        The value is the same on all replicas of a group. As with Keras' losses,
+        it is divided by the number of replicas, except on one device.
+        """
+        loss = self._checked_loss or keras_losses.resolved(
+            self._given_loss, y_true, y_pred
+        )
+        if tf.distribute.in_cross_replica_context():
+            # Keras calls losses here to find out their shapes.
+            return loss(y_true, y_pred, sample_weight)
+        site = site_lib.current()
+        is_sum = loss.reduction == "sum"
+        how = loss.reduction if site.num_replicas == 1 else "sum"
+        with tf.name_scope(self.name):
+            own = keras_losses.evaluated(
+                loss, how, y_true, y_pred, sample_weight
+            )
+            groups = self._groups(site)
+            if site.num_replicas == 1:
+                value, scale, num_items = own.value, 1.0, own.num_items
+            else:
+                total, num_items = self._summed(
+                    [own.value, own.num_items], site, groups
+                )
+                divisor = tf.ones_like(total) if is_sum else num_items
+                # The optimizer undoes 1/N and takes the mean over the group,
+                # whose size is g. A loss that is a sum is not divided, but the
+                # optimizer does the same.
+                value = tf.math.divide_no_nan(total, divisor)
+                value /= site.num_replicas
+                scale = tf.math.divide_no_nan(
+                    tf.cast(groups.group_size / site.num_replicas, total.dtype),
+                    divisor,
+                )
+            return self._recorded(
+                own.value,
+                value,
+                scale,
+                loss_records.LossRecord(
+                    self.name,
+                    groups,
+                    None if is_sum else num_items,
+                    None if is_sum else own.items_per_row,
+                    site_lib.function_graph(),
+                    site_lib.outermost_graph(),
+                ),
+                site,
+            )
+
+    def _groups(
+        self, site: site_lib.Site
+    ) -> group_assignment_lib.GroupAssignment:
+        return group_assignment_lib.for_replicas(
+            self._group_assignment,
+            site.num_replicas,
+            f"the strategy {type(site.strategy).__name__}",
+        )
+
+    def _summed(
+        self,
+        numbers: Sequence[tf.Tensor],
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+    ) -> list[tf.Tensor]:
+        """Sums scalars over this replica's group, with one all-reduce."""
+        if groups.group_size == 1:
+            return list(numbers)
+        channel = self._reducer.channel(groups).exact()
+        transport = collectives.transport_for(site, channel)
+        with recorder.labelled("loss", counts=[0]):
+            [total] = transport.sum([tf.stop_gradient(tf.stack(numbers))])
+        return tf.unstack(total)
+
+    def _recorded(
+        self,
+        own: tf.Tensor,
+        value: tf.Tensor,
+        scale: tf.Tensor | float,
+        record: loss_records.LossRecord,
+        site: site_lib.Site,
+    ) -> tf.Tensor:
+        """Returns `value`, whose gradient by `own` is `scale`."""
+
+        @tf.custom_gradient
+        def result(own: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+            del own
+
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                loss_records.add(record, site)
+                return upstream * scale
+
+            return tf.identity(value), gradient
+
+        value = tf.stop_gradient(value)
+        return result(own)
+
+    def communicate_as_in_a_call(self, site: site_lib.Site) -> None:
+        """Sums what a call of the loss sums, for a communication plan.
+
+        Args:
+          site: Where the step is traced.
+        """
+        if site.num_replicas > 1:
+            zero = tf.zeros([], (self._checked_loss or self).dtype)
+            self._summed([zero, zero], site, self._groups(site))
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Returns the losses of all items, before any reduction.
+
+        Args:
+          y_true: The labels, a tensor.
+          y_pred: The predictions, a tensor.
+
+        Returns:
+          A tensor.
+        """
+        loss = self._checked_loss or keras_losses.resolved(
+            self._given_loss, y_true, y_pred
+        )
+        return loss.call(y_true, y_pred)
+
+    def get_config(self) -> dict:
+        """Returns the arguments, for serialization."""
+        groups = self._group_assignment
+        return {
+            "loss": keras.saving.serialize_keras_object(self._given_loss),
+            "group_assignment": groups and groups.to_list(),
+            "communication": self._reducer.communication.get_config(),
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping) -> GlobalMean:
+        """Creates a loss from the dict of `get_config`.
+
+        Args:
+          config: The dict.
+        """
+        return cls(
+            keras.saving.deserialize_keras_object(config["loss"]),
+            config["group_assignment"],
+            communication=communication_lib.Communication(
+                **config["communication"]
+            ),
+            name=config["name"],
+        )
+
+
+def refuse_beside_other_losses(losses: Sequence[keras.losses.Loss]) -> None:
+    """Raises ValueError if only some of a round's losses are a GlobalMean."""
+    others = [one.name for one in losses if not isinstance(one, GlobalMean)]
+    if others and len(others) < len(losses):
+        names = [one.name for one in losses if isinstance(one, GlobalMean)]
+        raise ValueError(
+            f"The losses {names} are a GlobalMean and {others} are not, but a"
+            " TowerOptimizer needs one kind, to weight a round's calls by the"
+            " number of their items. Wrap all of them, or none."
+        )
+
+
+def _checked(loss: Any) -> keras.losses.Loss | None:
+    """Converts a loss; returns None for one that is chosen by shapes."""
+    if isinstance(loss, str) and loss.lower() in _CHOSEN_BY_SHAPE:
+        return None
+    if not callable(loss) and not isinstance(loss, str):
+        raise TypeError(
+            "GlobalMean takes a loss as compile() does, a name, a function or a"
+            f" keras.losses.Loss, got {loss!r}. For several outputs, wrap the"
+            " loss of each."
+        )
+    found = keras_losses.resolved(loss)
+    if isinstance(found, (GlobalMean, scalar_loss.ScalarLoss)):
+        raise ValueError(
+            f"GlobalMean can't wrap {type(found).__name__}({found.name}). Pass"
+            " the loss that it wraps, which must return a value for each row."
+        )
+    if found.reduction not in (*_MEANS, "sum"):
+        raise ValueError(
+            f"GlobalMean({found.name}): the loss has the reduction"
+            f" {found.reduction!r}, so Keras does not combine its rows. Use"
+            f" one of {[*_MEANS, 'sum']}."
+        )
+    return found
