@@ -12,21 +12,23 @@ from tf_xshard.distribute import replica_variables
 
 @dataclasses.dataclass(frozen=True)
 class VariableRole:
-    """One of the three roles of a variable.
+    """One of the four roles of a variable.
 
     Attributes:
-      name: `"trained"`, `"overwritten"` or `"local"`.
+      name: `"trained"`, `"overwritten"`, `"local"` or `"unreduced"`.
       has_loss_gradient: True if its gradient belongs to the loss, which was
         divided by N (replicas). Hooks, clipping, error feedback, sharding and
         the optimizer's reduction then apply. If False, the replicas' values are
         averaged exactly.
       kind_of_state: Its kind in `GroupState`. None means a weight if it is
         trainable, and a statistic if not.
+      is_reduced: False if each replica applies its own gradient.
     """
 
     name: str
     has_loss_gradient: bool
     kind_of_state: str | None = None
+    is_reduced: bool = True
 
 
 TRAINED = VariableRole("trained", True)
@@ -36,6 +38,8 @@ OVERWRITTEN = VariableRole("overwritten", False, "statistic")
 # Each replica has its own value of such a variable. TensorFlow combines the
 # values when it reads the variable. The gradient is reduced like any other.
 LOCAL = VariableRole("local", True, "local")
+# Only the optimizer knows this role, from its argument `local`.
+UNREDUCED = VariableRole("unreduced", True, "local", is_reduced=False)
 
 
 def role_of(variable: Any) -> VariableRole:

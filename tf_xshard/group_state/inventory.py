@@ -409,6 +409,23 @@ class Catalog:
                 " the model first."
             )
 
+    def refuse_local_weights(self, what: str) -> None:
+        """Raises ValueError if groups of several replicas share no weights."""
+        local = [
+            one.name
+            for one in self.entries
+            if one.kind == "local"
+            and not one.of_optimizer
+            and id(one.variable) not in self.centers
+        ]
+        if local and self.groups.group_size > 1:
+            alone = [[r] for r in range(self.groups.num_replicas)]
+            raise ValueError(
+                f"GroupState.{what}: {local[0]!r} is a local variable, of which"
+                " each replica of a group has its own value. Make each replica"
+                f" a group: GroupState(model, {alone})."
+            )
+
     def communication(self) -> communication_lib.Communication:
         """Returns the first optimizer's `Communication`, or the default."""
         for found in self.optimizers.values():

@@ -207,6 +207,7 @@ class GroupState:
         {'variables': [array([1., 2.], dtype=float32)]}
         """
         catalog = self.catalog()
+        catalog.refuse_local_weights("get_weights()")
         members = catalog.groups.to_list()[catalog.checked_group(group)]
         variables = catalog.variables(inventory.LEARNED, each_once=False)
         values = self.replicas.of_group(catalog.shown(variables), members)
@@ -243,6 +244,7 @@ class GroupState:
         3.0
         """
         catalog = self._built_catalog()
+        catalog.refuse_local_weights("set_weights()")
         group = catalog.checked_group(group)
         variables = catalog.variables(inventory.LEARNED, each_once=False)
         unknown = set(weights) - set(catalog.holders)
@@ -344,6 +346,7 @@ class GroupState:
         >>> tf_xshard.GroupState([keras.Variable(1.0)]).merge("mean")
         """
         catalog = self._built_catalog()
+        catalog.refuse_local_weights("merge()")
         weights = merge.merge_weights(
             how, catalog.groups.num_groups, catalog.checked_group
         )
@@ -430,9 +433,10 @@ class GroupState:
         Example: See `save`.
         """
         directory = os.fspath(directory)
-        checkpoint.create_saved_state(
-            self._built_catalog(), self.replicas, directory
-        )
+        catalog = self._built_catalog()
+        if regroup is not None:
+            catalog.refuse_local_weights("restore(regroup=...)")
+        checkpoint.create_saved_state(catalog, self.replicas, directory)
         return checkpoint.restore(
             self.catalog(), self.replicas, directory, regroup
         )
@@ -531,7 +535,9 @@ class GroupState:
             "verbose": verbose,
             "return_dict": True,
         }
-        evaluated = self._evaluation()
+        catalog = self.catalog()
+        catalog.refuse_local_weights("evaluate()")
+        evaluated = self._evaluation(catalog)
         try:
             return evaluated.evaluate(data, ensemble, options)
         finally:
@@ -575,6 +581,7 @@ class GroupState:
         """
         options = {"batch_size": batch_size, "steps": steps, "verbose": verbose}
         catalog = self.catalog()
+        catalog.refuse_local_weights("predict()")
         if group is not None:
             group = catalog.checked_group(group)
         elif catalog.groups.num_groups == 1:
@@ -595,11 +602,11 @@ class GroupState:
         return self._holder
 
     def _evaluation(
-        self, catalog: inventory.Catalog | None = None
+        self, catalog: inventory.Catalog
     ) -> evaluate_lib.GroupEvaluation:
         model = self._model()
         return evaluate_lib.GroupEvaluation(
-            model, catalog or self.catalog(), self.replicas, self._ensemble
+            model, catalog, self.replicas, self._ensemble
         )
 
     def divergence(self) -> table.Table:
@@ -652,6 +659,7 @@ class GroupState:
         3
         """
         catalog = self.catalog()
+        catalog.refuse_local_weights("export()")
         export.export(
             self._model(),
             catalog,

@@ -461,11 +461,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         """Creates the variables of error feedback, if it is on."""
         if self.has_own_reducer and self.communication.error_feedback:
             residuals = error_feedback.Residuals(
-                [
-                    v
-                    for v in variables
-                    if variable_role.role_of(v).has_loss_gradient
-                ]
+                [v for v in variables if self._has_residual(v)]
             )
             self._set_untracked("_error_feedback", residuals)
             # Checkpoints store the variables under this name.
@@ -486,6 +482,9 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         if tf.distribute.has_strategy():
             return contextlib.nullcontext()
         return self._strategy.scope()
+
+    def _has_residual(self, variable: Any) -> bool:
+        return variable_role.role_of(variable).has_loss_gradient
 
     def _named(self) -> contextlib.AbstractContextManager:
         """Returns a name scope of this optimizer, for new variables."""

@@ -16,10 +16,11 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
+from tf_xshard.optimizers import local_variables as local_lib
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import elementwise
 from tf_xshard.optimizers.update import sharded
@@ -159,13 +160,23 @@ class CrossShardOptimizer(base.GradientWrapper):
         rounding. The inner optimizer must compute element by element, see
         `tf_xshard.elementwise`. All workers must save together, since each
         worker holds a part. Default: False.
+      local: Variables whose gradients are not reduced: variables, layers, and
+        regular expressions that are found in a variable's path, one or a list.
+        Each replica trains its own copy of them with its own gradients. Hooks
+        do not get these gradients. Default: None.
+      scale_local_gradients: Whether a local variable's gradient is that of the
+        group's loss, that is, with `"mean"`, the gradient of the replica's own
+        loss divided by the group's size. False for the gradient of the
+        replica's own loss. Default: True.
       name: The optimizer's name.
 
     Raises:
       TypeError: If an argument has the wrong type, or `inner_optimizer` is not
         a Keras optimizer.
       ValueError: If an argument is invalid or belongs on the inner optimizer,
-        if `shard_update` is not possible with the inner optimizer, if
+        if `shard_update` is not possible with the inner optimizer, if `local`
+        is combined with `shard_update`, with `global_clipnorm` or with another
+        optimizer that reduces, or matches no variable, if
         `group_assignment` is for a different number of replicas than the
         strategy has, or if the strategy is not supported.
 
@@ -204,14 +215,25 @@ class CrossShardOptimizer(base.GradientWrapper):
         post_reduce: GradientFunction | None = None,
         communication: communication_lib.Communication | None = None,
         shard_update: bool = False,
+        local: Any = None,
+        scale_local_gradients: bool = True,
         name: str = "CrossShardOptimizer",
         **kwargs: Any,
     ) -> None:
         checks.boolean("shard_update", shard_update)
+        checks.boolean("scale_local_gradients", scale_local_gradients)
+        local_variables = local_lib.LocalVariables(local)
+        if local_variables and shard_update:
+            raise ValueError(
+                "local=... can't be combined with shard_update=True, in which a"
+                " replica updates a part of every variable for its group."
+            )
         if shard_update and isinstance(
             inner_optimizer, keras.optimizers.Optimizer
         ):
             elementwise.check(inner_optimizer)
+        # Keras would track the layers as parts of this optimizer.
+        self._set_untracked("_local", local_variables)
         pre_hook = Hook("pre_reduce", pre_reduce)
         post_hook = Hook("post_reduce", post_reduce)
         super().__init__(
@@ -228,6 +250,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         self._set_untracked("_pre_hook", pre_hook)
         self._set_untracked("_post_hook", post_hook)
         self._set_untracked("_sharded", None)
+        self._scale_local_gradients = bool(scale_local_gradients)
         self._shard_update = bool(shard_update)
 
     @property
@@ -236,6 +259,8 @@ class CrossShardOptimizer(base.GradientWrapper):
         return self._shard_update
 
     def _create_state(self, variables: list) -> None:
+        self._local.find(variables)
+        self._refuse_joint_norm()
         if not self._shard_update:
             # Do not check the groups. A saved model can be loaded outside its
             # strategy's scope, where they can't fit yet.
@@ -274,11 +299,15 @@ class CrossShardOptimizer(base.GradientWrapper):
         inner = self.inner_optimizer
         groups = plan.groups(self, site)
         arrived = batch.values
-        is_trained = [
-            variable_role.role_of(v).has_loss_gradient for v in batch.variables
-        ]
-        statistics = batch.where([not one for one in is_trained])
-        batch = batch.where(is_trained).scaled(plan.undo(self, site))
+        roles = [self._local.role_of(v) for v in batch.variables]
+        statistics = batch.where([not one.has_loss_gradient for one in roles])
+        batch = batch.scaled(plan.undo(self, site))
+        local = self._local_step(
+            batch.where([not one.is_reduced for one in roles]), groups
+        )
+        batch = batch.where(
+            [one.has_loss_gradient and one.is_reduced for one in roles]
+        )
         batch = self._pre_hook(batch, inner.scale_loss)
         unit, carry = 1, None
         if self._error_feedback is not None:
@@ -299,7 +328,7 @@ class CrossShardOptimizer(base.GradientWrapper):
             statistics, _ = self._reducer.all_reduce(
                 statistics, site, groups, reductions.MEAN, exact=True
             )
-        batch = batch.joined(statistics)
+        batch = batch.joined(statistics).joined(local)
         finite = None
         if stack.has_loss_scale_optimizer(inner):
             finite = loss_scaling.all_replicas_finite(
@@ -315,7 +344,48 @@ class CrossShardOptimizer(base.GradientWrapper):
         else:
             whole.apply(inner, batch)
 
+    def _local_step(
+        self,
+        batch: gradients_lib.GradientBatch,
+        groups: group_assignment_lib.GroupAssignment,
+    ) -> gradients_lib.GradientBatch:
+        """Returns the gradients of this replica's local variables."""
+        if batch.variables:
+            self._refuse_joint_norm()
+        if not self._scale_local_gradients:
+            return batch.multiplied()
+        return batch.multiplied(self._reduction.of_sum(groups.group_size))
+
+    def _refuse_joint_norm(self) -> None:
+        if self._local and any(
+            one.global_clipnorm for one in stack.descendants(self)
+        ):
+            raise ValueError(
+                f"{self.name} has local variables, whose gradients differ by"
+                " replica, so the norm of all gradients (global_clipnorm) would"
+                " differ, and the shared variables would diverge. Use clipnorm,"
+                " or post_reduce=tf_xshard.clip_by_global_norm(...), which gets"
+                " the reduced gradients only."
+            )
+
+    def _has_residual(self, variable: Any) -> bool:
+        return super()._has_residual(variable) and variable not in self._local
+
+    def _kinds_of_state(self) -> dict[int, str]:
+        """See the base class; slots have their variable's path in the name."""
+        tensorflow_variable = replica_variables.tensorflow_variable
+        kinds = {id(tensorflow_variable(one)): "local" for one in self._local}
+        starts = tuple(
+            f"{replica_variables.flat_name(one)}_" for one in self._local
+        )
+        for slot in self.inner_optimizer.variables if starts else ():
+            if slot.path.split("/")[-1].startswith(starts):
+                kinds[id(tensorflow_variable(slot))] = "local"
+        return kinds
+
     def _unsaved_state(self) -> str | None:
+        if self._local and self._strategy.num_replicas_in_sync > 1:
+            return "trains local variables, which differ by replica."
         groups = self.group_assignment
         if groups is None or groups.num_groups == 1:
             return None
@@ -341,8 +411,14 @@ class CrossShardOptimizer(base.GradientWrapper):
             "pre_reduce": _serialized(self._pre_reduce),
             "post_reduce": _serialized(self._post_reduce),
         }
-        # Version 0.1.0 does not know shard_update, so omit the default.
-        return {**config, "shard_update": True} if self.shard_update else config
+        # Version 0.1.0 does not know these arguments, so omit the defaults.
+        if self.shard_update:
+            config["shard_update"] = True
+        if self._local:
+            config["local"] = self._local.get_config()
+        if not self._scale_local_gradients:
+            config["scale_local_gradients"] = False
+        return config
 
 
 def implicit(optimizer: keras.optimizers.Optimizer) -> CrossShardOptimizer:

@@ -117,8 +117,26 @@ class StackPlan:
         self.root = root
         self.loss_normalization = _loss_normalization(root)
         self._parts = {id(one.wrapper): one for one in _parts(root)}
+        self._refuse_reductions_of_local_variables()
         # The losses of the gradients that the running call applies.
         self.losses: list[loss_records.LossRecord] = []
+
+    def _refuse_reductions_of_local_variables(self) -> None:
+        reducing = [one.wrapper for one in self._parts.values() if one.reduces]
+        for one in reducing:
+            others = [
+                other
+                for other in reducing
+                if other is not one
+                and (other in wrappers(one) or one in wrappers(other))
+            ]
+            if getattr(one, "_local", None) and others:
+                raise ValueError(
+                    f"{one.name} has local variables, but {others[0].name},"
+                    " inside or around it, reduces the gradients of all"
+                    " variables. Only one optimizer of a stack may reduce if"
+                    " there are local variables."
+                )
 
     def has(self, optimizer: Any) -> bool:
         """Returns whether an optimizer is in the stack."""

@@ -1,0 +1,125 @@
+"""Finds the variables whose gradients a CrossShardOptimizer does not reduce."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import variable_role
+
+# The key of a variable's path in a config.
+_PATH = "path"
+
+
+class LocalVariables:
+    """The `local` argument: variables, layers and patterns of paths."""
+
+    def __init__(self, given: Any) -> None:
+        if given is None:
+            given = ()
+        elif not isinstance(given, (list, tuple)):
+            given = (given,)
+        for one in given:
+            is_saved = isinstance(one, dict) and list(one) == [_PATH]
+            if not is_saved and not isinstance(
+                one, (str, keras.Layer, keras.Variable, tf.Variable)
+            ):
+                raise TypeError(
+                    "local must be variables, layers or regular expressions of"
+                    f" variables' paths, or a list of these, got {one!r}."
+                )
+            if isinstance(one, str):
+                _compiled(one)
+        self._given = tuple(given)
+        self._found: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
+
+    def __contains__(self, variable: Any) -> bool:
+        return _key(variable) in self._found
+
+    def __iter__(self) -> Any:
+        return iter(self._found.values())
+
+    def role_of(self, variable: Any) -> variable_role.VariableRole:
+        """Returns a variable's role, with these variables unreduced."""
+        if variable in self:
+            return variable_role.UNREDUCED
+        return variable_role.role_of(variable)
+
+    def find(self, variables: Sequence) -> None:
+        """Finds the local ones among the variables to train."""
+        found = {}
+        for one in self._given:
+            matches = [v for v in variables if _matches(one, v)]
+            if isinstance(one, dict) and not matches:
+                matches = [v for v in variables if _is_same(one[_PATH], v)]
+            if not matches:
+                raise ValueError(
+                    f"local={one!r} is or contains none of the variables to"
+                    f" train: {[_path(v) for v in variables]}."
+                )
+            found.update({_key(v): v for v in matches})
+        for variable in found.values():
+            if not variable_role.role_of(variable).has_loss_gradient:
+                raise ValueError(
+                    f"{_path(variable)} is overwritten by its gradient (float8"
+                    " training), a statistic that is averaged. Leave it out of"
+                    " local."
+                )
+        self._found = found
+
+    def get_config(self) -> list[str | dict]:
+        """Returns what stands for the same variables in a config."""
+        result: list[str | dict] = []
+        for one in self._given:
+            if isinstance(one, (str, dict)):
+                result.append(one)
+            else:
+                owned = one.variables if isinstance(one, keras.Layer) else [one]
+                result += [{_PATH: _path(v)} for v in owned]
+        return result
+
+
+def _compiled(pattern: str) -> re.Pattern:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"local={pattern!r} is not a regular expression: {error}."
+        ) from error
+
+
+def _is_same(path: str, variable: Any) -> bool:
+    """Compares paths, of which only one begins with the model's name."""
+    # It depends on how the model was created.
+    here = _path(variable)
+    return (
+        path.endswith(here)
+        and path.count("/") == here.count("/") + 1
+        or (here.endswith(path) and here.count("/") == path.count("/") + 1)
+    )
+
+
+def _matches(given: Any, variable: Any) -> bool:
+    if isinstance(given, dict):
+        return given[_PATH] == _path(variable)
+    if isinstance(given, str):
+        return bool(re.search(given, _path(variable)))
+    owned = given.variables if isinstance(given, keras.Layer) else [given]
+    return any(_key(one) == _key(variable) for one in owned)
+
+
+def _key(variable: Any) -> int:
+    """Returns one key for a Keras variable and its TensorFlow variable."""
+    return id(replica_variables.tensorflow_variable(variable))
+
+
+def _path(variable: Any) -> str:
+    return getattr(variable, "path", None) or variable.name
