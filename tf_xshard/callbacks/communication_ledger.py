@@ -29,6 +29,9 @@ class CommunicationLedger(keras.callbacks.Callback):
       count, so the sum may exceed the time that training waited. 0 if one
       process runs all replicas eagerly, since nothing waits.
 
+    With `skip_nonfinite=True`, `skipped_steps` is the number of steps that were
+    skipped in the epoch.
+
     Each operation is counted as it runs, including operations that run only
     sometimes (AGN's exchanges, rounds of towers, rows of an Embedding). Only
     tf_xshard's collectives count, not Keras's reductions of metrics. Timing
@@ -72,6 +75,7 @@ class CommunicationLedger(keras.callbacks.Callback):
             checks.positive_integer("rows_per_step", rows_per_step)
         self._rows_per_step = rows_per_step
         self._before = counters.Totals()
+        self._skipped_before: int | None = None
         self._num_steps = 0
         self._plan: Any = None
         self.totals: dict[str, float] = {}
@@ -107,6 +111,7 @@ class CommunicationLedger(keras.callbacks.Callback):
         del epoch, logs
         self._num_steps = 0
         self._before = self._counted()
+        self._skipped_before = self._skipped()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Counts steps.
@@ -138,6 +143,10 @@ class CommunicationLedger(keras.callbacks.Callback):
         }
         if self._plan is not None:
             del ran["communication_seconds"]
+        if self._skipped_before is not None:
+            ran["skipped_steps"] = float(
+                (self._skipped() or 0) - self._skipped_before
+            )
         for name, value in ran.items():
             self.totals[name] = self.totals.get(name, 0.0) + value
         if logs is not None:
@@ -152,6 +161,12 @@ class CommunicationLedger(keras.callbacks.Callback):
         del logs
         function = self.model.train_function
         self.model.train_function = getattr(function, "untimed", function)
+
+    def _skipped(self) -> int | None:
+        """Returns how many steps were skipped; None if none ever are."""
+        if getattr(self.model.optimizer, "skip_nonfinite", False):
+            return self.model.optimizer.skipped_steps
+        return None
 
     def _counted(self) -> counters.Totals:
         """Returns the totals of one replica so far."""

@@ -11,6 +11,8 @@ of its class in named stages; the arithmetic is in `reduction`. May import
 - `tower`: TowerOptimizer, with rounds, `apply_towers` and `reset`.
 - `agn`: AGNOptimizer, with local steps, a center, exchanges and `show_center`.
 - `stack`: plans which nested optimizer reduces (groups), and which undoes 1/N.
+- `local_variables`: the variables that a CrossShardOptimizer does not reduce.
+- `skipping`: counts, limits and reports steps that are skipped.
 - `arguments`: checks the arguments that all three take.
 - `accumulator`: sums gradients over calls, before communication (tower, agn).
 - `update`: updates variables with the inner optimizer, whole or sharded.

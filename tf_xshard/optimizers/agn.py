@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,11 +21,13 @@ from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import accumulator
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
+from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import whole
 from tf_xshard.private.keras import moving_averages
 from tf_xshard.private.keras import optimizer_state
 from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import loss_scaling
 
 
 class Center:
@@ -143,6 +146,11 @@ class AGNOptimizer(base.GradientWrapper):
       group_assignment: See `CrossShardOptimizer`. Inside another wrapper, None
         (default) takes the wrapper's groups.
       loss_normalization: See `CrossShardOptimizer`.
+      skip_nonfinite: Whether a replica skips a local step in which one of its
+        own gradients is nan or infinite, and all replicas skip an exchange, and
+        go back to the center, if what is exchanged is. None (default): see
+        `CrossShardOptimizer`.
+      max_consecutive_skips: See `CrossShardOptimizer`; it counts exchanges.
       communication: A `Communication`. None (default) for its defaults.
       name: The optimizer's name.
 
@@ -168,6 +176,7 @@ class AGNOptimizer(base.GradientWrapper):
 
     follows_groups_around = True
     _supports_loss_scaling = False
+    _local_skips: keras.Variable | None = None
 
     def __init__(
         self,
@@ -183,6 +192,8 @@ class AGNOptimizer(base.GradientWrapper):
             group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
         ) = None,
         loss_normalization: str | None = None,
+        skip_nonfinite: bool | None = None,
+        max_consecutive_skips: int | None = None,
         communication: communication_lib.Communication | None = None,
         name: str = "AGNOptimizer",
         **kwargs: Any,
@@ -201,6 +212,8 @@ class AGNOptimizer(base.GradientWrapper):
             reducer=arguments.checked_reducer(communication),
             group_assignment=arguments.checked_groups(group_assignment),
             loss_normalization=loss_normalization,
+            skip_nonfinite=skip_nonfinite,
+            max_consecutive_skips=max_consecutive_skips,
             name=name,
             **kwargs,
         )
@@ -238,6 +251,17 @@ class AGNOptimizer(base.GradientWrapper):
     def exchanges(self) -> keras.Variable | tf.Tensor:
         """The number of exchanges so far, a variable after `build`."""
         return self._exchanges if self.built else tf.constant(0, tf.int64)
+
+    @property
+    def skipped_local_steps(self) -> int:
+        """The number of local steps that replicas skipped, over all replicas.
+
+        Call it outside `strategy.run`; with several processes, in all of them.
+        """
+        if self._local_skips is None:
+            return 0
+        mean = self._local_skips.numpy()
+        return round(float(mean) * self._strategy.num_replicas_in_sync)
 
     @property
     def iterations(self) -> Any:
@@ -391,19 +415,50 @@ class AGNOptimizer(base.GradientWrapper):
             tf.equal(pending, 0), self._center_pairs.start_period_here
         )
         batch = batch.scaled(plan.undo(self, site)).multiplied()
-        whole.apply(self.local_optimizer, batch)
-        groups = plan.groups(self, site)
-        weight = self._reduction.weight(groups.group_size)
+        weight = self._reduction.weight(plan.groups(self, site).group_size)
         indices = optimizer_state.indices_of(self, batch.variables)
-        self._accumulator.add(batch.scaled(weight).multiplied().values, indices)
+
+        def local_step() -> None:
+            whole.apply(self.local_optimizer, batch)
+            sums = batch.scaled(weight).multiplied().values
+            self._accumulator.add(sums, indices)
+
+        if plan.skips:
+            self._unless_nonfinite(batch, local_step, site)
+        else:
+            local_step()
         replica_variables.assign(self._pending, pending + 1)
 
         def exchange() -> None:
             with recorder.labelled("exchange", every=self._period):
-                self._exchange(pending + 1, indices, site, groups)
+                self._exchange(pending + 1, indices, site, plan)
 
         # A file with a longer period may have set `pending` above the period.
         replica_variables.cond(pending + 1 >= self._period, exchange)
+
+    def _unless_nonfinite(
+        self,
+        batch: gradients_lib.GradientBatch,
+        local_step: Callable[[], None],
+        site: site_lib.Site,
+    ) -> None:
+        """Takes a local step if this replica's gradients are finite."""
+        skipping.report(batch, self.iterations, site)
+        finite = loss_scaling.all_finite(batch.values)
+        replica_variables.cond(finite, local_step)
+        self._skip_counter()
+        replica_variables.add(
+            self._local_skips, tf.cast(tf.logical_not(finite), tf.float32)
+        )
+
+    def _skip_counter(self) -> skipping.SkipCounter:
+        """See the base class; also counts local steps, by replica."""
+        if self._local_skips is None:
+            with self._creating_variables(), self._named():
+                self._local_skips = replica_variables.make(
+                    (), "float32", "skipped_local_steps"
+                )
+        return super()._skip_counter()
 
     def _checked_site(self) -> site_lib.Site:
         strategy = self._strategy
@@ -422,9 +477,10 @@ class AGNOptimizer(base.GradientWrapper):
         num_steps: int | tf.Tensor,
         indices: Sequence[int],
         site: site_lib.Site,
-        groups: group_assignment_lib.GroupAssignment,
+        plan: stack.StackPlan,
     ) -> None:
         """Applies the accumulation of `num_steps` local steps to the center."""
+        groups = plan.groups(self, site)
         self._seen.note_update()
         local = optimizer_state.trainable_variables(self)
         weight = self._reduction.weight(groups.group_size)
@@ -435,7 +491,7 @@ class AGNOptimizer(base.GradientWrapper):
             else None
             for index, variable in enumerate(local)
         ]
-        feedback = self._error_feedback
+        own, feedback = totals, self._error_feedback
         totals, carry = self._reducer.all_reduce(
             gradients_lib.GradientBatch(totals, local),
             site,
@@ -443,13 +499,24 @@ class AGNOptimizer(base.GradientWrapper):
             self._reduction,
             feedback and feedback.read(1),
         )
+        finite = None
+        if plan.skips:
+            finite = loss_scaling.all_replicas_finite(
+                [*own, *totals.values], site, self._reducer.channel(groups)
+            )
+            self._count_skip(finite, plan)
         if feedback is not None:
-            feedback.keep(carry, 1, None)
+            feedback.keep(carry, 1, finite)
         # A variable without a gradient does not even get weight decay.
         present = [value is not None for value in totals.values]
-        if any(present):
-            of_center = gradients_lib.GradientBatch(totals.values, self._center)
-            whole.apply(self.inner_optimizer, of_center.where(present))
+        of_center = gradients_lib.GradientBatch(totals.values, self._center)
+        update = functools.partial(
+            whole.apply, self.inner_optimizer, of_center.where(present)
+        )
+        if any(present) and finite is None:
+            update()
+        elif any(present):
+            replica_variables.cond(finite, update)
         self._center_pairs.adopt_here()
         self._accumulator.reset()
         replica_variables.assign(self._pending, 0)
@@ -495,12 +562,11 @@ class AGNOptimizer(base.GradientWrapper):
         pending = int(pending)
 
         def on_replica() -> None:
-            site = site_lib.current()
             self._exchange(
                 pending,
                 optimizer_state.indices_of(self, var_list),
-                site,
-                plan.groups(self, site),
+                site_lib.current(),
+                plan,
             )
 
         if pending and strategy.num_replicas_in_sync == 1:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import reduction_guard
@@ -19,6 +20,7 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import saving as saving_lib
+from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.fit import scalar_loss
 from tf_xshard.optimizers.update import whole
@@ -61,12 +63,16 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     has_own_reducer = True
     # Whether a wrapper without groups takes the groups of a wrapper around it.
     follows_groups_around = False
+    # Whether some gradients are not reduced.
+    has_local_variables = False
     # Whether a TowerOptimizer, not a user, added this CrossShardOptimizer.
     is_implicit = False
     # Whether a LossScaleOptimizer may be inside.
     _supports_loss_scaling = True
     _has_checked_losses = False
     _error_feedback: error_feedback.Residuals | None = None
+    _counter: skipping.SkipCounter | None = None
+    _skipped: keras.Variable | None = None
     inner_optimizer: keras.optimizers.Optimizer
 
     def __init__(
@@ -75,6 +81,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         *,
         reduction: str,
         loss_normalization: str | None,
+        skip_nonfinite: bool | None,
+        max_consecutive_skips: int | None,
         name: str,
         reducer: reducer_lib.GradientReducer,
         group_assignment: group_assignment_lib.GroupAssignment | None = None,
@@ -84,7 +92,17 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         how = arguments.check(
             own_name, inner_optimizer, reduction, loss_normalization, kwargs
         )
-        site_lib.check_devices(tf.distribute.get_strategy())
+        if skip_nonfinite is not None:
+            skip_nonfinite = checks.boolean("skip_nonfinite", skip_nonfinite)
+        strategy = tf.distribute.get_strategy()
+        site_lib.check_devices(strategy)
+        settings = {
+            "loss_normalization": loss_normalization,
+            "skip_nonfinite": skip_nonfinite,
+            "max_consecutive_skips": skipping.checked_limit(
+                max_consecutive_skips, strategy
+            ),
+        }
         self._set_untracked(
             "_own_part",
             saving_lib.LossySaveWarning(
@@ -100,7 +118,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         self._set_untracked("_reducer", reducer)
         self._set_untracked("_pending_weights", None)
         self._set_untracked("_given_group_assignment", group_assignment)
-        self._given_loss_normalization = loss_normalization
+        # One value of each for a stack; see `StackPlan`.
+        self._set_untracked("_given_settings", settings)
         self._check_stack()
         # Change the inner optimizers last, after every check that can raise.
         whole.make_local(inner_optimizer)
@@ -146,6 +165,23 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         Keras and TF2. With `"replica"`, it was not.
         """
         return stack.StackPlan(self).loss_normalization
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """True if steps with nan or infinite gradients are skipped.
+
+        One setting for a stack of wrappers.
+        """
+        return stack.StackPlan(self).skips
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that this optimizer, or one inside, skipped."""
+        return sum(
+            int(one._skipped.numpy())
+            for one in stack.wrappers(self)
+            if one._skipped is not None
+        )
 
     @property
     def _updating_optimizer(self) -> keras.optimizers.Optimizer:
@@ -409,6 +445,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         """
         with stack.running(self) as plan:
             self._refuse_loss_scale_optimizer_above(plan)
+            self._refuse_multi_optimizer_above(plan)
             variables = list(variables)
             # Keras' loader of legacy .h5 files passes the model's own variables
             # without its layers' variables, so none. The weights that it sets
@@ -418,15 +455,17 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             if tf.distribute.has_strategy():
                 self._check_strategy(tf.distribute.get_strategy())
             with self._in_scope():
-                self._build(variables)
+                self._build(variables, plan)
 
-    def _build(self, variables: list) -> None:
+    def _build(self, variables: list, plan: stack.StackPlan) -> None:
         with (
             local_optimizers.tracked(),
             keras_shards.building(),
             whole.changing_when_chosen(self, whole.make_local),
         ):
             self._create_state(variables)
+            if plan.votes(self):
+                self._skip_counter()
         # Include optimizers that a MultiOptimizer has just created.
         whole.make_local(self.inner_optimizer)
         self._check_stack()
@@ -486,6 +525,24 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def _has_residual(self, variable: Any) -> bool:
         return variable_role.role_of(variable).has_loss_gradient
 
+    def _count_skip(self, is_taken: tf.Tensor, plan: stack.StackPlan) -> None:
+        """Counts a step that is skipped unless `is_taken`."""
+        self._skip_counter().note(
+            is_taken, plan.max_consecutive_skips, self.name
+        )
+
+    def _skip_counter(self) -> skipping.SkipCounter:
+        # An outer optimizer may have asked for it after this one was built.
+        if self._counter is None:
+            with self._creating_variables(), self._named():
+                counter = skipping.SkipCounter()
+            self._set_untracked("_counter", counter)
+            # Checkpoints store the variables under these names.
+            self._skipped = counter.total
+            self._skips_in_a_row = counter.in_a_row
+        assert self._counter is not None
+        return self._counter
+
     def _named(self) -> contextlib.AbstractContextManager:
         """Returns a name scope of this optimizer, for new variables."""
         return keras.name_scope(self.name, caller=self)
@@ -517,6 +574,20 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             lambda one: any(inner is self for inner in stack.descendants(one)),
         ):
             raise ValueError(self._loss_scale_error())
+
+    def _refuse_multi_optimizer_above(self, plan: stack.StackPlan) -> None:
+        if (
+            plan.skips
+            and plan.root is self
+            and optimizer_state.has_caller_of(
+                keras.optimizers.Optimizer, stack.is_multi_optimizer
+            )
+        ):
+            raise ValueError(
+                f"{self.name} has skip_nonfinite=True and is inside a"
+                " MultiOptimizer, whose other optimizers would not skip. Put it"
+                " around the MultiOptimizer."
+            )
 
     def _loss_scale_error(self) -> str:
         name = type(self).__name__
@@ -649,7 +720,12 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             "inner_optimizer": keras.saving.serialize_keras_object(
                 self.inner_optimizer
             ),
-            "loss_normalization": self._given_loss_normalization,
+            # Version 0.1.0 only knows the first setting.
+            **{
+                key: value
+                for key, value in self._given_settings.items()
+                if value is not None or key == "loss_normalization"
+            },
             "name": self.name,
         }
 

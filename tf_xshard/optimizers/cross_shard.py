@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
 from tf_xshard.optimizers import local_variables as local_lib
+from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import elementwise
 from tf_xshard.optimizers.update import sharded
@@ -145,6 +147,17 @@ class CrossShardOptimizer(base.GradientWrapper):
         `tf.nn.compute_average_loss`. With `"replica"`, it was not, and each
         replica's loss is its own mean. None (default) is `"global"`, or the
         setting of another wrapper in the stack.
+      skip_nonfinite: Whether all replicas of all groups skip a step in which a
+        gradient of any replica is nan or infinite, before or after the
+        reduction. Variables, slots, `iterations`, moving averages and residuals
+        then stay, and a round of a TowerOptimizer is discarded.
+        `skipped_steps` counts such steps, and each affected replica prints the
+        first such variable (not on TPUs). One number is summed over all
+        replicas for it. None (default) is False, or the setting of another
+        wrapper in the stack.
+      max_consecutive_skips: The number of steps that may be skipped in a row,
+        an int >= 1. A step beyond it raises tf.errors.InvalidArgumentError.
+        Not under TPUStrategy. None (default) for no limit.
       pre_reduce: A callable that gets each replica's list of (gradient,
         variable) pairs before the reduction, and returns a list of pairs for
         the same variables. Gradients arrive unscaled (1/N undone, the loss
@@ -211,6 +224,8 @@ class CrossShardOptimizer(base.GradientWrapper):
         ) = None,
         *,
         loss_normalization: str | None = None,
+        skip_nonfinite: bool | None = None,
+        max_consecutive_skips: int | None = None,
         pre_reduce: GradientFunction | None = None,
         post_reduce: GradientFunction | None = None,
         communication: communication_lib.Communication | None = None,
@@ -233,7 +248,8 @@ class CrossShardOptimizer(base.GradientWrapper):
         ):
             elementwise.check(inner_optimizer)
         # Keras would track the layers as parts of this optimizer.
-        self._set_untracked("_local", local_variables)
+        self._set_untracked("_unreduced", local_variables)
+        self._set_untracked("has_local_variables", bool(local_variables))
         pre_hook = Hook("pre_reduce", pre_reduce)
         post_hook = Hook("post_reduce", post_reduce)
         super().__init__(
@@ -242,6 +258,8 @@ class CrossShardOptimizer(base.GradientWrapper):
             reducer=arguments.checked_reducer(communication),
             group_assignment=arguments.checked_groups(group_assignment),
             loss_normalization=loss_normalization,
+            skip_nonfinite=skip_nonfinite,
+            max_consecutive_skips=max_consecutive_skips,
             name=name,
             **kwargs,
         )
@@ -259,7 +277,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         return self._shard_update
 
     def _create_state(self, variables: list) -> None:
-        self._local.find(variables)
+        self._unreduced.find(variables)
         self._refuse_joint_norm()
         if not self._shard_update:
             # Do not check the groups. A saved model can be loaded outside its
@@ -298,8 +316,8 @@ class CrossShardOptimizer(base.GradientWrapper):
     ) -> None:
         inner = self.inner_optimizer
         groups = plan.groups(self, site)
-        arrived = batch.values
-        roles = [self._local.role_of(v) for v in batch.variables]
+        arriving = batch
+        roles = [self._unreduced.role_of(v) for v in batch.variables]
         statistics = batch.where([not one.has_loss_gradient for one in roles])
         batch = batch.scaled(plan.undo(self, site))
         local = self._local_step(
@@ -330,19 +348,40 @@ class CrossShardOptimizer(base.GradientWrapper):
             )
         batch = batch.joined(statistics).joined(local)
         finite = None
-        if stack.has_loss_scale_optimizer(inner):
+        scales_loss = stack.has_loss_scale_optimizer(inner)
+        if scales_loss or plan.votes(self):
             finite = loss_scaling.all_replicas_finite(
-                [*arrived, *batch.values], site, self._reducer.channel(groups)
+                [*arriving.values, *batch.values],
+                site,
+                self._reducer.channel(groups),
             )
+        if plan.votes(self):
+            skipping.report(arriving, inner.iterations, site)
+            self._count_skip(finite, plan)
+        if scales_loss:
+            # The LossScaleOptimizer skips, and lowers its scale.
             batch = batch.with_values(
                 loss_scaling.nan_unless(finite, batch.values)
             )
         if self._error_feedback is not None:
             self._error_feedback.keep(carry, unit, finite)
+        update = functools.partial(self._apply_reduced, batch, site, finite)
+        if finite is None or scales_loss:
+            update()
+        else:
+            replica_variables.cond(finite, update)
+
+    def _apply_reduced(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        finite: tf.Tensor | None,
+    ) -> None:
+        """Passes reduced gradients to the inner optimizer."""
         if self._sharded:
             self._sharded.apply(batch, site, finite)
         else:
-            whole.apply(inner, batch)
+            whole.apply(self.inner_optimizer, batch)
 
     def _local_step(
         self,
@@ -357,7 +396,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         return batch.multiplied(self._reduction.of_sum(groups.group_size))
 
     def _refuse_joint_norm(self) -> None:
-        if self._local and any(
+        if self._unreduced and any(
             one.global_clipnorm for one in stack.descendants(self)
         ):
             raise ValueError(
@@ -369,14 +408,18 @@ class CrossShardOptimizer(base.GradientWrapper):
             )
 
     def _has_residual(self, variable: Any) -> bool:
-        return super()._has_residual(variable) and variable not in self._local
+        return (
+            super()._has_residual(variable) and variable not in self._unreduced
+        )
 
     def _kinds_of_state(self) -> dict[int, str]:
         """See the base class; slots have their variable's path in the name."""
         tensorflow_variable = replica_variables.tensorflow_variable
-        kinds = {id(tensorflow_variable(one)): "local" for one in self._local}
+        kinds = {
+            id(tensorflow_variable(one)): "local" for one in self._unreduced
+        }
         starts = tuple(
-            f"{replica_variables.flat_name(one)}_" for one in self._local
+            f"{replica_variables.flat_name(one)}_" for one in self._unreduced
         )
         for slot in self.inner_optimizer.variables if starts else ():
             if slot.path.split("/")[-1].startswith(starts):
@@ -384,7 +427,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         return kinds
 
     def _unsaved_state(self) -> str | None:
-        if self._local and self._strategy.num_replicas_in_sync > 1:
+        if self._unreduced and self._strategy.num_replicas_in_sync > 1:
             return "trains local variables, which differ by replica."
         groups = self.group_assignment
         if groups is None or groups.num_groups == 1:
@@ -414,8 +457,8 @@ class CrossShardOptimizer(base.GradientWrapper):
         # Version 0.1.0 does not know these arguments, so omit the defaults.
         if self.shard_update:
             config["shard_update"] = True
-        if self._local:
-            config["local"] = self._local.get_config()
+        if self._unreduced:
+            config["local"] = self._unreduced.get_config()
         if not self._scale_local_gradients:
             config["scale_local_gradients"] = False
         return config

@@ -115,7 +115,17 @@ class StackPlan:
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.loss_normalization = _loss_normalization(root)
+        self.loss_normalization = _setting(root, "loss_normalization", "global")
+        # Whether all replicas skip a step in which a gradient is not finite.
+        self.skips = _setting(root, "skip_nonfinite", False)
+        self.max_consecutive_skips = _setting(
+            root, "max_consecutive_skips", None
+        )
+        if self.max_consecutive_skips is not None and not self.skips:
+            raise ValueError(
+                "max_consecutive_skips limits how many steps are skipped, so it"
+                " needs skip_nonfinite=True."
+            )
         self._parts = {id(one.wrapper): one for one in _parts(root)}
         self._refuse_reductions_of_local_variables()
         # The losses of the gradients that the running call applies.
@@ -130,7 +140,7 @@ class StackPlan:
                 if other is not one
                 and (other in wrappers(one) or one in wrappers(other))
             ]
-            if getattr(one, "_local", None) and others:
+            if one.has_local_variables and others:
                 raise ValueError(
                     f"{one.name} has local variables, but {others[0].name},"
                     " inside or around it, reduces the gradients of all"
@@ -148,6 +158,10 @@ class StackPlan:
         if wrapper is self.root and self.loss_normalization == "global":
             return site.num_replicas
         return 1
+
+    def votes(self, wrapper: Any) -> bool:
+        """Returns whether a wrapper decides to skip what is inside it."""
+        return self.skips and self._parts[id(wrapper)].reduces
 
     def reducing(
         self,
@@ -255,21 +269,21 @@ def _part(wrapper: Any, around: _Part | None) -> _Part:
     return _Part(wrapper, True, own)
 
 
-def _loss_normalization(root: Any) -> str:
-    """Returns the one `loss_normalization` of a stack."""
+def _setting(root: Any, name: str, default: Any) -> Any:
+    """Returns the one value of a setting in a stack."""
     stack = wrappers(root)
     given = {
-        one._given_loss_normalization
+        one._given_settings[name]
         for one in stack
-        if one._given_loss_normalization is not None
+        if one._given_settings[name] is not None
     }
     if len(given) > 1:
         raise ValueError(
-            "A stack of tf_xshard optimizers has one loss_normalization,"
-            f" got {sorted(given)} in"
-            f" {[one.name for one in stack]}. Pass it to one of them."
+            f"A stack of tf_xshard optimizers has one {name}, got"
+            f" {sorted(given)} in {[one.name for one in stack]}. Pass it to one"
+            " of them."
         )
-    return given.pop() if given else "global"
+    return given.pop() if given else default
 
 
 def _refuse_partial_reduction(inner: Any) -> None:

@@ -72,6 +72,8 @@ class TowerOptimizer(base.GradientWrapper):
       num_towers: The number of calls per update, an int of at least 1.
       reduction: `"mean"` (default) or `"sum"` of the towers' losses.
       loss_normalization: See `CrossShardOptimizer`.
+      skip_nonfinite: See `CrossShardOptimizer`. A round is skipped as a whole.
+      max_consecutive_skips: See `CrossShardOptimizer`.
       name: The optimizer's name.
 
     Raises:
@@ -114,6 +116,8 @@ class TowerOptimizer(base.GradientWrapper):
         reduction: str = "mean",
         *,
         loss_normalization: str | None = None,
+        skip_nonfinite: bool | None = None,
+        max_consecutive_skips: int | None = None,
         name: str = "TowerOptimizer",
         **kwargs: Any,
     ) -> None:
@@ -135,6 +139,8 @@ class TowerOptimizer(base.GradientWrapper):
             # The nearest wrapper inside reduces over replicas.
             reducer=stack.wrappers(inner)[0]._reducer,
             loss_normalization=loss_normalization,
+            skip_nonfinite=skip_nonfinite,
+            max_consecutive_skips=max_consecutive_skips,
             name=name,
             **kwargs,
         )
@@ -179,7 +185,7 @@ class TowerOptimizer(base.GradientWrapper):
     ) -> None:
         undo = plan.undo(self, site)
         if self._num_towers == 1:
-            self._apply_totals(_contribution(batch, undo), site, 1)
+            self._apply_totals(_contribution(batch, undo), site, plan, 1)
             return
         num_items = self._num_items(plan)
         weight = plan.weight_inside(self, site)
@@ -207,7 +213,7 @@ class TowerOptimizer(base.GradientWrapper):
             self._seen.note_update()
             totals = gradients_lib.GradientBatch(*sums.pop_all(indices))
             with recorder.labelled(every=self._num_towers):
-                self._apply_totals(totals, site, count, num_items, weight)
+                self._apply_totals(totals, site, plan, count, num_items, weight)
 
         replica_variables.cond(is_last, complete_round)
 
@@ -278,6 +284,7 @@ class TowerOptimizer(base.GradientWrapper):
         self,
         totals: gradients_lib.GradientBatch,
         site: site_lib.Site,
+        plan: stack.StackPlan,
         num_towers: int | tf.Tensor,
         num_items: tf.Tensor | None = None,
         weight: int = 1,
@@ -309,6 +316,9 @@ class TowerOptimizer(base.GradientWrapper):
                 values, site, self._reducer.channel(groups)
             )
             values = loss_scaling.nan_unless(finite, values)
+            if plan.skips:
+                # The LossScaleOptimizer does not call the wrapper that counts.
+                self._count_skip(finite, plan)
         with reduction_guard.guarded(self.inner_optimizer):
             self.inner_optimizer.apply(values, totals.variables)
 
@@ -418,6 +428,7 @@ class TowerOptimizer(base.GradientWrapper):
                 self._apply_totals(
                     summed,
                     site,
+                    plan,
                     self._num_towers,
                     tf.convert_to_tensor(sum(weights)) if weights else None,
                 )
@@ -455,7 +466,12 @@ class TowerOptimizer(base.GradientWrapper):
         """
         site_lib.refuse_replica_context(f"{self.name}.reset()")
         self._set_untracked("_counts_items", None)
-        for variable in self._own_variables:
+        if self._accumulator is None:
+            return
+        of_round = [self._tower, *self._accumulators, *self._touched]
+        if self._items is not None:
+            of_round.append(self._items)
+        for variable in of_round:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
 
     def get_config(self) -> dict:

@@ -1,8 +1,9 @@
-"""Makes the LossScaleOptimizers of all replicas skip the same steps.
+"""Makes all replicas skip the same steps, if any gradient is not finite.
 
 A LossScaleOptimizer skips a step and halves its scale if a gradient is not
 finite, but checks only one replica's gradients. One flag is therefore summed
-over all replicas, and an overflow on any makes all skip.
+over all replicas, and an overflow on any makes all skip. `skip_nonfinite` skips
+by the same vote.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import site as site_lib
 
 
+def is_finite(gradient: indexed_slices.Gradient) -> tf.Tensor:
+    """Returns True if all values of a gradient are finite."""
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+    return tf.reduce_all(tf.math.is_finite(gradient))
+
+
 def all_finite(gradients: Sequence) -> tf.Tensor:
     """Returns True if all values in this replica's gradients are finite."""
     flags = [
-        tf.reduce_all(
-            tf.math.is_finite(
-                g.values if isinstance(g, tf.IndexedSlices) else g
-            )
-        )
-        for g in gradients
-        if g is not None
+        is_finite(gradient) for gradient in gradients if gradient is not None
     ]
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 

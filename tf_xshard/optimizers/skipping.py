@@ -1,0 +1,87 @@
+"""Counts, limits and reports steps that are skipped (`skip_nonfinite`)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+from tf_xshard import checks
+from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.tensorflow import tracing
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import loss_scaling
+
+
+class SkipCounter:
+    """The numbers of skipped steps, in all and since the last good one."""
+
+    # The optimizer assigns the variables to attributes whose names checkpoints
+    # store.
+
+    def __init__(self) -> None:
+        self.total = replica_variables.make((), "int64", "skipped_steps")
+        self.in_a_row = replica_variables.make((), "int64", "skips_in_a_row")
+
+    def note(self, is_taken: tf.Tensor, limit: int | None, name: str) -> None:
+        """Counts a step, on this replica; raises above the limit."""
+        is_skipped = tf.cast(tf.logical_not(is_taken), tf.int64)
+        replica_variables.add(self.total, is_skipped)
+        in_a_row = is_skipped * (replica_variables.read(self.in_a_row) + 1)
+        replica_variables.assign(self.in_a_row, in_a_row)
+        if limit is not None:
+            tf.debugging.assert_less_equal(
+                in_a_row,
+                tf.constant(limit, tf.int64),
+                f"{name} has skipped more than max_consecutive_skips={limit}"
+                " steps in a row, since gradients are nan or infinite. Its"
+                " variables are those before the first skipped step.",
+            )
+
+
+def report(
+    batch: gradients_lib.GradientBatch, step: Any, site: site_lib.Site
+) -> None:
+    """Prints the first variable whose gradient on this replica is not finite.
+
+    XLA's programs can't print.
+    """
+    if site.kind == "tpu" or tracing.in_xla():
+        return
+    present = [(g, v) for g, v in batch.pairs() if g is not None]
+    if not present:
+        return
+    flags = tf.stack(
+        [loss_scaling.is_finite(gradient) for gradient, _ in present]
+    )
+    names = [getattr(v, "path", None) or v.name for _, v in present]
+
+    def print_first() -> None:
+        first = tf.argmin(tf.cast(flags, tf.int32))
+        message = [
+            "tf_xshard: the gradient of '",
+            tf.gather(names, first),
+            f"' is nan or infinite on replica {site.replica_id or 0} in step ",
+            tf.strings.as_string(tf.convert_to_tensor(step)),
+            " (steps are counted from 0), which all replicas skip.",
+        ]
+        # A list would be printed with quotation marks.
+        tf.print(tf.strings.join(message), output_stream=sys.stderr)
+
+    replica_variables.cond(tf.logical_not(tf.reduce_all(flags)), print_first)
+
+
+def checked_limit(limit: Any, strategy: tf.distribute.Strategy) -> int | None:
+    """Checks `max_consecutive_skips`, which TPU programs can't enforce."""
+    if limit is None:
+        return None
+    limit = checks.positive_integer("max_consecutive_skips", limit)
+    if site_lib.kind_of(strategy) == "tpu":
+        raise ValueError(
+            "max_consecutive_skips can't be used under TPUStrategy, whose"
+            " programs can't raise errors. Read optimizer.skipped_steps in a"
+            " callback."
+        )
+    return limit
