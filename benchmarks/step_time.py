@@ -31,6 +31,7 @@ _MODELS = flags.DEFINE_list(
 
 BASELINE, AGAIN, OURS = "plain Keras", "plain Keras again", "wrapper"
 SHARDED = "shard_update=True"
+MEAN, SKIPPING = "GlobalMean", "skip_nonfinite=True"
 
 
 def _small():
@@ -133,13 +134,12 @@ def _loop(strategy, model, rows, steps):
     """A function that times `steps` steps of a custom loop."""
     dataset = tf.data.Dataset.from_tensors(batch(model, rows)).repeat()
     batches = iter(strategy.experimental_distribute_dataset(dataset))
-    loss_fn = keras.losses.MeanSquaredError()
 
     @tf.function
     def step(batch):
         def on_replica(x, y):
             with tf.GradientTape() as tape:
-                loss = loss_fn(y, model(x, training=True))
+                loss = model.loss(y, model(x, training=True))
             gradients = tape.gradient(loss, model.trainable_variables)
             model.optimizer.apply_gradients(
                 zip(gradients, model.trainable_variables, strict=True)
@@ -164,16 +164,21 @@ def _loop(strategy, model, rows, steps):
 
 def _variants(strategy, how, model_fn, optimizer_fn, rows, steps):
     variants = {}
-    for name in (BASELINE, AGAIN, OURS, SHARDED):
+    for name in (BASELINE, AGAIN, OURS, SHARDED, MEAN, SKIPPING):
         keras.utils.set_random_seed(0)
         with strategy.scope():
             model = model_fn()
             optimizer = optimizer_fn()
-            if name in (OURS, SHARDED):
+            loss = keras.losses.MeanSquaredError()
+            if name not in (BASELINE, AGAIN):
                 optimizer = tf_xshard.CrossShardOptimizer(
-                    optimizer, shard_update=name == SHARDED
+                    optimizer,
+                    shard_update=name == SHARDED,
+                    skip_nonfinite=name == SKIPPING,
                 )
-            model.compile(optimizer=optimizer, loss="mse")
+            if name == MEAN:
+                loss = tf_xshard.GlobalMean(loss)
+            model.compile(optimizer=optimizer, loss=loss)
             optimizer.build(model.trainable_variables)
         variants[name] = how(strategy, model, rows, steps)
         variants[name]()  # Traces and warms up, outside the timed blocks.
@@ -193,13 +198,13 @@ def _measure(title, how, strategy, name):
     medians = measuring.interleaved(variants, _BLOCKS.value)
     base = measuring.quartiles(medians[BASELINE])[1]
     print(f"{name}, {title}: plain Keras {base * 1e3:.2f} ms a step")
-    for other in (AGAIN, OURS, SHARDED):
+    for other in (AGAIN, OURS, SHARDED, MEAN, SKIPPING):
         low, middle, high = measuring.quartiles(
             measuring.ratios(medians, other, BASELINE)
         )
         more = measuring.quartiles(medians[other])[1] - base
         print(
-            f"  {other:18} / plain Keras: {middle:.3f} (quartiles {low:.3f} to"
+            f"  {other:19} / plain Keras: {middle:.3f} (quartiles {low:.3f} to"
             f" {high:.3f}), {more * 1e3:+.2f} ms"
         )
 

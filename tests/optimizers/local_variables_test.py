@@ -267,7 +267,7 @@ def test_saved_with_the_model(local, expected, tmp_path):
     config = loaded.get_config()["local"]
     assert config == model.optimizer.get_config()["local"]
     of_both = [
-        ["/".join(v.path.split("/")[-2:]) for v in one._local]
+        ["/".join(v.path.split("/")[-2:]) for v in one._unreduced]
         for one in (model.optimizer, loaded)
     ]
     assert of_both == [expected] * 2

@@ -119,6 +119,31 @@ def test_a_sharded_update_is_two_all_reduces():
         assert collective.num_bytes >= 4 * (16 * 24 + 24)
 
 
+@pytest.mark.parametrize(
+    "loss, skip_nonfinite, num_bytes",
+    [(tf_xshard.GlobalMean("mse"), False, 8), ("mse", True, 4)],
+)
+def test_a_small_all_reduce_more(loss, skip_nonfinite, num_bytes):
+    """Of the items' number, or of the vote, beside that of the gradients."""
+    with replicas.tpu(8).scope():
+        model = keras.Sequential(
+            [keras.layers.Input((16,)), keras.layers.Dense(24)]
+        )
+        model.compile(
+            tf_xshard.CrossShardOptimizer(
+                keras.optimizers.Adam(), skip_nonfinite=skip_nonfinite
+            ),
+            loss,
+        )
+    x = np.zeros([16, 16], "float32")
+    compiled = testing.compile_for_tpu(model, x, np.zeros([16, 24], "float32"))
+    sizes = [(c.kind, c.num_bytes) for c in compiled.collectives]
+    assert sorted(sizes) == [
+        ("all-reduce", num_bytes),
+        ("all-reduce", 4 * (16 * 24 + 24)),
+    ]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("topology", ["v5e:16x16", "v6e:16x16"])
