@@ -50,7 +50,7 @@ EXCEPTIONS = {
     # wrapper is refused with what to write instead.
     "*::test_adds_loss_scaling_optimizer": "mirrored",
 }
-_MINUTES = 30
+_MINUTES = 45
 # Under MirroredStrategy most of the time is spent waiting for TensorFlow's
 # iterators to end, so parts run beside each other.
 _PARTS = {

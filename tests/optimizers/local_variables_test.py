@@ -273,6 +273,50 @@ def test_saved_with_the_model(local, expected, tmp_path):
     assert of_both == [expected] * 2
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_layer_with_untrained_variables(is_built, tmp_path):
+    """They are no part of the config; an unbuilt layer is saved by its name."""
+
+    def model(layer):
+        result = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(2), layer]
+            if is_built
+            else [keras.layers.Dense(2), layer]
+        )
+        result.compile(CROSS(SGD(), local=layer), "mse")
+        return result
+
+    saved = model(keras.layers.BatchNormalization(name="norm"))
+    if is_built:
+        saved.optimizer.build(saved.trainable_variables)
+    config = saved.optimizer.get_config()
+    loaded = CROSS.from_config(config)
+    saved.build((None, 2))
+    loaded.build(saved.trainable_variables)
+    assert [v.path.split("/")[-1] for v in loaded._unreduced] == [
+        "gamma",
+        "beta",
+    ]
+    if is_built:
+        saved.save(tmp_path / "model.keras")
+        again = keras.models.load_model(tmp_path / "model.keras").optimizer
+        assert len(list(again._unreduced)) == 2
+
+
+def test_slots_of_names_that_begin_alike():
+    """ "w_scale"'s slots are not those of the local "w"."""
+    with replicas.mirrored(2).scope():
+        variables = [
+            keras.Variable(0.0, name=name) for name in ("w", "w_scale")
+        ]
+        optimizer = CROSS(keras.optimizers.Adam(), local=variables[0])
+        optimizer.build(variables)
+    rows = tf_xshard.GroupState({"o": optimizer}).divergence()
+    kinds = {row["variable"].split("/")[-1]: row["kind"] for row in rows}
+    assert kinds["w_momentum"] == "local"
+    assert kinds["w_scale_momentum"] == "slot"
+
+
 def test_a_lossy_save_warns(caplog, tmp_path):
     with replicas.mirrored(2).scope():
         model = _model()

@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
+from tf_xshard.optimizers import saving
 
 O = keras.optimizers  # noqa: E741
 CROSS = tf_xshard.CrossShardOptimizer
@@ -150,7 +151,7 @@ def test_a_run_with_bad_steps_ends_as_the_run_without(name, kind):
     {
         "cross": lambda inner: _tower(CROSS(inner), 2, skip_nonfinite=True),
         "loss_scale": lambda inner: _tower(
-            O.LossScaleOptimizer(CROSS(inner), initial_scale=4.0),
+            O.LossScaleOptimizer(inner, initial_scale=4.0),
             2,
             skip_nonfinite=True,
         ),
@@ -202,7 +203,7 @@ def test_a_loss_scale_and_one_vote():
     assert len(votes) == 1
 
 
-def test_the_sum_overflows():
+def test_the_sum_overflows(capfd):
     """Each replica's gradient is finite, and their sum is not."""
     strategy = replicas.mirrored(2)
     with strategy.scope():
@@ -213,6 +214,7 @@ def test_the_sum_overflows():
     )
     assert replicas.values(strategy, weight) == [1, 1]
     assert optimizer.skipped_steps == 1
+    assert "the reduced gradient of" in capfd.readouterr().err
 
 
 def _agn(**options):
@@ -254,7 +256,7 @@ def test_agn_skips_local_steps_by_replica(kind):
     assert training.optimizer.skipped_local_steps == 3
 
 
-def test_agn_skips_an_exchange():
+def test_agn_skips_an_exchange(capfd):
     """The sum overflows: all go back to the center, and continue."""
     strategy = replicas.mirrored(2)
     with strategy.scope():
@@ -277,10 +279,41 @@ def test_agn_skips_an_exchange():
     assert replicas.values(strategy, weight) == [1, 1]
     assert int(optimizer.exchanges.numpy()) == 1
     assert (optimizer.skipped_steps, optimizer.skipped_local_steps) == (1, 0)
+    assert "in exchange 0, counted" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_agn_skips_a_period_without_any_step(kind, capfd):
+    """Nothing reaches the center, not even weight decay; the limit raises."""
+    strategy = replicas.STRATEGIES[kind](4)
+    limit = {"max_consecutive_skips": 1} if kind == "mirrored" else {}
+
+    def make():
+        return tf_xshard.AGNOptimizer(
+            O.SGD(1.0, weight_decay=0.5),
+            communication_period=2,
+            skip_nonfinite=True,
+            **limit,
+        )
+
+    training = _Training(make, strategy)
+    every = np.full((4, 3), np.nan, "float32"), np.zeros((4, 2, 2), "float32")
+    training._step(*map(tf.constant, every))
+    if limit:
+        assert "This replica skips its local step" in capfd.readouterr().err
+    training._step(*map(tf.constant, every))
+    for variable in training.variables:
+        assert (np.array(replicas.values(strategy, variable)) == 0.5).all()
+    optimizer = training.optimizer
+    assert (optimizer.skipped_steps, optimizer.skipped_local_steps) == (1, 8)
+    if limit:
+        training._step(*map(tf.constant, every))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="skips=1"):
+            training._step(*map(tf.constant, every))
 
 
 def test_the_limit():
-    """Raises in the step beyond it; good steps in between count anew."""
+    """Raises in the step beyond it. A good step starts the count again."""
     strategy = replicas.mirrored(4)
     training = _Training(
         functools.partial(_cross, max_consecutive_skips=2), strategy
@@ -310,8 +343,10 @@ def test_what_is_printed(capfd):
     [line] = capfd.readouterr().err.strip().splitlines()
     assert line == (
         "tf_xshard: the gradient of 'own' is nan or infinite on replica 3 in"
-        " step 2 (steps are counted from 0), which all replicas skip."
+        " step 2, counted from 0. All replicas skip the step."
     )
+    training.step(3, (0, np.nan))
+    assert "on replica 0 in step 3" in capfd.readouterr().err
 
 
 def test_fit_shows_it():
@@ -351,6 +386,81 @@ def test_saved_with_the_model(make, tmp_path):
         assert new.skipped_steps >= 1
 
 
+class _Moving:
+    """A model whose optimizer may skip, and its state before and after."""
+
+    def __init__(self, make, skips):
+        seeds.seed(1)
+        self.model = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(1)]
+        )
+        self.model.compile(make(skip_nonfinite=skips), "mse")
+        self.model.optimizer.build(self.model.trainable_variables)
+
+    def fit(self):
+        x = np.ones((4, 2), "float32")
+        self.model.fit(x, x[:, :1], 2, verbose=0, shuffle=False)
+
+    def values(self):
+        return [
+            v.numpy()
+            for v in (*self.model.variables, *self.model.optimizer.variables)
+            if v.path.split("/")[-1] not in saving.OPTIONAL
+        ]
+
+
+def _by_keras_file(one, other, directory):
+    one.model.save(directory / "model.keras")
+    other.model.load_weights(directory / "model.keras")
+
+
+def _by_group_state(one, other, directory):
+    classes = [type(x.model.optimizer) for x in (one, other)]
+    assert classes[0] is classes[1]
+    tf_xshard.GroupState(one.model).save(directory)
+    tf_xshard.GroupState(other.model).restore(directory)
+
+
+def _by_checkpoint(one, other, directory):
+    def checkpoint(moving):
+        return tf.train.Checkpoint(
+            model=moving.model, optimizer=moving.model.optimizer
+        )
+
+    path = checkpoint(one).write(directory / "checkpoint")
+    checkpoint(other).read(path).expect_partial()
+
+
+MAKERS = {
+    "residuals": lambda **options: CROSS(
+        O.Adam(),
+        communication=tf_xshard.Communication("bfloat16", error_feedback=True),
+        **options,
+    ),
+    "tower": lambda **options: _tower(O.Adam(), 3, **options),
+    "agn": lambda **options: tf_xshard.AGNOptimizer(O.Adam(), **options),
+}
+
+
+@pytest.mark.parametrize(
+    "move", [_by_keras_file, _by_group_state, _by_checkpoint]
+)
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_setting_can_change_between_runs(name, move, tmp_path, recwarn):
+    """A run that diverged goes on with it, and back; nothing starts fresh."""
+    for skips in (True, False):
+        one, other = (_Moving(MAKERS[name], s) for s in (not skips, skips))
+        one.fit()
+        directory = tmp_path / str(skips)
+        directory.mkdir()
+        move(one, other, directory)
+        for value, its in zip(one.values(), other.values(), strict=True):
+            np.testing.assert_array_equal(value, its)
+        assert other.model.optimizer.skipped_steps == 0
+        other.fit()
+    assert not [w for w in recwarn if "start fresh" in str(w.message)]
+
+
 def test_off_by_default_and_not_in_the_config():
     optimizer = CROSS(O.SGD())
     assert not optimizer.skip_nonfinite and optimizer.skipped_steps == 0
@@ -361,6 +471,20 @@ def test_off_by_default_and_not_in_the_config():
 
 def _inside_multi_optimizer():
     O.MultiOptimizer(lambda v: _cross()).build(_variables())
+
+
+def _several_that_reduce():
+    inner = O.MultiOptimizer(lambda v: CROSS(O.SGD()))
+    _tower(inner, 2, skip_nonfinite=True).build(_variables())
+
+
+def _limit_in_xla():
+    [weight, _] = _variables()
+    optimizer = _cross(max_consecutive_skips=1)
+    optimizer.build([weight])
+    tf.function(
+        lambda: optimizer.apply([tf.ones(3)], [weight]), jit_compile=True
+    )()
 
 
 def _limit_on_a_tpu():
@@ -392,6 +516,15 @@ def _limit_on_a_tpu():
             "has one skip_nonfinite",
         ),
         (_inside_multi_optimizer, ValueError, "whose other optimizers would"),
+        (_several_that_reduce, ValueError, "reduce the gradients of different"),
+        (
+            lambda: _tower(
+                O.LossScaleOptimizer(CROSS(O.SGD())), skip_nonfinite=True
+            ),
+            ValueError,
+            "a LossScaleOptimizer is around",
+        ),
+        (_limit_in_xla, ValueError, "a program that XLA compiles"),
         (_limit_on_a_tpu, ValueError, "can't be used under TPUStrategy"),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_sharded_update_is_two_all_reduces():
 
 @pytest.mark.parametrize(
     "loss, skip_nonfinite, num_bytes",
-    [(tf_xshard.GlobalMean("mse"), False, 8), ("mse", True, 4)],
+    [(tf_xshard.GlobalMean("mse"), False, 8), ("mse", True, 8)],
 )
 def test_a_small_all_reduce_more(loss, skip_nonfinite, num_bytes):
     """Of the items' number, or of the vote, beside that of the gradients."""

@@ -30,7 +30,8 @@ class CommunicationLedger(keras.callbacks.Callback):
       process runs all replicas eagerly, since nothing waits.
 
     With `skip_nonfinite=True`, `skipped_steps` is the number of steps that were
-    skipped in the epoch.
+    skipped in the epoch, and `skipped_local_steps` that of AGNOptimizer's local
+    steps, over all replicas.
 
     Each operation is counted as it runs, including operations that run only
     sometimes (AGN's exchanges, rounds of towers, rows of an Embedding). Only
@@ -75,7 +76,7 @@ class CommunicationLedger(keras.callbacks.Callback):
             checks.positive_integer("rows_per_step", rows_per_step)
         self._rows_per_step = rows_per_step
         self._before = counters.Totals()
-        self._skipped_before: int | None = None
+        self._skipped_before: dict[str, int] = {}
         self._num_steps = 0
         self._plan: Any = None
         self.totals: dict[str, float] = {}
@@ -143,10 +144,8 @@ class CommunicationLedger(keras.callbacks.Callback):
         }
         if self._plan is not None:
             del ran["communication_seconds"]
-        if self._skipped_before is not None:
-            ran["skipped_steps"] = float(
-                (self._skipped() or 0) - self._skipped_before
-            )
+        for name, after in self._skipped().items():
+            ran[name] = float(after - self._skipped_before[name])
         for name, value in ran.items():
             self.totals[name] = self.totals.get(name, 0.0) + value
         if logs is not None:
@@ -162,11 +161,17 @@ class CommunicationLedger(keras.callbacks.Callback):
         function = self.model.train_function
         self.model.train_function = getattr(function, "untimed", function)
 
-    def _skipped(self) -> int | None:
-        """Returns how many steps were skipped; None if none ever are."""
-        if getattr(self.model.optimizer, "skip_nonfinite", False):
-            return self.model.optimizer.skipped_steps
-        return None
+    def _skipped(self) -> dict[str, int]:
+        """Returns the numbers of skipped steps; {} if none ever are."""
+        optimizer = self.model.optimizer
+        if not getattr(optimizer, "skip_nonfinite", False):
+            return {}
+        names = ("skipped_steps", "skipped_local_steps")
+        return {
+            name: getattr(optimizer, name)
+            for name in names
+            if hasattr(optimizer, name)
+        }
 
     def _counted(self) -> counters.Totals:
         """Returns the totals of one replica so far."""

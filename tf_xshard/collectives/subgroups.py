@@ -68,7 +68,7 @@ class Subgroups(transport.Transport):
         )
         # Operations on one token run one after another, so several tokens allow
         # several buckets in flight. NCCL needs the same order on all devices,
-        # so GPUs have one token.
+        # so GPUs have one lane.
         in_flight = self.communication.buckets_in_flight
         self._lanes = 1 if "GPU" in site.device else in_flight
         # Processes may number their channels differently, so all channels
@@ -195,8 +195,11 @@ class Subgroups(transport.Transport):
         # Each device has its own token. Otherwise, automatic control
         # dependencies would serialize the collectives of all devices, which
         # would then wait for each other.
+        # A GPU has one token for all channels, since a step may use several (an
+        # optimizer's and a GlobalMean's) without an order of their own.
+        token_lane = "0_0" if "GPU" in device else lane
         token = runtime_variables.handle(
-            device, f"tf_xshard_ordering_token_{lane}", tf.float32
+            device, f"tf_xshard_ordering_token_{token_lane}", tf.float32
         )
         return watchdog.run(
             lambda: operation(

@@ -15,7 +15,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
-from tf_xshard.optimizers import accumulator
+from tf_xshard.optimizers import saving
 from tf_xshard.optimizers import stack
 from tf_xshard.private.keras import optimizer_state
 
@@ -51,7 +51,7 @@ class StateVariable:
     @property
     def may_be_missing(self) -> bool:
         """True if a save may lack the variable, which is then 0."""
-        return self.of_optimizer and self.name.endswith(f"/{accumulator.ITEMS}")
+        return self.of_optimizer and saving.is_optional(self.name)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -340,6 +340,8 @@ class Catalog:
         variable that two parts hold is listed twice.
       centers: The center of each local variable that AGNOptimizer trains, by
         the local variable's id.
+      local_to_an_optimizer: The keys of variables that an optimizer trains on
+        each replica separately.
     """
 
     holders: Mapping[str, Any]
@@ -348,6 +350,7 @@ class Catalog:
     groups: group_assignment_lib.GroupAssignment
     entries: tuple[StateVariable, ...]
     centers: Mapping[int, Any]
+    local_to_an_optimizer: frozenset[int]
 
     def variables(
         self, kinds: Collection[str] | None = None, each_once: bool = True
@@ -410,11 +413,11 @@ class Catalog:
             )
 
     def refuse_local_weights(self, what: str) -> None:
-        """Raises ValueError if groups of several replicas share no weights."""
+        """Raises ValueError if a group's replicas have local variables."""
         local = [
             one.name
             for one in self.entries
-            if one.kind == "local"
+            if one.key in self.local_to_an_optimizer
             and not one.of_optimizer
             and id(one.variable) not in self.centers
         ]
@@ -471,6 +474,9 @@ def of(
         groups=group_assignment_lib.for_replicas(groups, num_replicas, where),
         entries=entries,
         centers=centers,
+        local_to_an_optimizer=frozenset(
+            key for key, kind in kinds.items() if kind == "local"
+        ),
     )
 
 

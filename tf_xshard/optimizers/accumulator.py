@@ -19,10 +19,6 @@ from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 
-# The name of the sum of numbers of items. The first step with a GlobalMean
-# creates it, so a save may lack it.
-ITEMS = "items"
-
 
 class SeenVariables:
     """The indices of variables that have had a gradient."""

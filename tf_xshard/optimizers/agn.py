@@ -146,11 +146,13 @@ class AGNOptimizer(base.GradientWrapper):
       group_assignment: See `CrossShardOptimizer`. Inside another wrapper, None
         (default) takes the wrapper's groups.
       loss_normalization: See `CrossShardOptimizer`.
-      skip_nonfinite: Whether a replica skips a local step in which one of its
-        own gradients is nan or infinite, and all replicas skip an exchange, and
-        go back to the center, if what is exchanged is. None (default): see
-        `CrossShardOptimizer`.
-      max_consecutive_skips: See `CrossShardOptimizer`; it counts exchanges.
+      skip_nonfinite: Whether to skip what is nan or infinite. A replica skips
+        a local step if one of its own gradients is nan or infinite. All
+        replicas skip an exchange, and go back to the center, if any gradient is
+        nan or infinite before or after the sum over replicas. None (default):
+        see `CrossShardOptimizer`.
+      max_consecutive_skips: The number of exchanges that may be skipped in a
+        row. See `CrossShardOptimizer`.
       communication: A `Communication`. None (default) for its defaults.
       name: The optimizer's name.
 
@@ -423,8 +425,8 @@ class AGNOptimizer(base.GradientWrapper):
             sums = batch.scaled(weight).multiplied().values
             self._accumulator.add(sums, indices)
 
-        if plan.skips:
-            self._unless_nonfinite(batch, local_step, site)
+        if plan.skip_nonfinite:
+            self._step_if_finite(batch, local_step, site)
         else:
             local_step()
         replica_variables.assign(self._pending, pending + 1)
@@ -436,20 +438,26 @@ class AGNOptimizer(base.GradientWrapper):
         # A file with a longer period may have set `pending` above the period.
         replica_variables.cond(pending + 1 >= self._period, exchange)
 
-    def _unless_nonfinite(
+    def _step_if_finite(
         self,
         batch: gradients_lib.GradientBatch,
         local_step: Callable[[], None],
         site: site_lib.Site,
     ) -> None:
         """Takes a local step if this replica's gradients are finite."""
-        skipping.report(batch, self.iterations, site)
+        self._skip_counter()
+        skips = tf.cast(replica_variables.read(self._local_skips), tf.int64)
+        skipping.report(
+            batch,
+            tf.cast(self.iterations, tf.int64) + skips,
+            site,
+            consequence="This replica skips its local step.",
+        )
         finite = loss_scaling.all_finite(batch.values)
         replica_variables.cond(finite, local_step)
-        self._skip_counter()
-        replica_variables.add(
-            self._local_skips, tf.cast(tf.logical_not(finite), tf.float32)
-        )
+        taken = tf.cast(finite, tf.float32)
+        replica_variables.add(self._steps_taken, taken)
+        replica_variables.add(self._local_skips, 1 - taken)
 
     def _skip_counter(self) -> skipping.SkipCounter:
         """See the base class; also counts local steps, by replica."""
@@ -457,6 +465,10 @@ class AGNOptimizer(base.GradientWrapper):
             with self._creating_variables(), self._named():
                 self._local_skips = replica_variables.make(
                     (), "float32", "skipped_local_steps"
+                )
+                # This replica's local steps since the last exchange.
+                self._steps_taken = replica_variables.make(
+                    (), "float32", "steps_taken"
                 )
         return super()._skip_counter()
 
@@ -491,7 +503,7 @@ class AGNOptimizer(base.GradientWrapper):
             else None
             for index, variable in enumerate(local)
         ]
-        own, feedback = totals, self._error_feedback
+        own_totals, feedback = totals, self._error_feedback
         totals, carry = self._reducer.all_reduce(
             gradients_lib.GradientBatch(totals, local),
             site,
@@ -500,11 +512,8 @@ class AGNOptimizer(base.GradientWrapper):
             feedback and feedback.read(1),
         )
         finite = None
-        if plan.skips:
-            finite = loss_scaling.all_replicas_finite(
-                [*own, *totals.values], site, self._reducer.channel(groups)
-            )
-            self._count_skip(finite, plan)
+        if plan.skip_nonfinite:
+            finite = self._checked_finite(own_totals, totals, site, plan)
         if feedback is not None:
             feedback.keep(carry, 1, finite)
         # A variable without a gradient does not even get weight decay.
@@ -521,6 +530,38 @@ class AGNOptimizer(base.GradientWrapper):
         self._accumulator.reset()
         replica_variables.assign(self._pending, 0)
         replica_variables.add(self._exchanges, 1)
+
+    def _checked_finite(
+        self,
+        own: Sequence,
+        totals: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        plan: stack.StackPlan,
+    ) -> tf.Tensor:
+        """Returns whether all replicas exchange; counts and reports."""
+        self._skip_counter()
+        finite = loss_scaling.all_finite([*own, *totals.values])
+        num_bad, num_stepped = loss_scaling.votes(
+            [
+                tf.logical_not(finite),
+                replica_variables.read(self._steps_taken) > 0,
+            ],
+            site,
+            self._reducer.channel(plan.groups(self, site)),
+        )
+        replica_variables.assign(self._steps_taken, 0)
+        skipping.report(
+            totals,
+            replica_variables.read(self._exchanges),
+            site,
+            what="reduced accumulation",
+            event="exchange",
+            consequence="All replicas skip it.",
+        )
+        # A period in which no replica took a step has nothing to exchange.
+        finite = tf.logical_and(tf.equal(num_bad, 0), num_stepped > 0)
+        self._count_skip(finite, plan)
+        return finite
 
     def _accumulated(
         self, index: int, num_steps: int | tf.Tensor, weight: int

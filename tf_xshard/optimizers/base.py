@@ -172,7 +172,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
         One setting for a stack of wrappers.
         """
-        return stack.StackPlan(self).skips
+        return stack.StackPlan(self).skip_nonfinite
 
     @property
     def skipped_steps(self) -> int:
@@ -464,7 +464,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             whole.changing_when_chosen(self, whole.make_local),
         ):
             self._create_state(variables)
-            if plan.votes(self):
+            if plan.checks_finite(self):
                 self._skip_counter()
         # Include optimizers that a MultiOptimizer has just created.
         whole.make_local(self.inner_optimizer)
@@ -531,6 +531,10 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             is_taken, plan.max_consecutive_skips, self.name
         )
 
+    def _num_skipped_here(self) -> tf.Tensor:
+        """Returns this replica's number of skipped steps."""
+        return replica_variables.read(self._skip_counter().total)
+
     def _skip_counter(self) -> skipping.SkipCounter:
         # An outer optimizer may have asked for it after this one was built.
         if self._counter is None:
@@ -577,7 +581,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     def _refuse_multi_optimizer_above(self, plan: stack.StackPlan) -> None:
         if (
-            plan.skips
+            plan.skip_nonfinite
             and plan.root is self
             and optimizer_state.has_caller_of(
                 keras.optimizers.Optimizer, stack.is_multi_optimizer
@@ -585,8 +589,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         ):
             raise ValueError(
                 f"{self.name} has skip_nonfinite=True and is inside a"
-                " MultiOptimizer, whose other optimizers would not skip. Put it"
-                " around the MultiOptimizer."
+                " MultiOptimizer, whose other optimizers would not skip. Put"
+                f" {self.name} around the MultiOptimizer."
             )
 
     def _loss_scale_error(self) -> str:
@@ -644,8 +648,10 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         position = 0
         for one in stack.wrappers(self):
             position += len(one._own_variables)
-            if len(weights) > len(self.variables):
-                one._completed([*one._own_variables, weights[position]])
+            if len(weights) == len(self.variables) + 1:
+                value = weights[position]
+                if not value.shape and value.dtype.kind == "f":
+                    one._create_optional()
 
     def _check_weights(self, weights: Sequence[np.ndarray]) -> None:
         variables = self.variables
@@ -691,12 +697,41 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         return saving_lib.inside(self)
 
     def _completed(self, values: Sequence) -> Sequence:
-        """Completes saved values of `_own_variables`.
+        """Completes saved values of `_own_variables`, in their order.
 
-        Creates variables that only steps create, if they were saved, and adds
-        the values of own variables that were not created when they were saved.
+        Optional variables (`saving.OPTIONAL`) come last. They may have been
+        saved or not, and are matched by their kind of number, with 0 for those
+        that were not saved.
         """
-        return values
+        num_required = len(self._required_variables)
+        extra = [np.asarray(one) for one in values[num_required:]]
+        counts = [one for one in extra if one.dtype == np.int64]
+        numbers = [one for one in extra if one.dtype.kind == "f"]
+        is_known = len(counts) in (0, 2) and len(counts) + len(numbers) == len(
+            extra
+        )
+        if not is_known or any(one.shape for one in extra):
+            return values
+        if numbers:
+            self._create_optional()
+        result = list(values[:num_required])
+        for variable in self._own_variables[num_required:]:
+            dtype = np.dtype(variable.dtype)
+            saved = counts if dtype == np.int64 else numbers
+            result.append(saved.pop(0) if saved else np.zeros((), dtype))
+        return result
+
+    def _create_optional(self) -> None:
+        """Creates the variable that only a step creates, if there is one."""
+
+    @property
+    def _required_variables(self) -> list[keras.Variable]:
+        """The variables that this wrapper created, without optional ones."""
+        return [
+            one
+            for one in self._own_variables
+            if not saving_lib.is_optional(one.path)
+        ]
 
     def _unsaved_state(self) -> str | None:
         """Describes state that Keras and TensorFlow may not save, or None."""

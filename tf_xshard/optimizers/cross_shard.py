@@ -27,9 +27,11 @@ from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import elementwise
 from tf_xshard.optimizers.update import sharded
 from tf_xshard.optimizers.update import whole
+from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
+from tf_xshard.reduction import reducer as reducer_lib
 
 GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
 
@@ -150,14 +152,15 @@ class CrossShardOptimizer(base.GradientWrapper):
       skip_nonfinite: Whether all replicas of all groups skip a step in which a
         gradient of any replica is nan or infinite, before or after the
         reduction. Variables, slots, `iterations`, moving averages and residuals
-        then stay, and a round of a TowerOptimizer is discarded.
-        `skipped_steps` counts such steps, and each affected replica prints the
-        first such variable (not on TPUs). One number is summed over all
-        replicas for it. None (default) is False, or the setting of another
-        wrapper in the stack.
+        then do not change, and a TowerOptimizer discards its round. Each such
+        step adds 1 to `skipped_steps`, and each replica with such a gradient
+        prints the first variable that has one (not in programs that XLA
+        compiles, so not on TPUs). The check sums two numbers over all replicas.
+        None (default) is False, or the setting of another wrapper in the stack.
       max_consecutive_skips: The number of steps that may be skipped in a row,
-        an int >= 1. A step beyond it raises tf.errors.InvalidArgumentError.
-        Not under TPUStrategy. None (default) for no limit.
+        an int >= 1. The next step that would be skipped raises
+        tf.errors.InvalidArgumentError. Raises ValueError under TPUStrategy.
+        None (default) for no limit.
       pre_reduce: A callable that gets each replica's list of (gradient,
         variable) pairs before the reduction, and returns a list of pairs for
         the same variables. Gradients arrive unscaled (1/N undone, the loss
@@ -177,10 +180,10 @@ class CrossShardOptimizer(base.GradientWrapper):
         regular expressions that are found in a variable's path, one or a list.
         Each replica trains its own copy of them with its own gradients. Hooks
         do not get these gradients. Default: None.
-      scale_local_gradients: Whether a local variable's gradient is that of the
-        group's loss, that is, with `"mean"`, the gradient of the replica's own
-        loss divided by the group's size. False for the gradient of the
-        replica's own loss. Default: True.
+      scale_local_gradients: Whether to differentiate the group's loss by a
+        local variable. With `"mean"`, this gradient is the gradient of the
+        replica's own loss divided by the group's size. If False, the gradient
+        of the replica's own loss is not divided. Default: True.
       name: The optimizer's name.
 
     Raises:
@@ -240,8 +243,9 @@ class CrossShardOptimizer(base.GradientWrapper):
         local_variables = local_lib.LocalVariables(local)
         if local_variables and shard_update:
             raise ValueError(
-                "local=... can't be combined with shard_update=True, in which a"
-                " replica updates a part of every variable for its group."
+                "local=... can't be combined with shard_update=True, which"
+                " needs one value of each variable for all replicas of a group."
+                " Leave out one of the two arguments."
             )
         if shard_update and isinstance(
             inner_optimizer, keras.optimizers.Optimizer
@@ -315,23 +319,54 @@ class CrossShardOptimizer(base.GradientWrapper):
         plan: stack.StackPlan,
     ) -> None:
         inner = self.inner_optimizer
-        groups = plan.groups(self, site)
-        arriving = batch
+        scales_loss = stack.has_loss_scale_optimizer(inner)
+        reduced, loss_scale, carry = self._reduced(batch, site, plan)
+        finite = None
+        if plan.checks_finite(self):
+            finite = self._checked_finite(batch, reduced, site, plan)
+        elif scales_loss:
+            finite = loss_scaling.all_replicas_finite(
+                [*batch.values, *reduced.values],
+                site,
+                self._reducer.channel(plan.groups(self, site)),
+            )
+        if self._error_feedback is not None:
+            self._error_feedback.keep(carry, loss_scale, finite)
+        if scales_loss:
+            # The LossScaleOptimizer skips the step, and lowers its scale.
+            reduced = reduced.with_values(
+                loss_scaling.nan_unless(finite, reduced.values)
+            )
+        apply = functools.partial(self._apply_reduced, reduced, site, finite)
+        if finite is None or scales_loss:
+            apply()
+        else:
+            replica_variables.cond(finite, apply)
+
+    def _reduced(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        plan: stack.StackPlan,
+    ) -> tuple[gradients_lib.GradientBatch, Any, reducer_lib.Carry]:
+        """Reduces gradients as their variables' roles say.
+
+        Also returns the loss scale and what was lost, for error feedback.
+        """
+        inner, groups = self.inner_optimizer, plan.groups(self, site)
         roles = [self._unreduced.role_of(v) for v in batch.variables]
         statistics = batch.where([not one.has_loss_gradient for one in roles])
         batch = batch.scaled(plan.undo(self, site))
-        local = self._local_step(
-            batch.where([not one.is_reduced for one in roles]), groups
-        )
+        local = batch.where([not one.is_reduced for one in roles])
         batch = batch.where(
             [one.has_loss_gradient and one.is_reduced for one in roles]
         )
         batch = self._pre_hook(batch, inner.scale_loss)
-        unit, carry = 1, None
+        loss_scale, carry = 1, None
         if self._error_feedback is not None:
             # Keep residuals without the loss scale, which changes.
-            unit = inner.scale_loss(1.0)
-            carry = self._error_feedback.read(unit)
+            loss_scale = inner.scale_loss(1.0)
+            carry = self._error_feedback.read(loss_scale)
         is_scattered = self._sharded and self._post_hook.function is None
         reduce = (
             self._reducer.reduce_scatter
@@ -346,30 +381,44 @@ class CrossShardOptimizer(base.GradientWrapper):
             statistics, _ = self._reducer.all_reduce(
                 statistics, site, groups, reductions.MEAN, exact=True
             )
-        batch = batch.joined(statistics).joined(local)
-        finite = None
-        scales_loss = stack.has_loss_scale_optimizer(inner)
-        if scales_loss or plan.votes(self):
-            finite = loss_scaling.all_replicas_finite(
-                [*arriving.values, *batch.values],
-                site,
-                self._reducer.channel(groups),
-            )
-        if plan.votes(self):
-            skipping.report(arriving, inner.iterations, site)
-            self._count_skip(finite, plan)
-        if scales_loss:
-            # The LossScaleOptimizer skips, and lowers its scale.
-            batch = batch.with_values(
-                loss_scaling.nan_unless(finite, batch.values)
-            )
-        if self._error_feedback is not None:
-            self._error_feedback.keep(carry, unit, finite)
-        update = functools.partial(self._apply_reduced, batch, site, finite)
-        if finite is None or scales_loss:
-            update()
-        else:
-            replica_variables.cond(finite, update)
+        divisor = 1
+        if local.variables:
+            self._refuse_joint_norm()
+            if self._scale_local_gradients:
+                divisor = self._reduction.of_sum(groups.group_size)
+        batch = batch.joined(statistics).joined(local.multiplied(divisor))
+        return batch, loss_scale, carry
+
+    def _checked_finite(
+        self,
+        arrived: gradients_lib.GradientBatch,
+        reduced: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        plan: stack.StackPlan,
+    ) -> tf.Tensor:
+        """Returns whether all replicas take the step; counts and reports."""
+        num_arrived, num_reduced = loss_scaling.votes(
+            [
+                tf.logical_not(loss_scaling.all_finite(one.values))
+                for one in (arrived, reduced)
+            ],
+            site,
+            self._reducer.channel(plan.groups(self, site)),
+        )
+        step = self._num_skipped_here() + tf.cast(
+            self.inner_optimizer.iterations, tf.int64
+        )
+        skipping.report(arrived, step, site)
+        skipping.report(
+            reduced,
+            step,
+            site,
+            what="reduced gradient",
+            when=tf.equal(num_arrived, 0),
+        )
+        finite = tf.equal(num_arrived + num_reduced, 0)
+        self._count_skip(finite, plan)
+        return finite
 
     def _apply_reduced(
         self,
@@ -382,18 +431,6 @@ class CrossShardOptimizer(base.GradientWrapper):
             self._sharded.apply(batch, site, finite)
         else:
             whole.apply(self.inner_optimizer, batch)
-
-    def _local_step(
-        self,
-        batch: gradients_lib.GradientBatch,
-        groups: group_assignment_lib.GroupAssignment,
-    ) -> gradients_lib.GradientBatch:
-        """Returns the gradients of this replica's local variables."""
-        if batch.variables:
-            self._refuse_joint_norm()
-        if not self._scale_local_gradients:
-            return batch.multiplied()
-        return batch.multiplied(self._reduction.of_sum(groups.group_size))
 
     def _refuse_joint_norm(self) -> None:
         if self._unreduced and any(
@@ -418,11 +455,15 @@ class CrossShardOptimizer(base.GradientWrapper):
         kinds = {
             id(tensorflow_variable(one)): "local" for one in self._unreduced
         }
-        starts = tuple(
-            f"{replica_variables.flat_name(one)}_" for one in self._unreduced
-        )
-        for slot in self.inner_optimizer.variables if starts else ():
-            if slot.path.split("/")[-1].startswith(starts):
+        trained = {
+            f"{replica_variables.flat_name(one)}_": one
+            for one in optimizer_state.trainable_variables(self)
+        }
+        for slot in self.inner_optimizer.variables if kinds else ():
+            name = slot.path.split("/")[-1]
+            # "w_scale_momentum" is a slot of "w_scale", not of "w".
+            found = [start for start in trained if name.startswith(start)]
+            if found and trained[max(found, key=len)] in self._unreduced:
                 kinds[id(tensorflow_variable(slot))] = "local"
         return kinds
 

@@ -59,7 +59,11 @@ class LocalVariables:
         for one in self._given:
             matches = [v for v in variables if _matches(one, v)]
             if isinstance(one, dict) and not matches:
-                matches = [v for v in variables if _is_same(one[_PATH], v)]
+                matches = [
+                    v
+                    for v in variables
+                    if _differs_by_model_name(one[_PATH], v)
+                ]
             if not matches:
                 raise ValueError(
                     f"local={one!r} is or contains none of the variables to"
@@ -81,9 +85,13 @@ class LocalVariables:
         for one in self._given:
             if isinstance(one, (str, dict)):
                 result.append(one)
+            elif isinstance(one, keras.Layer):
+                # A layer also owns variables that are not trained.
+                found = [v for v in self if _matches(one, v)]
+                name = f"(^|/){re.escape(one.name)}/"
+                result += [{_PATH: _path(v)} for v in found] or [name]
             else:
-                owned = one.variables if isinstance(one, keras.Layer) else [one]
-                result += [{_PATH: _path(v)} for v in owned]
+                result.append({_PATH: _path(one)})
         return result
 
 
@@ -96,7 +104,7 @@ def _compiled(pattern: str) -> re.Pattern:
         ) from error
 
 
-def _is_same(path: str, variable: Any) -> bool:
+def _differs_by_model_name(path: str, variable: Any) -> bool:
     """Compares paths, of which only one begins with the model's name."""
     # It depends on how the model was created.
     here = _path(variable)

@@ -31,6 +31,22 @@ from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.keras import saving as keras_saving
 from tf_xshard.private.keras import wrapper_internals
 
+# Variables of wrappers that a save may lack, and that are 0 then: the sum of
+# items, created by the first step with a GlobalMean, and the counters of skips.
+ITEMS = "items"
+OPTIONAL = (
+    ITEMS,
+    "skipped_steps",
+    "skips_in_a_row",
+    "skipped_local_steps",
+    "steps_taken",
+)
+
+
+def is_optional(path: str) -> bool:
+    """Returns whether a save may lack a wrapper's variable."""
+    return path.split("/")[-1] in OPTIONAL
+
 
 class LossySaveWarning(wrapper_internals.OwnPart):
     """A part of an optimizer that warns when a checkpoint is written."""
@@ -105,9 +121,10 @@ def load(root: Any, store: Any) -> None:
     for one in _in_order(chain):
         if not _variables(one):
             continue
-        index, level = _found(one, levels)
+        index, level = _first_fitting(one, levels)
         if index is None:
-            fresh.append(one.name)
+            if not stack.is_wrapper(one) or one._required_variables:
+                fresh.append(one.name)
             continue
         levels = levels[:index] + levels[index + 1 :]
         # A MultiOptimizer's state includes the state of its optimizers.
@@ -142,7 +159,7 @@ def load(root: Any, store: Any) -> None:
         )
 
 
-def _found(one: Any, levels: Sequence) -> tuple[int | None, Sequence]:
+def _first_fitting(one: Any, levels: Sequence) -> tuple[int | None, Sequence]:
     """Returns the first level that fits an optimizer, and its index."""
     for index, level in enumerate(levels):
         if _fits(level, _variables(one)):

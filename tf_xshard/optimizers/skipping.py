@@ -32,6 +32,7 @@ class SkipCounter:
         in_a_row = is_skipped * (replica_variables.read(self.in_a_row) + 1)
         replica_variables.assign(self.in_a_row, in_a_row)
         if limit is not None:
+            _refuse_in_xla()
             tf.debugging.assert_less_equal(
                 in_a_row,
                 tf.constant(limit, tf.int64),
@@ -42,35 +43,48 @@ class SkipCounter:
 
 
 def report(
-    batch: gradients_lib.GradientBatch, step: Any, site: site_lib.Site
+    batch: gradients_lib.GradientBatch,
+    step: Any,
+    site: site_lib.Site,
+    *,
+    what: str = "gradient",
+    event: str = "step",
+    consequence: str = "All replicas skip the step.",
+    when: bool | tf.Tensor = True,
 ) -> None:
-    """Prints the first variable whose gradient on this replica is not finite.
+    """Prints the first variable whose value on this replica is not finite.
 
     XLA's programs can't print.
     """
-    if site.kind == "tpu" or tracing.in_xla():
-        return
     present = [(g, v) for g, v in batch.pairs() if g is not None]
-    if not present:
+    if site.kind == "tpu" or tracing.in_xla() or not present:
         return
-    flags = tf.stack(
-        [loss_scaling.is_finite(gradient) for gradient, _ in present]
-    )
+    flags = tf.stack([loss_scaling.is_finite(value) for value, _ in present])
     names = [getattr(v, "path", None) or v.name for _, v in present]
 
     def print_first() -> None:
-        first = tf.argmin(tf.cast(flags, tf.int32))
         message = [
-            "tf_xshard: the gradient of '",
-            tf.gather(names, first),
-            f"' is nan or infinite on replica {site.replica_id or 0} in step ",
-            tf.strings.as_string(tf.convert_to_tensor(step)),
-            " (steps are counted from 0), which all replicas skip.",
+            f"tf_xshard: the {what} of '",
+            tf.gather(names, tf.argmin(tf.cast(flags, tf.int32))),
+            f"' is nan or infinite on replica {site.replica_id or 0}"
+            f" in {event} ",
+            tf.strings.as_string(step),
+            f", counted from 0. {consequence}",
         ]
         # A list would be printed with quotation marks.
         tf.print(tf.strings.join(message), output_stream=sys.stderr)
 
-    replica_variables.cond(tf.logical_not(tf.reduce_all(flags)), print_first)
+    is_bad = tf.logical_not(tf.reduce_all(flags))
+    replica_variables.cond(tf.logical_and(is_bad, when), print_first)
+
+
+def _refuse_in_xla() -> None:
+    if tracing.in_xla():
+        raise ValueError(
+            "max_consecutive_skips can't be used in a program that XLA"
+            " compiles, which can't raise errors. Pass jit_compile=False to"
+            " compile(), or read optimizer.skipped_steps in a callback."
+        )
 
 
 def checked_limit(limit: Any, strategy: tf.distribute.Strategy) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,19 +118,23 @@ class StackPlan:
         self.root = root
         self.loss_normalization = _setting(root, "loss_normalization", "global")
         # Whether all replicas skip a step in which a gradient is not finite.
-        self.skips = _setting(root, "skip_nonfinite", False)
+        self.skip_nonfinite = _setting(root, "skip_nonfinite", False)
         self.max_consecutive_skips = _setting(
             root, "max_consecutive_skips", None
         )
-        if self.max_consecutive_skips is not None and not self.skips:
+        if self.max_consecutive_skips is not None and not self.skip_nonfinite:
             raise ValueError(
                 "max_consecutive_skips limits how many steps are skipped, so it"
                 " needs skip_nonfinite=True."
             )
         self._parts = {id(one.wrapper): one for one in _parts(root)}
         self._refuse_reductions_of_local_variables()
+        if self.skip_nonfinite:
+            self._refuse_partial_skips()
         # The losses of the gradients that the running call applies.
         self.losses: list[loss_records.LossRecord] = []
+        # Whether another call of the traced function applies these.
+        self.other_call_has_losses = False
 
     def _refuse_reductions_of_local_variables(self) -> None:
         reducing = [one.wrapper for one in self._parts.values() if one.reduces]
@@ -148,6 +153,27 @@ class StackPlan:
                     " there are local variables."
                 )
 
+    def _refuse_partial_skips(self) -> None:
+        reducing = [one.wrapper for one in self._parts.values() if one.reduces]
+        for one, other in itertools.combinations(reducing, 2):
+            if other not in wrappers(one):
+                raise ValueError(
+                    f"skip_nonfinite=True: {one.name} and {other.name} reduce"
+                    " the gradients of different variables, so one could skip a"
+                    " step and the other not. Wrap the MultiOptimizer in one"
+                    " CrossShardOptimizer, and none of its optimizers."
+                )
+        for one in descendants(self.root):
+            if isinstance(one, keras.optimizers.LossScaleOptimizer) and any(
+                inside in reducing for inside in wrappers(one)
+            ):
+                raise ValueError(
+                    "skip_nonfinite=True: a LossScaleOptimizer is around"
+                    f" {wrappers(one)[0].name}, and would not see an overflow"
+                    " of the reduction. Put it inside: CrossShardOptimizer("
+                    "keras.optimizers.LossScaleOptimizer(inner))."
+                )
+
     def has(self, optimizer: Any) -> bool:
         """Returns whether an optimizer is in the stack."""
         return any(one is optimizer for one in with_local_optimizers(self.root))
@@ -159,9 +185,11 @@ class StackPlan:
             return site.num_replicas
         return 1
 
-    def votes(self, wrapper: Any) -> bool:
-        """Returns whether a wrapper decides to skip what is inside it."""
-        return self.skips and self._parts[id(wrapper)].reduces
+    def checks_finite(self, wrapper: Any) -> bool:
+        """Returns whether a wrapper checks gradients and counts skips."""
+        # A MultiOptimizer may have created the wrapper since.
+        part = self._parts.get(id(wrapper))
+        return self.skip_nonfinite and part is not None and part.reduces
 
     def reducing(
         self,
@@ -193,6 +221,7 @@ class StackPlan:
         """Takes the records of a call's losses, and checks that they fit."""
         if wrapper is not self.root:
             return
+        self.other_call_has_losses = loss_records.were_taken(site)
         self.losses = loss_records.take(site)
         if site.num_replicas == 1:
             return
@@ -208,14 +237,18 @@ class StackPlan:
                 f" as Keras' losses are, but {self.root.name} has"
                 ' loss_normalization="replica". Leave that argument out.'
             )
-        groups = group_assignment_lib.joined(
-            [self.groups(wrapper, site) for wrapper, _ in self.reducing()]
+        alone = group_assignment_lib.GroupAssignment.contiguous(
+            site.num_replicas, 1
         )
-        if any(hasattr(one, "local_optimizer") for one in wrappers(self.root)):
-            # Each replica trains alone between exchanges.
-            groups = group_assignment_lib.GroupAssignment.contiguous(
-                site.num_replicas, 1
-            )
+        # Between exchanges, an AGNOptimizer applies what reaches it.
+        groups = group_assignment_lib.joined(
+            [alone]
+            + [
+                self.groups(wrapper, site)
+                for wrapper, _ in self.reducing()
+                if not hasattr(wrapper, "local_optimizer")
+            ]
+        )
         if group_assignment_lib.same_groups(groups, loss.groups):
             return
         if groups.group_size == 1:

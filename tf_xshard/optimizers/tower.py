@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf_xshard import checks
@@ -24,11 +23,13 @@ from tf_xshard.optimizers import accumulator
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
 from tf_xshard.optimizers import cross_shard
+from tf_xshard.optimizers import saving
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.fit import global_mean
 from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.tensorflow import autograph
+from tf_xshard.private.tensorflow import tracing
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_records
 from tf_xshard.reduction import loss_scaling
@@ -54,8 +55,8 @@ class TowerOptimizer(base.GradientWrapper):
     iterations           0          0          1
     ```
 
-    The mean of calls of a `tf_xshard.GlobalMean` is over the items of all
-    calls, which may have different numbers of items.
+    With `tf_xshard.GlobalMean` and `reduction="mean"`, the update uses the mean
+    over the items of all calls, even if the calls' numbers of items differ.
 
     The inner optimizer's clipping, moving averages, weight decay, schedules and
     loss scaling act on the aggregated gradient and count updates. With a
@@ -155,6 +156,11 @@ class TowerOptimizer(base.GradientWrapper):
         return self._num_towers
 
     @property
+    def weights_by_items(self) -> bool:
+        """True if a round is a mean, which numbers of items can weight."""
+        return self._num_towers > 1 and self._reduction is reductions.MEAN
+
+    @property
     def group_assignment(self) -> group_assignment_lib.GroupAssignment | None:
         """The groups given to the first tf_xshard optimizer inside."""
         return stack.wrappers(self.inner_optimizer)[0].group_assignment
@@ -185,7 +191,7 @@ class TowerOptimizer(base.GradientWrapper):
     ) -> None:
         undo = plan.undo(self, site)
         if self._num_towers == 1:
-            self._apply_totals(_contribution(batch, undo), site, plan, 1)
+            self._apply_totals(_contribution(batch, undo), site, 1)
             return
         num_items = self._num_items(plan)
         weight = plan.weight_inside(self, site)
@@ -202,20 +208,38 @@ class TowerOptimizer(base.GradientWrapper):
         replica_variables.assign(
             self._tower, tf.where(is_last, tf.zeros_like(count), count)
         )
-        if num_items is not None:
-            num_items += replica_variables.read(self._items)
-            replica_variables.assign(
-                self._items,
-                tf.where(is_last, tf.zeros_like(num_items), num_items),
-            )
+        if self._items is not None:
+            num_items = self._add_items(num_items, is_last)
 
         def complete_round() -> None:
             self._seen.note_update()
             totals = gradients_lib.GradientBatch(*sums.pop_all(indices))
             with recorder.labelled(every=self._num_towers):
-                self._apply_totals(totals, site, plan, count, num_items, weight)
+                self._apply_totals(totals, site, count, num_items, weight)
 
         replica_variables.cond(is_last, complete_round)
+
+    def _add_items(
+        self, num_items: tf.Tensor | None, is_last: tf.Tensor
+    ) -> tf.Tensor | None:
+        """Adds to the round's number of items; returns it, or None."""
+        before = replica_variables.read(self._items)
+        if num_items is None:
+            # A file may hold an open round of a GlobalMean.
+            if not tracing.in_xla():
+                tf.debugging.assert_equal(
+                    before,
+                    tf.zeros_like(before),
+                    f"{self.name}: the open round holds gradients of a"
+                    " GlobalMean, and this call has another loss. Call"
+                    " optimizer.reset() to discard the round.",
+                )
+            return None
+        total = before + num_items
+        replica_variables.assign(
+            self._items, tf.where(is_last, tf.zeros_like(total), total)
+        )
+        return total
 
     def _num_items(self, plan: stack.StackPlan) -> tf.Tensor | None:
         """Returns the weight of a call in its round; None for equal weights."""
@@ -235,9 +259,16 @@ class TowerOptimizer(base.GradientWrapper):
             keras.optimizers.Optimizer, stack.is_multi_optimizer
         ):
             raise ValueError(
-                f"{self.name} is inside a MultiOptimizer, which does not tell"
-                " its optimizers the number of a GlobalMean's items. Put the"
+                f"{self.name} is inside a MultiOptimizer, which does not pass"
+                " on the number of items of a GlobalMean. Put the"
                 " TowerOptimizer around the MultiOptimizer."
+            )
+        if not counts_items and plan.other_call_has_losses:
+            raise ValueError(
+                f"{self.name} gets gradients without a GlobalMean, but another"
+                " call of apply() in the same tf.function took the number of"
+                " items of one. Compute each gradient directly before it is"
+                " applied, and use a GlobalMean for all losses."
             )
         if self._counts_items not in (None, counts_items):
             names = [f"GlobalMean({one.name})" for one in plan.losses]
@@ -245,29 +276,20 @@ class TowerOptimizer(base.GradientWrapper):
                 f"{self.name} gets gradients of {names or 'another loss'},"
                 f" but its earlier gradients were"
                 f" {'not ' if counts_items else ''}a GlobalMean's. The calls of"
-                " a round need losses of one kind. To change it, call"
-                " optimizer.reset() first."
+                " a round need losses of one kind. To discard the open round"
+                " and change the kind of loss, call optimizer.reset()."
             )
         self._set_untracked("_counts_items", counts_items)
 
-    def _completed(self, values: Sequence) -> Sequence:
-        """See the base class; a file may have the sum of items or not."""
-        own = len(self._own_variables)
-        if self._items is not None and len(values) == own - 1:
-            return [*values, np.zeros((), self._items.dtype)]
-        if (
-            self._items is None
-            and self._accumulator is not None
-            and len(values) == own + 1
-            and not np.shape(values[-1])
-        ):
+    def _create_optional(self) -> None:
+        """See the base class."""
+        if self._accumulator is not None:
             self._create_items()
-        return values
 
     def _create_named(self, names: Collection[str]) -> None:
         """See the base class."""
-        if accumulator.ITEMS in names:
-            self._create_items()
+        if saving.ITEMS in names:
+            self._create_optional()
 
     def _create_items(self) -> keras.Variable:
         """Returns the sum of an open round's numbers of items; creates it."""
@@ -277,14 +299,13 @@ class TowerOptimizer(base.GradientWrapper):
         dtypes = {one.dtype for one in self._accumulators}
         dtype = "float64" if "float64" in dtypes else "float32"
         with self._creating_variables(), self._named():
-            self._items = replica_variables.make((), dtype, accumulator.ITEMS)
+            self._items = replica_variables.make((), dtype, saving.ITEMS)
         return self._items
 
     def _apply_totals(
         self,
         totals: gradients_lib.GradientBatch,
         site: site_lib.Site,
-        plan: stack.StackPlan,
         num_towers: int | tf.Tensor,
         num_items: tf.Tensor | None = None,
         weight: int = 1,
@@ -316,9 +337,6 @@ class TowerOptimizer(base.GradientWrapper):
                 values, site, self._reducer.channel(groups)
             )
             values = loss_scaling.nan_unless(finite, values)
-            if plan.skips:
-                # The LossScaleOptimizer does not call the wrapper that counts.
-                self._count_skip(finite, plan)
         with reduction_guard.guarded(self.inner_optimizer):
             self.inner_optimizer.apply(values, totals.variables)
 
@@ -335,7 +353,7 @@ class TowerOptimizer(base.GradientWrapper):
         Raises:
           ValueError: If only some of the model's losses are a `GlobalMean`.
         """
-        if self._num_towers > 1:
+        if self.weights_by_items:
             global_mean.refuse_beside_other_losses(
                 [one for one, *_ in fit_internals.losses_of_the_step()]
             )
@@ -354,7 +372,9 @@ class TowerOptimizer(base.GradientWrapper):
         `num_towers` calls of `apply`, without accumulators.
 
         Args:
-          towers: `num_towers` lists of gradients, one for each tower.
+          towers: `num_towers` lists of gradients, one for each tower. If the
+            losses are a `GlobalMean`, in the order in which the gradients were
+            computed.
           trainable_variables: The gradients' variables. None (default) for the
             variables that `build` got.
           weights: A number or scalar tensor >= 0 for each tower. With
@@ -428,7 +448,6 @@ class TowerOptimizer(base.GradientWrapper):
                 self._apply_totals(
                     summed,
                     site,
-                    plan,
                     self._num_towers,
                     tf.convert_to_tensor(sum(weights)) if weights else None,
                 )

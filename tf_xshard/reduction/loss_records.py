@@ -11,12 +11,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.tensorflow import tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +31,8 @@ class LossRecord:
       groups: The groups over which its items were counted.
       num_items: The number of items of this replica's group, a scalar tensor;
         None for a loss that is a sum.
-      items_per_row: The number of items of each row if all rows have equally
-        many. Else None.
+      num_rows: The number of rows, an int or a scalar tensor, if each row has
+        the same number of items. Else None.
       graph: The graph of `num_items`; None in eager mode.
       outermost: The graph of the outermost function around it.
     """
@@ -37,7 +40,7 @@ class LossRecord:
     name: str
     groups: group_assignment_lib.GroupAssignment
     num_items: tf.Tensor | None
-    items_per_row: int | None
+    num_rows: Any
     graph: tf.Graph | None
     outermost: tf.Graph | None
 
@@ -45,35 +48,61 @@ class LossRecord:
 # Without an optimizer that takes them, records would pile up in eager mode.
 _MOST_RECORDS = 1000
 _lock = threading.Lock()
-_records: dict[tuple, collections.deque] = {}
 
 
-def _key(site: site_lib.Site) -> tuple:
+class _OfReplica:
+    """The records of one replica."""
+
+    def __init__(self) -> None:
+        self.records: collections.deque = collections.deque(
+            maxlen=_MOST_RECORDS
+        )
+        # The outermost function in which the last records were taken.
+        self.taken_in: Callable[[], tf.Graph | None] = lambda: None
+
+
+_replicas: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _of(site: site_lib.Site) -> _OfReplica:
+    of_strategy = _replicas.setdefault(site.strategy, {})
     # A strategy may run the loss and the optimizer in two threads.
-    if site.num_replicas > 1:
-        return id(site.strategy), site.replica_id
-    return (threading.get_ident(),)
+    key = site.replica_id if site.num_replicas > 1 else threading.get_ident()
+    return of_strategy.setdefault(key, _OfReplica())
 
 
 def add(record: LossRecord, site: site_lib.Site) -> None:
     """Adds a record of this replica."""
     with _lock:
-        records = _records.setdefault(
-            _key(site), collections.deque(maxlen=_MOST_RECORDS)
-        )
+        records = _of(site).records
         # Records of another graph belong to a step that was never applied.
         if records and records[-1].outermost is not record.outermost:
             records.clear()
-        records.append(record)
+        # A persistent tape may differentiate one loss several times.
+        if not any(one is record for one in records):
+            records.append(record)
 
 
 def take(site: site_lib.Site) -> list[LossRecord]:
     """Removes and returns this replica's records since the last call."""
     outermost = site_lib.outermost_graph()
     with _lock:
-        records = _records.pop(_key(site), ())
-    # A step that was traced before, and not applied, left its records.
-    return [one for one in records if outermost in (None, one.outermost)]
+        own = _of(site)
+        # Drop the records that an earlier, unapplied trace left.
+        found = [
+            one for one in own.records if outermost in (None, one.outermost)
+        ]
+        own.records.clear()
+        if found and outermost is not None:
+            own.taken_in = weakref.ref(outermost)
+    return found
+
+
+def were_taken(site: site_lib.Site) -> bool:
+    """Returns whether records were taken in the function being traced."""
+    outermost = site_lib.outermost_graph()
+    with _lock:
+        return outermost is not None and _of(site).taken_in() is outermost
 
 
 def common_num_items(records: Sequence[LossRecord]) -> tf.Tensor | None:
@@ -88,22 +117,39 @@ def common_num_items(records: Sequence[LossRecord]) -> tf.Tensor | None:
             " items can't be read. Compute and apply it in one function."
         )
     numbers = [one.num_items for one in records]
-    # Numbers of items that are multiples of the number of rows give the calls
-    # of a round the same relative weights.
-    if (
-        all(one is None for one in numbers)
-        or len(numbers) == 1
-        or (all(one.items_per_row for one in records))
-    ):
+    if len(numbers) < 2 or all(one is None for one in numbers):
         return numbers[0] if numbers else None
-    raise ValueError(
-        f"A TowerOptimizer weights each call by the number of its loss' items,"
-        f" but the gradients of this call belong to {_names(records)}, whose"
-        " numbers of items may differ (masks, weights, or a loss that is a"
-        " sum). Combine the losses in one GlobalMean, or give all the same mask"
-        " and weights and accumulate with the inner optimizer's"
-        " gradient_accumulation_steps."
-    )
+    # Multiples of one number of rows give the calls of a round the same
+    # relative weights.
+    rows = [one.num_rows for one in records]
+    known = {one for one in rows if isinstance(one, int)}
+    if any(one is None for one in rows) or len(known) > 1:
+        raise ValueError(
+            "A TowerOptimizer weights each call by the number of its loss'"
+            f" items, but the gradients of this call belong to"
+            f" {_names(records)}, whose numbers of items may differ (rows,"
+            " masks, weights, or a loss that is a sum). Combine the losses in"
+            " one GlobalMean, or give all the same rows, without masks and"
+            " weights."
+        )
+    with tf.control_dependencies(_asserted_equal(rows)):
+        return tf.identity(numbers[0])
+
+
+def _asserted_equal(rows: Sequence) -> list:
+    """Asserts that losses have equally many rows, except in XLA."""
+    if tracing.in_xla():
+        return []
+    checks = [
+        tf.debugging.assert_equal(
+            tf.cast(one, tf.int64),
+            tf.cast(rows[0], tf.int64),
+            "The losses of a TowerOptimizer's call have different numbers of"
+            " rows, so their numbers of items differ.",
+        )
+        for one in rows[1:]
+    ]
+    return [one for one in checks if one is not None]
 
 
 def num_items_of_towers(
@@ -111,16 +157,16 @@ def num_items_of_towers(
 ) -> list[tf.Tensor] | None:
     """Returns `common_num_items` of each tower, for towers in one step.
 
-    The gradients of one tower were computed after those of the other.
+    The gradients of each tower must be computed before the next tower's.
     """
     if not records:
         return None
     if len(records) % num_towers:
         raise ValueError(
-            f"The gradients of {num_towers} towers are of {len(records)}"
-            f" GlobalMean losses, {_names(records)}. Each tower needs the same"
-            " losses. Compute their gradients one after the other, or pass"
-            " apply_towers(..., weights=...)."
+            f"Got gradients of {len(records)} GlobalMean losses"
+            f" ({_names(records)}) for {num_towers} towers. Each tower needs"
+            " the same losses. Compute the gradients one tower after the other,"
+            " or pass apply_towers(..., weights=...)."
         )
     size = len(records) // num_towers
     numbers = [

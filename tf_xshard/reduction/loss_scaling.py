@@ -35,17 +35,27 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
+def votes(
+    flags: Sequence[tf.Tensor],
+    site: site_lib.Site,
+    channel: transport_lib.Channel,
+) -> list[tf.Tensor]:
+    """Returns on how many replicas of all groups each flag is true."""
+    own = tf.cast(tf.stack(flags), tf.float32)
+    if site.num_replicas == 1:
+        return tf.unstack(own)
+    transport = collectives.transport_for(site, channel.over_all())
+    with recorder.labelled("finite vote", counts=[0]):
+        [counts] = transport.sum([own])
+    return tf.unstack(counts)
+
+
 def all_replicas_finite(
     gradients: Sequence, site: site_lib.Site, channel: transport_lib.Channel
 ) -> tf.Tensor:
     """Returns True on all replicas if the gradients of all are finite."""
-    finite = all_finite(gradients)
-    if site.num_replicas == 1:
-        return finite
-    overflows = tf.cast(tf.logical_not(finite), tf.float32)
-    transport = collectives.transport_for(site, channel.over_all())
-    with recorder.labelled("finite vote", counts=[0]):
-        [count] = transport.sum([overflows])
+    is_bad = tf.logical_not(all_finite(gradients))
+    [count] = votes([is_bad], site, channel)
     return tf.equal(count, 0)
 
 

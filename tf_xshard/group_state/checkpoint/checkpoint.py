@@ -14,6 +14,7 @@ from tf_xshard.group_state import inventory
 from tf_xshard.group_state import merge
 from tf_xshard.group_state import replica_io
 from tf_xshard.group_state.checkpoint import files
+from tf_xshard.optimizers import saving
 from tf_xshard.optimizers import stack
 from tf_xshard.private.keras import shards as keras_shards
 
@@ -24,17 +25,22 @@ def matched(
     directory: str,
 ) -> list[tuple[inventory.StateVariable, int, dict]]:
     """Pairs variables with the indices and entries of a save."""
-    names = {(one["part"], one["name"]) for one in saved}
+    saved_names = {(one["part"], one["name"]) for one in saved}
     own = [
         one
         for one in variables
         if one.kind != "metric"
-        and ((one.part, one.name) in names or not one.may_be_missing)
+        and ((one.part, one.name) in saved_names or not one.may_be_missing)
     ]
+    here = {(one.part, one.name) for one in variables}
     its = [
         (index, one)
         for index, one in enumerate(saved)
         if one["kind"] != "metric"
+        and (
+            (one["part"], one["name"]) in here
+            or not (one["of_optimizer"] and saving.is_optional(one["name"]))
+        )
     ]
     # The same names in another order mean reordered layers. Check this first,
     # since the comparison below ignores Keras's numbers in the names.
@@ -259,7 +265,7 @@ def create_saved_state(
     replicas: replica_io.ReplicaValues,
     directory: str,
 ) -> None:
-    """Creates the variables of a save that only steps create. Collective."""
+    """Creates saved variables that exist only after a step. Collective."""
     manifest = replicas.run_on_all_processes(
         f"Restoring from {directory!r}", lambda: files.read_manifest(directory)
     )

@@ -62,8 +62,8 @@ class GlobalMean(keras.losses.Loss):
         `[num_groups, replicas_per_group]` nested list of replica ids. The mean
         is over the replica's group. None (default) for one group of all
         replicas.
-      communication: A `Communication`, of which the number of items takes the
-        timeout. None (default) for its defaults.
+      communication: A `Communication`. Only its `timeout_seconds` is used, for
+        the sum of the numbers of items. None (default) for its defaults.
       name: The loss' name. None (default) for the name of `loss`.
 
     Raises:
@@ -173,7 +173,7 @@ class GlobalMean(keras.losses.Loss):
                     self.name,
                     groups,
                     None if is_sum else num_items,
-                    None if is_sum else own.items_per_row,
+                    None if is_sum else own.num_rows,
                     site_lib.function_graph(),
                     site_lib.outermost_graph(),
                 ),
@@ -200,7 +200,11 @@ class GlobalMean(keras.losses.Loss):
             return list(numbers)
         channel = self._reducer.channel(groups).exact()
         transport = collectives.transport_for(site, channel)
-        with recorder.labelled("loss", counts=[0]):
+        # A tower may compute its loss on another device.
+        with (
+            tf.device(site.device or None),
+            recorder.labelled("loss", counts=[0]),
+        ):
             [total] = transport.sum([tf.stop_gradient(tf.stack(numbers))])
         return tf.unstack(total)
 
@@ -281,6 +285,7 @@ class GlobalMean(keras.losses.Loss):
 
 def refuse_beside_other_losses(losses: Sequence[keras.losses.Loss]) -> None:
     """Raises ValueError if only some of a round's losses are a GlobalMean."""
+    # A `train_step` of a user's own is not seen.
     others = [one.name for one in losses if not isinstance(one, GlobalMean)]
     if others and len(others) < len(losses):
         names = [one.name for one in losses if isinstance(one, GlobalMean)]
@@ -297,7 +302,7 @@ def _checked(loss: Any) -> keras.losses.Loss | None:
         return None
     if not callable(loss) and not isinstance(loss, str):
         raise TypeError(
-            "GlobalMean takes a loss as compile() does, a name, a function or a"
+            "GlobalMean takes a loss as compile() does: a name, a function or a"
             f" keras.losses.Loss, got {loss!r}. For several outputs, wrap the"
             " loss of each."
         )

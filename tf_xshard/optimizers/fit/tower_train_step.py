@@ -92,20 +92,21 @@ def tower_train_step(
             _check_devices(model, site)
         parts, shares = _split(data, optimizer.num_towers)
         is_mean = reductions.checked(optimizer.reduction) is reductions.MEAN
-        gradients, predictions, losses, numbers = [], [], [], []
+        gradients, predictions, losses, items_of_towers = [], [], [], []
         for index, part in enumerate(parts):
             with tf.device(names[index % len(names)] if names else None):
                 of_tower, y_pred, loss = _compute(model, part)
             gradients.append(of_tower)
             predictions.append(y_pred)
             losses.append(loss)
-            numbers.append(
+            items_of_towers.append(
                 loss_records.common_num_items(loss_records.take(site))
             )
-        global_mean.refuse_beside_other_losses(
-            fit_internals.compiled_losses(model)
-        )
-        weights = shares if numbers[0] is None else numbers
+        if optimizer.weights_by_items:
+            global_mean.refuse_beside_other_losses(
+                fit_internals.compiled_losses(model)
+            )
+        weights = shares if items_of_towers[0] is None else items_of_towers
         _record_loss(model, losses, weights, _num_rows(data))
         if model.trainable_variables:
             optimizer.apply_towers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,13 +30,13 @@ class Evaluated(NamedTuple):
     Attributes:
       value: The loss, a scalar tensor.
       num_items: The number by which Keras divides the sum, a scalar tensor.
-      items_per_row: The number of items of each row if it is the same for all
-        rows, that is, without masks and weights. Else None.
+      num_rows: The number of rows, an int or a scalar tensor, if each row has
+        the same number of items, that is, without masks and weights. Else None.
     """
 
     value: tf.Tensor
     num_items: tf.Tensor
-    items_per_row: int | None
+    num_rows: Any
 
 
 def evaluated(
@@ -77,15 +76,20 @@ def evaluated(
     is_masked = mask is not None or any(
         getattr(one, _MASK, None) is not None for one in tf.nest.flatten(y_pred)
     )
-    per_row = losses.shape[1:]
     return Evaluated(
-        # Keras does not reduce a batch whose number of rows is known to be 0.
-        tf.reduce_sum(value),
-        tf.reduce_sum(count(y_true, y_pred, weights)),
+        _scalar(value),
+        _scalar(count(y_true, y_pred, weights)),
         None
-        if is_masked or weights is not None or None in per_row
-        else math.prod(per_row),
+        if is_masked or weights is not None or None in losses.shape[1:]
+        else losses.shape[0] or tf.shape(losses)[0],
     )
+
+
+def _scalar(value: tf.Tensor) -> tf.Tensor:
+    """Returns a scalar in at least float32, in which numbers are summed."""
+    # Keras does not reduce a batch whose number of rows is known to be 0.
+    value = tf.reduce_sum(value)
+    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
 
 
 def _variant(

@@ -98,6 +98,11 @@ class WrapperInternals(keras.optimizers.Optimizer):
         """Returns the inner optimizer, which may be another wrapper."""
         raise NotImplementedError
 
+    @property
+    def _required_variables(self) -> list:
+        """The variables that every save of the wrapper has."""
+        raise NotImplementedError
+
     def _create_named(self, names: Collection[str]) -> None:
         """Creates the variables with these names that only steps create."""
 
@@ -193,7 +198,7 @@ class WrapperInternals(keras.optimizers.Optimizer):
         fresh = [
             parts[name].name
             for name in self._starts_fresh
-            if parts[name]._own_variables
+            if parts[name]._required_variables
             or (no_part and _has_multi_optimizer(parts[name]._own_children()))
         ]
         self.__dict__["_starts_fresh"] = ()
