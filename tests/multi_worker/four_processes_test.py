@@ -97,7 +97,7 @@ def test_a_worker_that_traces_again_by_itself(results):
         assert result["retrace"] == [-33 if rank < 2 else -3300]
 
 
-def test_global_mean(results):
+def test_global_mean(results, report):
     """The numbers of one process with all rows; Keras' loss has others."""
     every = [
         [program.rows_of(rank, call) for rank in range(NUM_WORKERS)]
@@ -119,9 +119,19 @@ def test_global_mean(results):
     )
     for result in results:
         mean, plain, towers = result["global_mean"]
-        np.testing.assert_allclose(mean, in_two_steps, rtol=1e-6)
-        np.testing.assert_allclose(towers, in_one_step, rtol=1e-6)
-        assert not np.allclose(plain, in_two_steps, rtol=1e-2)
+        worst, without, of_towers = (
+            np.abs(np.subtract(one, expected)).max()
+            for one, expected in (
+                (mean, in_two_steps),
+                (plain, in_two_steps),
+                (towers, in_one_step),
+            )
+        )
+        report(
+            f"GlobalMean on 4 processes: {worst:.1e}, in a round"
+            f" {of_towers:.1e}, Keras {without:.1e}"
+        )
+        assert max(worst, of_towers) <= 1e-6 < 1e-2 < without
 
 
 @pytest.mark.parametrize("name", ["towers", "agn"])

@@ -353,7 +353,7 @@ def test_two_outputs_with_loss_weights_and_a_sum():
         np.testing.assert_allclose(got[1][name], values, rtol=1e-5)
 
 
-def test_fit_with_class_weights_and_all_metrics():
+def test_fit_with_class_weights_and_all_metrics(report):
     def fit(num_replicas, wrap, optimizer):
         with replicas.mirrored(num_replicas).scope():
             seeds.seed(2)
@@ -381,9 +381,12 @@ def test_fit_with_class_weights_and_all_metrics():
     )
     for name, values in reference[0].items():
         np.testing.assert_allclose(got[0][name], values, rtol=1e-5)
-    for one, expected in zip(got[1], reference[1], strict=True):
-        np.testing.assert_allclose(one, expected, atol=1e-6)
-    assert not np.allclose(plain[1][0], reference[1][0], atol=1e-4)
+    worst, without = (
+        max(np.abs(a - b).max() for a, b in zip(one, reference[1], strict=True))
+        for one in (got[1], plain[1])
+    )
+    report(f"class weights: {worst:.1e}, Keras {without:.1e}")
+    assert worst <= 1e-6 < 1e-4 < without
     assert not np.allclose(plain[0]["loss"], reference[0]["loss"], rtol=1e-3)
 
 
@@ -665,9 +668,19 @@ def _on_two(optimizer, *groups):
         _apply_to(optimizer(), GlobalMean("mse", *groups))
 
 
+def _other_groups_in_a_tower_train_step():
+    with replicas.mirrored(2).scope():
+        model = _dense()
+        model.compile(_tower(), GlobalMean("mse", [[0], [1]]))
+        step = tf_xshard.tower_train_step()
+        model.train_step = functools.partial(step, model)
+    model.fit(*_rows(8), 8, verbose=0)
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [
+        (_other_groups_in_a_tower_train_step, ValueError, r"\[\[0, 1\]\]"),
         (lambda: GlobalMean(3), TypeError, "takes a loss as compile"),
         (lambda: GlobalMean("nonsense"), ValueError, "nonsense"),
         (lambda: GlobalMean(["mse"]), TypeError, "wrap the loss of each"),

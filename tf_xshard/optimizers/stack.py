@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -223,9 +223,13 @@ class StackPlan:
             return
         self.other_call_has_losses = loss_records.were_taken(site)
         self.losses = loss_records.take(site)
-        if site.num_replicas == 1:
-            return
-        for one in self.losses:
+        self.check_losses(self.losses, site)
+
+    def check_losses(
+        self, losses: Sequence[loss_records.LossRecord], site: site_lib.Site
+    ) -> None:
+        """Raises ValueError if losses and optimizers do not fit together."""
+        for one in losses if site.num_replicas > 1 else ():
             self._check_loss(one, site)
 
     def _check_loss(

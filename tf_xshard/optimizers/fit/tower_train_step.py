@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.optimizers import stack
 from tf_xshard.optimizers import tower
 from tf_xshard.optimizers.fit import global_mean
 from tf_xshard.private.keras import fit_internals
@@ -92,21 +93,24 @@ def tower_train_step(
             _check_devices(model, site)
         parts, shares = _split(data, optimizer.num_towers)
         is_mean = reductions.checked(optimizer.reduction) is reductions.MEAN
-        gradients, predictions, losses, items_of_towers = [], [], [], []
+        gradients, predictions, losses = [], [], []
+        records: list[loss_records.LossRecord] = []
         for index, part in enumerate(parts):
             with tf.device(names[index % len(names)] if names else None):
                 of_tower, y_pred, loss = _compute(model, part)
             gradients.append(of_tower)
             predictions.append(y_pred)
             losses.append(loss)
-            items_of_towers.append(
-                loss_records.common_num_items(loss_records.take(site))
-            )
+            records += loss_records.take(site)
+        stack.StackPlan(optimizer).check_losses(records, site)
+        weights = shares
         if optimizer.weights_by_items:
             global_mean.refuse_beside_other_losses(
                 fit_internals.compiled_losses(model)
             )
-        weights = shares if items_of_towers[0] is None else items_of_towers
+            weights = (
+                loss_records.num_items_of_towers(records, len(parts)) or shares
+            )
         _record_loss(model, losses, weights, _num_rows(data))
         if model.trainable_variables:
             optimizer.apply_towers(
