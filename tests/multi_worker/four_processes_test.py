@@ -53,7 +53,7 @@ def results(directory, request):
         for process in processes:
             stack.enter_context(process)
             stack.callback(process.kill)
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 540
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))

@@ -141,7 +141,9 @@ def linear_training(optimizer, loss, calls, strategy):
         kernel = keras.Variable(np.ones((2, 1)), dtype="float32")
         optimizer = optimizer()
 
-    @tf.function(autograph=False, reduce_retracing=True)
+    signature = [tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])]
+
+    @tf.function(autograph=False, input_signature=signature)
     def step(x, y):
         def on_replica():
             with tf.GradientTape() as tape:
