@@ -44,8 +44,8 @@ def test_a_program_with_an_unfinished_iterator_ends_soon():
         timer.cancel()
         start = time.monotonic()
         assert process.wait(120) == 0
-        # 2 s on an idle machine; it was 41 s.
-        assert time.monotonic() - start < 15
+        # 2 s on an idle machine, up to 22 s beside other tests; it was 41 s.
+        assert time.monotonic() - start < 30
 
 
 _MISSES = """
