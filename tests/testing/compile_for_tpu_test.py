@@ -124,7 +124,7 @@ def test_a_sharded_update_is_two_all_reduces():
     [(tf_xshard.GlobalMean("mse"), False, 8), ("mse", True, 8)],
 )
 def test_a_small_all_reduce_more(loss, skip_nonfinite, num_bytes):
-    """Of the items' number, or of the vote, beside that of the gradients."""
+    """The number of items, or the vote, adds one to that of the gradients."""
     with replicas.tpu(8).scope():
         model = keras.Sequential(
             [keras.layers.Input((16,)), keras.layers.Dense(24)]

@@ -63,7 +63,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     has_own_reducer = True
     # Whether a wrapper without groups takes the groups of a wrapper around it.
     follows_groups_around = False
-    # Whether some gradients are not reduced.
+    # True if some gradients are not reduced.
     has_local_variables = False
     # Whether a TowerOptimizer, not a user, added this CrossShardOptimizer.
     is_implicit = False

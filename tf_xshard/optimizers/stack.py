@@ -117,7 +117,7 @@ class StackPlan:
     def __init__(self, root: Any) -> None:
         self.root = root
         self.loss_normalization = _setting(root, "loss_normalization", "global")
-        # Whether all replicas skip a step in which a gradient is not finite.
+        # True if all replicas skip a step in which a gradient is not finite.
         self.skip_nonfinite = _setting(root, "skip_nonfinite", False)
         self.max_consecutive_skips = _setting(
             root, "max_consecutive_skips", None
@@ -133,7 +133,7 @@ class StackPlan:
             self._refuse_partial_skips()
         # The losses of the gradients that the running call applies.
         self.losses: list[loss_records.LossRecord] = []
-        # Whether another call of the traced function applies these.
+        # True if an earlier call of the traced function took its losses.
         self.other_call_has_losses = False
 
     def _refuse_reductions_of_local_variables(self) -> None:

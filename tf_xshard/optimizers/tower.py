@@ -146,7 +146,7 @@ class TowerOptimizer(base.GradientWrapper):
             **kwargs,
         )
         self._num_towers = num_towers
-        # Whether traced calls count items (GlobalMean); None before the first.
+        # True if traced calls count items (GlobalMean); None before the first.
         self._set_untracked("_counts_items", None)
         self._set_untracked("_seen", accumulator.SeenVariables(name))
 
