@@ -496,12 +496,15 @@ def test_killed_while_saving(request, tmp_path, report):
             text=True,
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         )
-        # The first save is complete.
-        assert process.stdout.readline().strip() == "1"
-        time.sleep(0.5 * (number + rng.uniform()) / repetitions)
+        # Some saves are complete, and the kill falls somewhere into the next.
+        told, start = [], time.monotonic()
+        while len(told) < 2 + number % 3:
+            told.append(int(process.stdout.readline()))
+            start, duration = time.monotonic(), time.monotonic() - start
+        time.sleep(duration * rng.uniform())
         process.send_signal(signal.SIGKILL)
         with process.stdout:
-            told = [1, *(int(line) for line in process.stdout)]
+            told += [int(line) for line in process.stdout]
         assert process.wait() == -signal.SIGKILL
         step = state.restore(directory).step
         # What it said is saved; one more may be, of which it could not tell.
@@ -509,7 +512,6 @@ def test_killed_while_saving(request, tmp_path, report):
         saving_program.check(strategy, state, step)
         steps.append(step)
     report(f"SIGKILL while saving: restored steps {steps}")
-    assert max(steps) > 2
 
 
 # What plain TensorFlow loses, beside ours.
