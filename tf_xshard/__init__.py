@@ -65,6 +65,7 @@ __all__ = (
     "clip_by_value",
     "communication_plan",
     "compat",
+    "connect",
     "elementwise",
     "group_reduce",
     "is_chief",

@@ -21,6 +21,7 @@ from tf_xshard.callbacks.swap_center_weights import (
 from tf_xshard.communication import Communication as Communication
 from tf_xshard.group_assignment import GroupAssignment as GroupAssignment
 from tf_xshard.group_state.state import GroupState as GroupState
+from tf_xshard.multi_worker.connect import connect as connect
 from tf_xshard.multi_worker.fit import multi_worker_fit as multi_worker_fit
 from tf_xshard.multi_worker.processes import barrier as barrier
 from tf_xshard.multi_worker.processes import is_chief as is_chief

@@ -4,10 +4,8 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -35,7 +33,12 @@ if case == "fail" and rank == 1:
     raise ValueError("the cause")
 if case == "fail_once" and rank == 1 and not restart:
     sys.exit(3)
+print("at", time.time())
 if case == "fail_first" and not restart:
+    sys.exit(3)
+if case == "fails_late" and not restart:
+    time.sleep(2)
+    print("fails", time.time())
     sys.exit(3)
 if case == "killed" and rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +74,7 @@ if case == "hangup":
     os.kill(os.getppid(), signal.SIGHUP)
 if case not in (
     *("end", "memory", "threads", "fail_once", "fail_first", "child"),
-    "hangup",
+    *("fails_late", "hangup"),
 ):
     time.sleep(60)
 """
@@ -125,7 +128,7 @@ def test_all_end_well(launch):
 @pytest.mark.parametrize(
     "number, own, expected",
     [
-        (2, None, max(1, local_cluster.num_cores() // 2)),
+        (2, None, max(1, len(local_cluster.cores()) // 2)),
         (2, "7", 7),
         (1, None, None),
     ],
@@ -197,46 +200,103 @@ def test_children_end_with_their_worker(launch):
         pytest.fail("the child still runs")
 
 
-def test_each_host_starts_its_rank(launch):
-    code, out, _ = launch("--hosts a:1,b:2,[::1]:3 --rank 2", "end")
-    assert code == 0
-    [(rank, _, cluster, _)] = _started(out)
-    assert (rank, cluster) == (2, ["a:1", "b:2", "[::1]:3"])
-
-
 @pytest.fixture
-def other():
-    """A socket that listens, as another host's old worker does."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        yield other
+def hosts():
+    """The addresses of two workers on this machine."""
+    return ",".join(local_cluster.local_addresses(2))
 
 
-def _restarted(launch, other):
-    """A launch that is restarted beside another host."""
-    address = f"127.0.0.1:{other.getsockname()[1]}"
-    code, out, err = launch(
-        f"--hosts a:1,{address} --rank 0 --max-restarts 1", "fail_first"
+def _of_host(script, hosts, rank, case, *options):
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tf_xshard", "launch", *options),
+            *("--hosts", hosts, "--rank", str(rank), script, case),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=paths.ROOT,
     )
-    assert code == 0
-    assert [restart for _, restart, *_ in _started(out)] == [0, 1]
-    return f"{address} still listening: starting anyway" in err
 
 
-def test_a_host_waits_until_the_others_have_ended(launch, other):
-    """Its new worker must not connect to their old ones."""
-    timer = threading.Timer(4.0, other.close)
-    timer.start()
-    start = time.monotonic()
-    assert not _restarted(launch, other)
-    timer.join()
-    assert time.monotonic() - start >= 4.0
+def _ended(processes):
+    """What each host printed, its errors, and its exit code."""
+    pairs = [process.communicate(timeout=90) for process in processes]
+    return [
+        (*pair, process.returncode)
+        for pair, process in zip(pairs, processes, strict=True)
+    ]
 
 
-def test_a_host_does_not_wait_for_ever(launch, other, monkeypatch):
-    monkeypatch.setattr(launcher, "_RESTART_MAX_SECONDS", 0.5)
-    assert _restarted(launch, other)
+def test_each_host_starts_its_rank(script, hosts):
+    ended = _ended([_of_host(script, hosts, rank, "end") for rank in (1, 0)])
+    for rank, (out, err, code) in zip((1, 0), ended, strict=True):
+        assert code == 0, err
+        [(own, _, cluster, _)] = _started(out)
+        assert (own, cluster) == (rank, hosts.split(","))
+
+
+def test_hosts_restart_together(script, hosts):
+    """A host's new worker starts after the other host's old one has ended."""
+    ended = _ended(
+        [
+            _of_host(script, hosts, rank, case, "--max-restarts", "1")
+            for rank, case in enumerate(["fail_first", "fails_late"])
+        ]
+    )
+    restarts = [[r for _, r, *_ in _started(out)] for out, *_ in ended]
+    assert restarts == [[0, 1], [0, 1]]
+    [late] = re.findall(r"fails (\S+)", ended[1][0])
+    again = re.findall(r"at (\S+)", ended[0][0])[-1]
+    assert float(again) > float(late)
+
+
+def test_a_host_that_does_not_start(script, hosts):
+    """An error on all others in time, and again on a restart."""
+    options = "--connect-timeout", "1", "--max-restarts", "1"
+    [(out, err, code)] = _ended([_of_host(script, hosts, 0, "end", *options)])
+    assert code == 1 and not _started(out)
+    text = f"ranks [1] of 2 did not connect to rank 0 ({hosts.split(',')[0]})"
+    assert err.count(text) == 2
+
+
+def test_hosts_that_disagree(script, hosts):
+    """The whole job ends, on each host, with one text."""
+    longer = ",".join([hosts, *local_cluster.local_addresses(1)])
+    ended = _ended(
+        [_of_host(script, hosts, 0, "end"), _of_host(script, longer, 1, "end")]
+    )
+    for out, err, code in ended:
+        assert code == 1 and not _started(out)
+        assert "rank 1 on" in err and "as one of 3 processes, but rank 0" in err
+
+
+@pytest.mark.parametrize(
+    "options, variables, message",
+    [
+        ("--workers 2", {"TF_CONFIG": "{}"}, "TF_CONFIG is set already"),
+        ("--from-env", {"TF_CONFIG": "{}"}, "TF_CONFIG is set already"),
+        (
+            "--workers 2",
+            {"RANK": "0", "WORLD_SIZE": "3"},
+            "each of the 3 processes that torchrun started would train 3 times",
+        ),
+        (
+            "--from-env",
+            {"RANK": "0", "WORLD_SIZE": "3"},
+            "torchrun does not tell where rank 0 is",
+        ),
+    ],
+)
+def test_refuses_beside_an_engine(
+    options, variables, message, script, monkeypatch, capsys
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", *options.split(), script])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_one_that_can_not_be_started_ends_the_others(monkeypatch, launch):
@@ -339,8 +399,15 @@ def test_nohup(handler, launch):
     "arguments, message",
     [
         ("--workers 0", "must be at least 1"),
-        ("", "one of the arguments --workers --hosts is required"),
-        ("--workers 1 --hosts a:1", "not allowed with"),
+        ("", "--workers, --hosts or --from-env is required"),
+        ("--workers 1 --hosts a:1 --rank 0", "--workers is not for --hosts"),
+        ("--from-env --hosts a:1 --rank 0", "not allowed with"),
+        ("--from-env --max-restarts 1", "the engine restarts"),
+        ("--workers 1 --connect-timeout 0", "must be positive"),
+        (
+            "--hosts 127.0.0.2:4000,127.0.0.3:4000 --rank 0",
+            "Give each its own port",
+        ),
         ("--workers 2 --rank 1", "--rank is for --hosts"),
         ("--hosts a:1,b --rank 0", "'b' is not host:port"),
         ("--hosts a:1,a:1 --rank 0", "the same address twice"),

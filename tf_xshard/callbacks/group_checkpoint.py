@@ -13,6 +13,7 @@ from absl import logging
 
 from tf_xshard import checks
 from tf_xshard import group_assignment
+from tf_xshard.distribute import lone_training
 from tf_xshard.group_state import state
 from tf_xshard.group_state.checkpoint import checkpoint
 from tf_xshard.group_state.checkpoint import files
@@ -51,6 +52,8 @@ class GroupCheckpoint(keras.callbacks.Callback):
       ValueError: If an argument is invalid. When `fit` begins, if the save is
         damaged, belongs to another model, or was made at a step that
         `steps_per_execution` does not divide.
+      RuntimeError: When `fit` begins, in an evaluator, or in one of several
+        processes that would train alone (see `connect`).
 
     Example:
 
@@ -122,6 +125,9 @@ class GroupCheckpoint(keras.callbacks.Callback):
         """
         del logs
         self._state = state.GroupState(self.model)
+        lone_training.refuse(
+            self._state.replicas.strategy, "GroupCheckpoint saves"
+        )
         self._num_to_skip = self._num_since_save = 0
         replicas = self._state.replicas
         # One process decides, in case others do not see the last save yet.

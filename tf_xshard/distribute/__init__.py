@@ -8,6 +8,9 @@ of this folder communicates. Imports `private`.
 - `replica_variables`: creates, reads and writes variables that differ by
   replica; the dtype of accumulators.
 - `variable_role`: which variables' gradients are reduced, sharded and clipped.
+- `engines`: which engine started this process (Slurm, MPI, torchrun), and the
+  rank that it gave; imports no TensorFlow.
+- `lone_training`: raises if one of several processes trains alone.
 - `indexed_slices`: converts, deduplicates and adds IndexedSlices.
 - `shards`: splits a tensor over the replicas of a group, and joins shards.
 - `reduction_guard`: raises if an inner optimizer reduces gradients itself.

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.group_state import divergence
@@ -381,6 +382,8 @@ class GroupState:
           OSError, tf.errors.OpError or ValueError: If the directory can't be
             written, or the processes do not share it. The previous save is
             kept, and the other processes raise a RuntimeError.
+          RuntimeError: In an evaluator, or in one of several processes that
+            train alone (see `connect`).
 
         Example:
 
@@ -395,6 +398,7 @@ class GroupState:
         >>> float(weight)
         1.0
         """
+        lone_training.refuse(self.replicas.strategy, "GroupState saves")
         checkpoint.save(
             self._built_catalog(),
             self.replicas,

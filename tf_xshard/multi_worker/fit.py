@@ -18,6 +18,7 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.collectives import watchdog
+from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.keras import multi_worker_patches
@@ -126,7 +127,8 @@ def multi_worker_fit(
 
     Raises:
       RuntimeError: If this version of Keras has changed these places in an
-        unknown way, or if their source can't be read.
+        unknown way, or if their source can't be read. When `fit` begins, in one
+        of several processes that would train alone (see `connect`).
 
     Example:
 
@@ -163,6 +165,10 @@ def _loop_of_worker(loop: Callable) -> Callable:
     def loop_of_worker(self: Any, *args: Any, **kwargs: Any) -> Any:
         rank = _rank(self.distribute_strategy)
         if rank is None:
+            if loop.__name__ == "fit":
+                lone_training.refuse(
+                    self.distribute_strategy, "multi_worker_fit trains"
+                )
             return loop(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()

@@ -10,7 +10,6 @@ import collections
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,9 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, IO, TextIO
 
+from tf_xshard.distribute import engines
+from tf_xshard.multi_worker import connect
+from tf_xshard.multi_worker import exchange
 from tf_xshard.multi_worker import local_cluster
 
 # Signals that end a program. The exit code is the first such signal's.
@@ -30,9 +32,6 @@ _LINES_SHOWN = 60
 GRACE_SECONDS = 30.0
 GRACE_AFTER_FAILURE_SECONDS = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
-_RESTART_MAX_SECONDS = 60.0
-_CONNECT_SECONDS = 1.0
-_SECONDS_BETWEEN_CONNECTIONS = 0.5
 
 
 class Signals:
@@ -146,16 +145,33 @@ class Worker:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--workers", type=int, help="how many processes, on this machine"
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help="how many processes to start on this machine; with --from-env, how"
+        " many there are, where the engine does not tell (Kubernetes)",
     )
+    where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--hosts",
         help="host:port of every worker, in the order of ranks, separated by"
         " commas; this machine starts one of them",
     )
+    where.add_argument(
+        "--from-env",
+        action="store_true",
+        help="run the script in this process, as one of those that srun,"
+        " mpiexec, torchrun or a Kubernetes Job has started",
+    )
     parser.add_argument("--rank", type=int, help="this machine's, with --hosts")
+    parser.add_argument(
+        "--connect-timeout",
+        type=float,
+        default=connect.TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help="with --hosts and --from-env, how long to wait until all workers"
+        " are started (default: %(default)g)",
+    )
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -182,16 +198,18 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(
             f"{options.script!r} is not a file; for a module, put -m before it"
         )
+    if options.from_env:
+        return _run_from_environment(program, options, parser)
     received = Signals()
-    with received:
-        for restart in range(options.max_restarts + 1):
-            if restart:
-                _say(f"restart {restart} of {options.max_restarts}")
-                _wait_for_ended(hosts or (), options.rank, received)
-                if received.first is not None:
-                    break
-                # Signals received meanwhile were for workers that have ended.
-                received.new.clear()
+    for restart in range(options.max_restarts + 1):
+        if restart:
+            _say(f"restart {restart} of {options.max_restarts}")
+        if hosts and not _all_have_started(hosts, options):
+            code = 1
+            continue
+        # Signals received before were for workers that have ended.
+        received.new.clear()
+        with received:
             job = _Job(
                 program,
                 hosts or local_cluster.local_addresses(options.workers),
@@ -199,33 +217,112 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 restart,
             )
             code = job.wait(received)
-            if code == 0 or received.first is not None:
-                break
-    if received.first is not None:
-        return 128 + received.first
+        if received.first is not None:
+            return 128 + received.first
+        if code == 0:
+            break
     return code
+
+
+def _run_from_environment(
+    program: Sequence[str],
+    options: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+) -> int:
+    """Becomes the script's process, joined to those of the engine."""
+    added: dict[str, str] = {}
+    try:
+        place = connect.found_place(options.workers)
+        if place is None:
+            _say("no engine started this process, so it trains alone")
+        else:
+            members = exchange.exchange(place, options.connect_timeout)
+            added = connect.environment(place.rank, members)
+    except ValueError as error:
+        parser.error(str(error))
+    except exchange.JobError as error:
+        _say(str(error))
+        return 1
+    # This process keeps its number, its open files and its signals, which the
+    # engine knows.
+    os.execve(
+        sys.executable,
+        [sys.executable, *program],
+        {**local_cluster.KEEPS_FREED_MEMORY, **added, **os.environ},
+    )
+
+
+def _all_have_started(
+    hosts: Sequence[str], options: argparse.Namespace
+) -> bool:
+    """Waits until every host is ready to start its worker."""
+    # Each host gets here only when its old worker has ended. So no new worker
+    # connects to an old one.
+    host, _, port = hosts[0].rpartition(":")
+    place = engines.Place(
+        "launch",
+        options.rank,
+        len(hosts),
+        host.strip("[]"),
+        int(port),
+        hosts[0],
+    )
+    try:
+        exchange.exchange(place, options.connect_timeout, hosts)
+    except exchange.JobError as error:
+        _say(str(error))
+        return False
+    return True
 
 
 def _checked_hosts(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> list[str] | None:
-    """Returns the addresses of --hosts, or None with --workers."""
+    """Returns the addresses of --hosts, or None without."""
     if options.max_restarts < 0:
         parser.error(
             f"--max-restarts {options.max_restarts}: must be 0 or more"
         )
+    if not 0 < options.connect_timeout < float("inf"):
+        parser.error(
+            f"--connect-timeout {options.connect_timeout}: must be positive"
+        )
+    if os.environ.get("TF_CONFIG"):
+        parser.error(
+            "TF_CONFIG is set already, so something else has started this"
+            " process as a worker. Run the script without `launch`, or unset"
+            " TF_CONFIG."
+        )
+    if options.workers is not None and options.workers < 1:
+        parser.error(f"--workers {options.workers}: must be at least 1")
     if options.hosts is None:
         if options.rank is not None:
             parser.error("--rank is for --hosts")
-        if options.workers < 1:
-            parser.error(f"--workers {options.workers}: must be at least 1")
+        if options.from_env:
+            if options.max_restarts:
+                parser.error(
+                    "--max-restarts is not for --from-env: the engine restarts"
+                )
+        elif options.workers is None:
+            parser.error("--workers, --hosts or --from-env is required")
+        else:
+            _refuse_a_step_of_several(options, parser)
         return None
+    if options.workers is not None:
+        parser.error("--workers is not for --hosts")
     hosts = options.hosts.split(",")
     for host in hosts:
         if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", host):
             parser.error(f"--hosts: {host!r} is not host:port")
     if len(set(hosts)) < len(hosts):
         parser.error(f"--hosts: {options.hosts} has the same address twice")
+    loopback = [host for host in hosts if host.startswith("127.")]
+    ports = [host.rpartition(":")[2] for host in loopback]
+    if len(set(ports)) < len(ports):
+        parser.error(
+            f"--hosts: {','.join(loopback)} are one machine, on which"
+            " TensorFlow listens at all addresses. Give each its own port."
+        )
     if options.rank is None or not 0 <= options.rank < len(hosts):
         got = "" if options.rank is None else f", got {options.rank}"
         parser.error(
@@ -235,40 +332,21 @@ def _checked_hosts(
     return hosts
 
 
+def _refuse_a_step_of_several(
+    options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """Ends the program if each of several processes would start a job."""
+    engine, size = engines.size_of_step()
+    if size > 1 and os.environ.get(engines.ALONE) != "1":
+        parser.error(
+            f"--workers {options.workers} in each of the {size} processes that"
+            f" {engine} started would train {size} times. Use --from-env to"
+            f" train once, with one worker in each; or set {engines.ALONE}=1."
+        )
+
+
 def _say(text: str) -> None:
     print(f"tf_xshard launch: {text}", file=sys.stderr, flush=True)
-
-
-def _wait_for_ended(
-    hosts: Sequence[str], rank: int | None, received: Signals
-) -> None:
-    """Waits until the other hosts' workers have ended."""
-    # New workers must not connect to old workers. It is enough to see each
-    # address closed once, since its host starts a new worker only after its own
-    # wait, and the new worker listens some seconds later. The wait has a time
-    # limit, since a host that was cut off from the network looked closed to the
-    # other hosts. When it is back, their new workers may already listen and
-    # wait for it. Connecting to an old worker costs both hosts one more
-    # restart.
-    listening = [host for r, host in enumerate(hosts) if r != rank]
-    deadline = time.monotonic() + _RESTART_MAX_SECONDS
-    while listening and received.first is None:
-        listening = [host for host in listening if _listens(host)]
-        if listening and time.monotonic() > deadline:
-            _say(f"{', '.join(listening)} still listening: starting anyway")
-            return
-        time.sleep(_SECONDS_BETWEEN_CONNECTIONS)
-
-
-def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection(
-            (host.strip("[]"), int(port)), _CONNECT_SECONDS
-        ).close()
-    except OSError:
-        return False
-    return True
 
 
 class _Job:

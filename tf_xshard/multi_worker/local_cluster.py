@@ -15,7 +15,7 @@ from typing import Any, IO
 # it page by page when it is needed again, for each message of a step. With
 # these settings glibc keeps the memory, and 208 MB took 16% less time
 # (benchmarks/README.md). 32 MiB is the largest threshold that glibc accepts.
-_KEEPS_FREED_MEMORY = {
+KEEPS_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
@@ -26,21 +26,25 @@ _Output = IO[Any] | int | None
 
 def settings(num_workers: int) -> dict[str, str]:
     """Returns environment variables for workers that share this machine."""
-    # Each worker gets its share of the cores. With a thread for every core in
-    # every worker, 208 MB in 8-bit integers took a fifth longer on two cores.
-    shared = {}
-    if num_workers > 1:
-        threads = max(1, num_cores() // num_workers)
-        shared["TF_NUM_INTRAOP_THREADS"] = str(threads)
-    return {**_KEEPS_FREED_MEMORY, **shared}
+    return {**KEEPS_FREED_MEMORY, **threads(num_workers)}
 
 
-def num_cores() -> int:
-    """Counts the cores that this process may use."""
+def threads(num_workers: int) -> dict[str, str]:
+    """Returns the variables that give a worker its share of the cores."""
+    # With a thread for every core in every worker, 208 MB in 8-bit integers
+    # took a fifth longer on two cores.
+    if num_workers == 1:
+        return {}
+    share = max(1, len(cores()) // num_workers)
+    return {"TF_NUM_INTRAOP_THREADS": str(share)}
+
+
+def cores() -> set[int]:
+    """Returns the numbers of the cores that this process may use."""
     # macOS and Windows do not say which cores a process may use.
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def free_ports(count: int) -> list[int]:

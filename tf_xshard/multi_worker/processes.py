@@ -8,6 +8,7 @@ from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import site as site_lib
 
 
@@ -21,8 +22,10 @@ def rank(strategy: tf.distribute.Strategy | None = None) -> int:
       An int from 0 (the chief) to the number of processes - 1.
 
     Raises:
-      ValueError: If the strategy is not supported, or there is none and
-        TF_CONFIG names several workers.
+      RuntimeError: In an evaluator, or if the strategy has only one of several
+        processes that were started (see `connect`).
+      ValueError: If the strategy is not supported, or there is none in one of
+        several processes.
 
     Example:
 
@@ -41,11 +44,12 @@ def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
       strategy: The strategy that trains. None (default) for the current one.
 
     Returns:
-      True if this process's rank is 0.
+      True if this process's rank is 0. False in an evaluator.
 
     Raises:
-      ValueError: If the strategy is not supported, or there is none and
-        TF_CONFIG names several workers.
+      RuntimeError: See `rank`.
+      ValueError: If the strategy is not supported, or there is none in one of
+        several processes.
 
     Example:
 
@@ -54,6 +58,8 @@ def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
 
     Source: `TF_CONFIG`, whose first worker is the chief if no task is named so.
     """
+    if lone_training.is_evaluator():
+        return False
     return site_lib.rank(_checked(strategy, "is_chief")) == 0
 
 
@@ -71,9 +77,9 @@ def barrier(
       timeout_seconds: How long to wait for other processes. Default: 300.
 
     Raises:
-      RuntimeError: In replica context.
+      RuntimeError: In replica context; also see `rank`.
       TypeError, ValueError: If an argument is invalid, the strategy is not
-        supported, or there is none and TF_CONFIG names several workers.
+        supported, or there is none in one of several processes.
       tf.errors.DeadlineExceededError: If another process does not call it in
         time. This process's collectives then fail, so restart the process.
 
@@ -115,13 +121,12 @@ def _checked(
 ) -> tf.distribute.Strategy:
     strategy = strategy or tf.distribute.get_strategy()
     site_lib.kind_of(strategy)
-    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    jobs = resolver.cluster_spec().as_dict()
-    num_workers = len(jobs.get("chief", [])) + len(jobs.get("worker", []))
-    if num_workers > 1 and site_lib.is_default(strategy):
+    engine, size = lone_training.num_started()
+    if size > 1 and site_lib.is_default(strategy):
         raise ValueError(
             f"{caller}() is called outside of a strategy's scope, where each of"
-            f" the {num_workers} workers of TF_CONFIG would be alone. Pass the"
+            f" the {size} processes ({engine}) would be alone. Pass the"
             f" strategy, {caller}(strategy)."
         )
+    lone_training.refuse(strategy, f"{caller}() is called")
     return strategy

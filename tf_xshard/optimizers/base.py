@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_xshard import checks
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
@@ -301,8 +302,9 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             (default) for the variables that `build` got.
 
         Raises:
-          RuntimeError: In cross-replica context, or if the optimizer was
-            created in another strategy's scope.
+          RuntimeError: In cross-replica context, if the optimizer was created
+            in another strategy's scope, or in one of several processes that
+            would train alone (see `connect`).
           ValueError: If gradients and variables do not match, no variable has
             a gradient, or the optimizer does not fit the strategy.
 
@@ -405,6 +407,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         """Returns where a step runs, under this optimizer's strategy."""
         site = site_lib.current()
         self._check_strategy(site.strategy)
+        lone_training.refuse(site.strategy, f"{self.name} applies gradients")
         return site
 
     def _check_strategy(self, strategy: tf.distribute.Strategy) -> None:

@@ -1,0 +1,431 @@
+"""What engines say in environment variables, and how processes connect."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent import futures
+
+import pytest
+
+import tf_xshard
+from tests.support import paths
+from tf_xshard.distribute import engines
+from tf_xshard.multi_worker import connect
+from tf_xshard.multi_worker import exchange
+from tf_xshard.multi_worker import local_cluster
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "9",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "n[07-08,11],m3",
+}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-n7-1@1",
+}
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"}
+SAGEMAKER = {
+    "SM_HOSTS": '["algo-2", "algo-1"]',
+    "SM_CURRENT_HOST": "algo-2",
+}
+# Variables, then engine, rank, size, leader and port (None: any).
+PLACES = [
+    ({}, None),
+    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+    ({"RANK": "3"}, None),
+    (SLURM, ("Slurm", 2, 4, "n07", None)),
+    (
+        {**SLURM, "SLURM_STEP_RESV_PORTS": "12345-12348"},
+        ("Slurm", 2, 4, "n07", 12345),
+    ),
+    ({**SLURM, "SLURM_STEP_NODELIST": "m3"}, ("Slurm", 2, 4, "m3", None)),
+    (TORCHRUN, ("torchrun", 1, 2, "a", 29500)),
+    (
+        {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        ("torchrun", 1, 2, "a", 29501),
+    ),
+    (
+        {
+            "PET_NODE_RANK": "1",
+            "PET_NNODES": "2",
+            "PET_MASTER_ADDR": "b",
+            "PET_MASTER_PORT": "4000",
+            "PET_NPROC_PER_NODE": "auto",
+        },
+        ("torchrun", 1, 2, "b", 4000),
+    ),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, ("torchrun", 0, 2, None, None)),
+    (OPEN_MPI, ("Open MPI", 3, 4, "127.0.0.1", None)),
+    (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        ("Open MPI", 3, 4, None, None),
+    ),
+    (
+        {
+            **OPEN_MPI,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "MASTER_ADDR": "c",
+            "MASTER_PORT": "5000",
+        },
+        ("Open MPI", 3, 4, "c", 5000),
+    ),
+    (PMI, ("MPI", 0, 2, "127.0.0.1", None)),
+    # mpiexec starts one daemon per host with srun. The ranks are MPI's.
+    ({**SLURM, **OPEN_MPI}, ("Open MPI", 3, 4, "127.0.0.1", None)),
+    # srun --mpi=pmi2.
+    (
+        {**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"},
+        ("Slurm", 2, 4, "n07", None),
+    ),
+    ({**KUBERNETES, **TORCHRUN}, ("torchrun", 1, 2, "a", 29500)),
+    (KUBERNETES, ("Kubernetes", 1, None, "train-0.net.ns.svc", 7777)),
+    (SAGEMAKER, ("SageMaker", 1, 2, "algo-1", 7777)),
+    ({name: "" for name in TORCHRUN}, None),
+]
+
+
+@pytest.fixture(autouse=True)
+def pod_name(monkeypatch):
+    def getfqdn(name):
+        return f"{name}.net.ns.svc"
+
+    monkeypatch.setattr(socket, "getfqdn", getfqdn)
+
+
+@pytest.mark.parametrize("variables, expected", PLACES, ids=str)
+def test_places(variables, expected):
+    place = engines.place(variables)
+    if expected is None:
+        assert place is None
+        return
+    engine, rank, size, leader, port = expected
+    assert (place.engine, place.rank, place.size, place.leader) == (
+        engine,
+        rank,
+        size,
+        leader,
+    )
+    assert port == place.port if port else place.port != 0
+
+
+@pytest.mark.parametrize(
+    "variables, name",
+    [
+        (SLURM, "SLURM_RESTART_COUNT"),
+        (SLURM, "SLURM_STEP_ID"),
+        (OPEN_MPI, "PMIX_NAMESPACE"),
+        (TORCHRUN, "TORCHELASTIC_RESTART_COUNT"),
+        (TORCHRUN, "MASTER_PORT"),
+    ],
+)
+def test_jobs_differ(variables, name):
+    other = engines.place({**variables, name: "3"})
+    assert engines.place(variables).job != other.job
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({**TORCHRUN, "RANK": "first"}, "RANK must be an integer, got 'first'"),
+        ({**SLURM, "SLURM_PROCID": "4"}, "rank 4 of 4, but ranks are from 0"),
+    ],
+)
+def test_variables_that_can_not_be(variables, message):
+    with pytest.raises(ValueError, match=message):
+        engines.place(variables)
+
+
+# The exchange.
+
+
+def _place(rank, size, port, job="job"):
+    return engines.Place("engine", rank, size, "127.0.0.1", port, job)
+
+
+@pytest.fixture
+def port():
+    [port] = local_cluster.free_ports(1)
+    return port
+
+
+def _exchanged(places, timeout=20.0, addresses=None):
+    """What each process gets, or the text of its error; and the seconds."""
+
+    def of(place, own):
+        try:
+            return exchange.exchange(place, timeout, own)
+        except exchange.JobError as error:
+            return str(error)
+
+    start = time.monotonic()
+    given = addresses or [None] * len(places)
+    with futures.ThreadPoolExecutor(len(places)) as pool:
+        results = list(pool.map(of, places, given))
+    return results, time.monotonic() - start
+
+
+def test_all_get_the_same_addresses(port):
+    places = [_place(rank, 4, port) for rank in (3, 0, 2, 1)]
+    results, seconds = _exchanged(places)
+    assert seconds < 5
+    assert all(members == results[0] for members in results)
+    addresses = [member.address for member in results[0]]
+    assert len(set(addresses)) == 4
+    assert all(one.startswith("127.0.0.1:") for one in addresses)
+    assert {one.host for one in results[0]} == {socket.gethostname()}
+
+
+def test_a_missing_rank(port):
+    results, seconds = _exchanged(
+        [_place(rank, 4, port) for rank in (0, 1, 3)], 2.0
+    )
+    assert 2 <= seconds < 5
+    host = socket.gethostname()
+    for text in results:
+        assert (
+            f"ranks [2] of 4 did not connect to rank 0 (127.0.0.1:{port})"
+            f" within 2 s; came: 1 from 127.0.0.1 ({host}), 3 from"
+        ) in text
+
+
+@pytest.mark.parametrize("twice", [0, 2])
+def test_two_processes_with_one_rank(twice, port):
+    results, seconds = _exchanged(
+        [_place(rank, 4, port) for rank in (0, 1, 2, twice)]
+    )
+    assert seconds < 9
+    host = socket.gethostname()
+    told = f"two processes have rank {twice}: on {host} and on {host}."
+    assert all(told in text for text in results)
+
+
+def test_sizes_that_disagree(port):
+    results, seconds = _exchanged(
+        [_place(0, 3, port), _place(1, 3, port), _place(2, 4, port)]
+    )
+    assert seconds < 9
+    told = "was started as one of 4 processes, but rank 0"
+    assert all(told in text for text in results)
+
+
+def test_a_leader_that_is_not_there(port):
+    [text], seconds = _exchanged([_place(1, 2, port)], 1.0)
+    assert 1 <= seconds < 4
+    assert (
+        f"rank 1 of 2 did not reach rank 0 at 127.0.0.1:{port} within 1 s:"
+        " Connection refused"
+    ) in text
+
+
+def test_addresses_that_disagree(port):
+    results, _ = _exchanged(
+        [_place(rank, 2, port) for rank in (0, 1)],
+        addresses=[["a:1", "b:1"], ["a:1", "c:1"]],
+    )
+    for text in results:
+        assert "was given the addresses ['a:1', 'c:1']" in text
+
+
+def test_a_port_that_is_taken(port):
+    with socket.create_server(("127.0.0.1", port)):
+        [text], seconds = _exchanged([_place(0, 2, port)])
+    assert seconds < 15
+    assert f"rank 0 can't listen at 127.0.0.1:{port}: Address already" in text
+
+
+def test_ranks_that_are_swapped(port):
+    """Rank 0 runs on another machine than the one that all connect to."""
+    place = engines.Place("launch", 0, 2, "192.0.2.1", port, "")
+    [text], _ = _exchanged([place], 0.5)
+    assert "does not have the address 192.0.2.1: is it rank 0's?" in text
+
+
+def test_strangers_are_not_answered(port):
+    """Another job, a program that speaks otherwise, and a silent one."""
+    answers = []
+
+    def ask(text):
+        with contextlib.suppress(OSError):
+            for _ in range(50):
+                with contextlib.suppress(ConnectionRefusedError):
+                    one = socket.create_connection(("127.0.0.1", port), 9)
+                    break
+                time.sleep(0.05)
+            with one:
+                one.sendall(text)
+                answers.append(one.recv(99))
+
+    texts = [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"[" * 99999 + b"\n"]
+    threads = [threading.Thread(target=ask, args=[text]) for text in texts]
+    for thread in threads:
+        thread.start()
+    places = [_place(0, 2, port), _place(1, 2, port, "another job")]
+    results, _ = _exchanged(places, 3.0)
+    for thread in threads:
+        thread.join()
+    assert re.search(
+        r"came: ([4-9]|\d\d) connections of other programs", results[0]
+    )
+    assert "another program listens there" in results[1]
+    assert not any(answers)
+
+
+# connect() and `launch --from-env`.
+
+_SHOW = """
+import json, os
+print(json.dumps([os.environ["TF_CONFIG"],
+                  os.environ.get("TF_NUM_INTRAOP_THREADS"),
+                  os.environ["MALLOC_TRIM_THRESHOLD_"]]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(_SHOW)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch):
+    for variables, _ in PLACES:
+        for name in variables:
+            if name != "HOSTNAME":
+                monkeypatch.delenv(name, raising=False)
+
+
+def _from_env(script, variables, *options):
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tf_xshard", "launch", "--from-env"),
+            *("--connect-timeout", "60", *options, script),
+        ],
+        env={**os.environ, **variables},
+        cwd=paths.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _of_rank(engine, rank, port):
+    return {
+        "Slurm": {
+            **SLURM,
+            "SLURM_PROCID": f"{rank}",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_STEP_RESV_PORTS": f"{port}-{port + 3}",
+        },
+        "torchrun": {
+            "RANK": f"{rank}",
+            "WORLD_SIZE": "4",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": f"{port}",
+        },
+        "Open MPI": {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": f"{rank}"},
+        "SageMaker": {
+            "SM_HOSTS": '["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]',
+            "SM_CURRENT_HOST": f"127.0.0.{rank + 1}",
+        },
+    }[engine]
+
+
+@pytest.mark.parametrize(
+    "engine", ["Slurm", "torchrun", "Open MPI", "SageMaker"]
+)
+def test_four_processes_of_an_engine(engine, script, port):
+    """They share this machine's cores."""
+    processes = [
+        _from_env(script, _of_rank(engine, rank, port)) for rank in range(4)
+    ]
+    configs = []
+    for process in processes:
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+        config, threads, trim = json.loads(out)
+        assert threads == str(max(1, len(local_cluster.cores()) // 4))
+        assert int(trim) > 1 << 30
+        configs.append(json.loads(config))
+    assert [one["task"]["index"] for one in configs] == [0, 1, 2, 3]
+    clusters = [one["cluster"]["worker"] for one in configs]
+    assert len(set(clusters[0])) == 4 and clusters == [clusters[0]] * 4
+
+
+def test_a_process_of_no_engine(script):
+    process = _from_env(script, {})
+    out, err = process.communicate(timeout=90)
+    assert "no engine started this process, so it trains alone" in err
+    assert "KeyError: 'TF_CONFIG'" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, variables, message",
+    [
+        ({"num_workers": 2}, {}, "num_workers=2, but .* no engine"),
+        ({"num_workers": 3}, TORCHRUN, "but torchrun started 2 processes"),
+        ({}, KUBERNETES, "does not tell a process how many there are"),
+        ({}, {"RANK": "0", "WORLD_SIZE": "2"}, "where rank 0 is. Set MASTER_"),
+        ({"num_workers": 0}, {}, "num_workers must be a positive int"),
+        ({"timeout_seconds": 0}, {}, "timeout_seconds must be positive"),
+    ],
+)
+def test_connect_refuses(arguments, variables, message, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        tf_xshard.connect(**arguments)
+
+
+def test_connect_leaves_tf_config(monkeypatch):
+    config = local_cluster.tf_config(["a:1", "b:2"], 1)
+    for name, value in {**TORCHRUN, "TF_CONFIG": config}.items():
+        monkeypatch.setenv(name, value)
+    tf_xshard.connect()
+    assert os.environ["TF_CONFIG"] == config
+
+
+def test_arguments_complete_the_place(monkeypatch):
+    for name, value in KUBERNETES.items():
+        monkeypatch.setenv(name, value)
+    place = connect.found_place(num_workers=3, leader="b", port=5)
+    assert (place.rank, place.size, place.leader, place.port) == (1, 3, "b", 5)
+    assert connect.found_place(num_workers=1) is None
+
+
+@pytest.mark.parametrize(
+    "hosts, cores, expected",
+    [
+        ("aaaa", [{0, 1, 2, 3}] * 4, "1"),
+        ("aabb", [{0, 1, 2, 3}] * 4, "2"),
+        # As Slurm does with --cpu-bind.
+        ("aaaa", [{0, 1}, {2, 3}] * 2, "2"),
+        ("abcd", [{0, 1, 2, 3}] * 4, None),
+    ],
+)
+def test_processes_share_a_machine_s_cores(hosts, cores, expected, monkeypatch):
+    monkeypatch.setattr(local_cluster, "cores", lambda: {0, 1, 2, 3})
+    members = [
+        exchange.Member("a:1", host, tuple(own))
+        for host, own in zip(hosts, cores, strict=True)
+    ]
+    found = connect.environment(0, members).get("TF_NUM_INTRAOP_THREADS")
+    assert found == expected

@@ -1,0 +1,296 @@
+"""Finds out what started this process: Slurm, MPI, torchrun and others.
+
+Each engine tells a process its rank in environment variables. Imports no
+TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import zlib
+from collections.abc import Callable, Mapping
+
+# Where no engine gives the port at which rank 0 listens.
+DEFAULT_PORT = 7777
+_LOOPBACK = "127.0.0.1"
+# Set to 1 where processes that an engine started are to train alone.
+ALONE = "TF_XSHARD_ALONE"
+
+# The names of the engines that are an MPI's.
+MPI = ("Open MPI", "MPI")
+
+Variables = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of this process among those that an engine started.
+
+    Attributes:
+      engine: The engine's name, for messages.
+      rank: From 0.
+      size: The number of processes; None if the engine does not tell.
+      leader: The host of rank 0; None if the engine does not tell.
+      port: Where rank 0 listens during the exchange; None if the engine
+        does not tell.
+      job: A text that is equal in all processes of a job, and differs between
+        jobs as far as the engine allows.
+    """
+
+    engine: str
+    rank: int
+    size: int | None
+    leader: str | None
+    port: int | None
+    job: str
+
+
+def _torchrun(variables: Variables) -> Place | None:
+    """torchrun, and whatever else sets RANK and WORLD_SIZE."""
+    return _of_torch(
+        variables, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    )
+
+
+def _kubeflow(variables: Variables) -> Place | None:
+    """Kubeflow's variables for a torchrun on each node, without torchrun."""
+    if variables.get("PET_NPROC_PER_NODE", "1") not in ("1", "auto"):
+        return None
+    return _of_torch(
+        variables,
+        "PET_NODE_RANK",
+        "PET_NNODES",
+        "PET_MASTER_ADDR",
+        "PET_MASTER_PORT",
+    )
+
+
+def _of_torch(
+    variables: Variables, rank: str, size: str, address: str, port: str
+) -> Place | None:
+    if not {rank, size} <= set(variables):
+        return None
+    # torchrun's own store listens at MASTER_PORT.
+    taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(
+        "torchrun",
+        _integer(variables, rank),
+        _integer(variables, size),
+        variables.get(address),
+        _integer(variables, port) + taken if port in variables else None,
+        _joined(
+            variables,
+            "TORCHELASTIC_RUN_ID",
+            "TORCHELASTIC_RESTART_COUNT",
+            address,
+            port,
+        ),
+    )
+
+
+def _open_mpi(variables: Variables) -> Place | None:
+    if "OMPI_COMM_WORLD_RANK" not in variables:
+        return None
+    return _of_mpi(
+        variables,
+        MPI[0],
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        # Open MPI 5; 4 has a number for each job.
+        _joined(variables, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    )
+
+
+def _pmi(variables: Variables) -> Place | None:
+    """MPICH, Intel MPI, and others that PMI starts."""
+    if not {"PMI_RANK", "PMI_SIZE"} <= set(variables):
+        return None
+    # All processes of a host have one parent. It is not the same on another
+    # host, where the job is known by MASTER_ADDR and MASTER_PORT.
+    parent = "" if "MASTER_ADDR" in variables else str(os.getppid())
+    return _of_mpi(
+        variables, MPI[1], "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", parent
+    )
+
+
+def _of_mpi(
+    variables: Variables,
+    engine: str,
+    rank: str,
+    size: str,
+    local_size: str,
+    job: str,
+) -> Place:
+    leader = variables.get("MASTER_ADDR")
+    if leader is None and variables.get(local_size) == variables[size]:
+        leader = _LOOPBACK
+    if "MASTER_PORT" in variables:
+        port: int | None = _integer(variables, "MASTER_PORT")
+    elif job:
+        port = _port_of(job)
+    else:
+        port = DEFAULT_PORT
+    return Place(
+        engine,
+        _integer(variables, rank),
+        _integer(variables, size),
+        leader,
+        port,
+        job + _joined(variables, "MASTER_ADDR", "MASTER_PORT"),
+    )
+
+
+def _slurm(variables: Variables) -> Place | None:
+    # The variables of the step, since those of the job (SLURM_NTASKS) are also
+    # set where a batch script runs Python by itself.
+    needed = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
+    if not needed <= set(variables):
+        return None
+    job = _joined(
+        variables, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"
+    )
+    reserved = variables.get("SLURM_STEP_RESV_PORTS", "")
+    first = re.match(r"\d+", reserved)
+    return Place(
+        "Slurm",
+        _integer(variables, "SLURM_PROCID"),
+        _integer(variables, "SLURM_STEP_NUM_TASKS"),
+        _first_host(variables["SLURM_STEP_NODELIST"]),
+        int(first[0]) if first else _port_of(job),
+        job,
+    )
+
+
+def _sagemaker(variables: Variables) -> Place | None:
+    if not {"SM_HOSTS", "SM_CURRENT_HOST"} <= set(variables):
+        return None
+    hosts = sorted(json.loads(variables["SM_HOSTS"]))
+    return Place(
+        "SageMaker",
+        hosts.index(variables["SM_CURRENT_HOST"]),
+        len(hosts),
+        hosts[0],
+        DEFAULT_PORT,
+        _joined(variables, "TRAINING_JOB_NAME", "SM_HOSTS"),
+    )
+
+
+def _kubernetes(variables: Variables) -> Place | None:
+    """A pod of an indexed Job with a headless service."""
+    if "JOB_COMPLETION_INDEX" not in variables:
+        return None
+    rank = _integer(variables, "JOB_COMPLETION_INDEX")
+    # The pod's name is JOB-INDEX, followed in DNS by the service's.
+    full_name = socket.getfqdn(variables.get("HOSTNAME", ""))
+    match = re.fullmatch(rf"(.*)-{rank}(\..*)?", full_name)
+    leader = f"{match[1]}-0{match[2] or ''}" if match else None
+    return Place(
+        "Kubernetes", rank, None, leader, DEFAULT_PORT, leader or full_name
+    )
+
+
+# From the innermost to the outermost, since an engine may start another:
+# Slurm starts one MPI daemon per host, and Kubernetes starts torchrun.
+DETECTORS: tuple[Callable[[Variables], Place | None], ...] = (
+    _torchrun,
+    _kubeflow,
+    _open_mpi,
+    _pmi,
+    _slurm,
+    _sagemaker,
+    _kubernetes,
+)
+# The engines that start a process only as one of several that belong together.
+_OF_STEPS = (_torchrun, _kubeflow, _open_mpi, _pmi, _slurm)
+
+
+def place(variables: Variables = os.environ) -> Place | None:
+    """Returns this process's place, or None if no engine started it.
+
+    Raises ValueError for variables that are no numbers, or contradict.
+    """
+    own = _given(variables)
+    found = [one for detector in DETECTORS if (one := detector(own))]
+    if not found:
+        return None
+    first = found[0]
+    for other in found[1:]:
+        # Slurm can start MPI's processes itself. It knows all hosts.
+        same = (other.rank, other.size) == (first.rank, first.size)
+        if same and first.leader is None:
+            first = other
+    if first.size is not None and not 0 <= first.rank < first.size:
+        raise ValueError(
+            f"{first.engine} gives this process rank {first.rank} of"
+            f" {first.size}, but ranks are from 0 to {first.size - 1}. Unset"
+            " the variables if they are left over from another job."
+        )
+    return first
+
+
+def size_of_step(variables: Variables = os.environ) -> tuple[str, int]:
+    """Returns the engine and the number of processes that it started.
+
+    `("", 1)` if the variables name no such engine.
+    """
+    own = _given(variables)
+    for detector in _OF_STEPS:
+        if found := detector(own):
+            return found.engine, found.size or 1
+    return "", 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What TF_CONFIG says: the type of this task, and how many train."""
+
+    type: str
+    num_workers: int
+
+
+def task(variables: Variables = os.environ) -> Task | None:
+    """Returns the task of TF_CONFIG, or None without a cluster in it."""
+    config = json.loads(variables.get("TF_CONFIG") or "{}")
+    cluster = config.get("cluster")
+    if not cluster:
+        return None
+    num_workers = sum(len(cluster.get(job, ())) for job in ("chief", "worker"))
+    return Task(config.get("task", {}).get("type", "worker"), num_workers)
+
+
+def _given(variables: Variables) -> Variables:
+    """Leaves out empty variables, which shells use for "not set"."""
+    return {name: value for name, value in variables.items() if value}
+
+
+def _integer(variables: Variables, name: str) -> int:
+    try:
+        return int(variables[name])
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {name} must be an integer, got"
+            f" {variables[name]!r}."
+        ) from None
+
+
+def _joined(variables: Variables, *names: str) -> str:
+    return ".".join(variables.get(name, "") for name in names)
+
+
+def _first_host(hosts: str) -> str:
+    """Returns the first of Slurm's host list: "n[01-02],m" gives "n01"."""
+    match = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", hosts)
+    assert match is not None  # Every part may be empty.
+    prefix, inside, suffix = match.groups()
+    first = re.split("[-,]", inside or "")[0]
+    return prefix + first + suffix
+
+
+def _port_of(text: str) -> int:
+    """Returns a port below the range from which the kernel chooses ports."""
+    return 20000 + zlib.crc32(text.encode()) % 10000

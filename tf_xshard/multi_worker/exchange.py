@@ -1,0 +1,343 @@
+"""Tells every process of a job the addresses of all, by way of rank 0.
+
+Rank 0 listens, and each other process sends it one line of JSON and gets one
+back. Nothing that arrives is run or unpickled. A line without the job's token
+gets no answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import ipaddress
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tf_xshard.distribute import engines
+from tf_xshard.multi_worker import local_cluster
+
+_MAX_BYTES = 16 << 20
+_SECONDS_BETWEEN_TRIES = 0.2
+# For one attempt to connect, and for a peer to send its line.
+_SECONDS_PER_TRY = 3.0
+_GRACE_SECONDS = 3.0
+# Others wait longer than rank 0, so that it can tell them what was missing.
+_MARGIN_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A process of a job, as rank 0 describes it to all.
+
+    Attributes:
+      address: `host:port`, where TensorFlow is to listen.
+      host: The name of the machine.
+      cores: The numbers of the cores that the process may use.
+    """
+
+    address: str
+    host: str
+    cores: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hello:
+    """What a process says of itself: a line of JSON."""
+
+    token: str
+    rank: int
+    size: int
+    # The addresses of all processes, if they are known from the start.
+    addresses: list[str] | None
+    port: int
+    host: str
+    cores: list[int]
+
+
+class JobError(RuntimeError):
+    """The processes of the job did not find each other."""
+
+
+def exchange(
+    place: engines.Place,
+    timeout_seconds: float,
+    addresses: Sequence[str] | None = None,
+) -> list[Member]:
+    """Returns all processes of a job, in the order of their ranks.
+
+    Args:
+      place: With a size, a leader and a port.
+      timeout_seconds: How long to wait for the other processes.
+      addresses: `host:port` of all processes. By default, each takes a free
+        port.
+
+    Raises:
+      JobError: In all processes that take part, if one is missing in time or
+        contradicts another.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    with socket.socket() as reserved:
+        # It stays bound until all have answered, so that two processes of a
+        # machine do not choose one port.
+        reserved.bind(("", 0))
+        token = f"{place.engine} {place.job}".encode()
+        own = _Hello(
+            hashlib.sha256(token).hexdigest(),
+            place.rank,
+            place.size or 1,
+            None if addresses is None else list(addresses),
+            reserved.getsockname()[1],
+            socket.gethostname(),
+            sorted(local_cluster.cores()),
+        )
+        if place.rank == 0:
+            answer = _lead(place, own, deadline, timeout_seconds)
+        else:
+            answer = _follow(place, own, deadline, timeout_seconds)
+    if "error" in answer:
+        raise JobError(answer["error"])
+    return [
+        Member(address, host, tuple(cores))
+        for address, host, cores in answer["members"]
+    ]
+
+
+def _family(place: engines.Place) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in (place.leader or "") else socket.AF_INET
+
+
+def _where(place: engines.Place) -> str:
+    return f"{place.leader}:{place.port}"
+
+
+def _lead(
+    place: engines.Place, own: _Hello, deadline: float, timeout_seconds: float
+) -> dict[str, Any]:
+    """Collects all processes as rank 0, and answers them."""
+    try:
+        server = socket.create_server(
+            ("", place.port or 0), family=_family(place), backlog=1024
+        )
+    except OSError as error:
+        return _taken(place, own, error)
+    peers: dict[int, tuple[socket.socket, _Hello]] = {}
+    waiting: list[socket.socket] = []
+    num_strangers = 0
+    error: str | None = None
+    with server, contextlib.ExitStack() as connections:
+        while len(peers) < own.size - 1:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                error = error or _missing(
+                    place, peers, num_strangers, timeout_seconds
+                )
+                break
+            connections.enter_context(connection)
+            hello = _parsed(_receive(connection, _SECONDS_PER_TRY))
+            if hello is None or hello.token != own.token:
+                num_strangers += 1
+                connection.close()
+                continue
+            waiting.append(connection)
+            if problem := _contradiction(own, hello, peers):
+                # Those that come a little later are told as well.
+                error = error or problem
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            else:
+                peers[hello.rank] = connection, hello
+        answer: dict[str, Any] = (
+            {"error": error} if error else {"members": _members(own, peers)}
+        )
+        for connection in waiting:
+            _send(connection, answer | {"token": own.token})
+    return answer
+
+
+def _contradiction(
+    own: _Hello,
+    other: _Hello,
+    peers: Mapping[int, tuple[socket.socket, _Hello]],
+) -> str | None:
+    """Says why a process does not fit those that came before."""
+    if other.size != own.size:
+        return (
+            f"rank {other.rank} on {other.host} was started as one of"
+            f" {other.size} processes, but rank 0 on {own.host} as one of"
+            f" {own.size}. Start all with the same number."
+        )
+    if other.rank == 0 or other.rank in peers:
+        first = peers[other.rank][1] if other.rank else own
+        return (
+            f"two processes have rank {other.rank}: on {first.host} and on"
+            f" {other.host}. Give each its own rank."
+        )
+    if other.addresses != own.addresses:
+        return (
+            f"rank {other.rank} on {other.host} was given the addresses"
+            f" {other.addresses}, but rank 0 on {own.host} was given"
+            f" {own.addresses}. Give all the same."
+        )
+    return None
+
+
+def _missing(
+    place: engines.Place,
+    peers: Mapping[int, tuple[socket.socket, _Hello]],
+    num_strangers: int,
+    timeout_seconds: float,
+) -> str:
+    """Says which ranks did not come."""
+    size = place.size or 1
+    missing = [rank for rank in range(1, size) if rank not in peers]
+    came = [
+        f"{rank} from {connection.getpeername()[0]} ({hello.host})"
+        for rank, (connection, hello) in sorted(peers.items())
+    ]
+    if num_strangers:
+        came.append(f"{num_strangers} connections of other programs")
+    text = (
+        f"ranks {missing} of {size} did not connect to rank 0 ({_where(place)})"
+        f" within {timeout_seconds:g} s; came: {', '.join(came) or 'none'}."
+        " Start them all, and check that they can reach this address."
+    )
+    if not _is_here(place.leader or ""):
+        text += (
+            f" This machine, {socket.gethostname()}, does not have the address"
+            f" {place.leader}: is it rank 0's?"
+        )
+    return text
+
+
+def _is_here(host: str) -> bool:
+    """Returns False if a host's address is none of this machine's."""
+    try:
+        address = socket.gethostbyname(host)
+        with socket.socket() as one:
+            one.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _members(
+    own: _Hello, peers: Mapping[int, tuple[socket.socket, _Hello]]
+) -> list[tuple[str, str, list[int]]]:
+    """Returns address, host and cores of every rank."""
+    hellos = [own, *(peers[rank][1] for rank in sorted(peers))]
+    if own.addresses is not None:
+        addresses = own.addresses
+    else:
+        # How the others see this machine, and this machine sees the others.
+        # Processes of this machine may come over the loopback interface, at
+        # which other machines do not find them.
+        here = "127.0.0.1"
+        for connection, _ in peers.values():
+            if not _is_loopback(connection.getpeername()[0]):
+                here = connection.getsockname()[0]
+        hosts = [here]
+        for rank in sorted(peers):
+            seen = peers[rank][0].getpeername()[0]
+            hosts.append(here if _is_loopback(seen) else seen)
+        addresses = [
+            f"{host}:{hello.port}"
+            for host, hello in zip(hosts, hellos, strict=True)
+        ]
+    return [
+        (address, hello.host, hello.cores)
+        for address, hello in zip(addresses, hellos, strict=True)
+    ]
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
+
+
+def _taken(place: engines.Place, own: _Hello, error: OSError) -> dict[str, Any]:
+    """Answers for a rank 0 that can't listen."""
+    # A second process with rank 0 on this machine gets the first one's answer.
+    with contextlib.suppress(OSError):
+        if answer := _asked(place, own, _MARGIN_SECONDS):
+            return answer
+    return {
+        "error": f"rank 0 can't listen at {_where(place)}: {error.strerror}."
+        " If another program has the port, choose another with connect(port=)"
+        " or MASTER_PORT, the same in all processes."
+    }
+
+
+def _follow(
+    place: engines.Place, own: _Hello, deadline: float, timeout_seconds: float
+) -> dict[str, Any]:
+    """Asks rank 0 until it answers."""
+    why = "no time"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            if answer := _asked(place, own, left + _MARGIN_SECONDS):
+                return answer
+            why = "another program listens there"
+        except OSError as error:
+            why = error.strerror or str(error)
+        time.sleep(_SECONDS_BETWEEN_TRIES)
+    return {
+        "error": f"rank {own.rank} of {own.size} did not reach rank 0 at"
+        f" {_where(place)} within {timeout_seconds:g} s: {why}. Start rank 0,"
+        " and check that this machine can reach its address."
+    }
+
+
+def _asked(
+    place: engines.Place, own: _Hello, seconds: float
+) -> dict[str, Any] | None:
+    """Returns rank 0's answer, or None from another program."""
+    assert place.leader is not None and place.port is not None
+    with socket.create_connection(
+        (place.leader, place.port), min(seconds, _SECONDS_PER_TRY)
+    ) as connection:
+        connection.sendall(_line(dataclasses.asdict(own)))
+        answer = _receive(connection, seconds)
+    if answer is None or answer.get("token") != own.token:
+        return None
+    return answer
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"
+
+
+def _send(connection: socket.socket, content: dict[str, Any]) -> None:
+    # One that has ended meanwhile is missed by TensorFlow.
+    with contextlib.suppress(OSError):
+        connection.settimeout(_SECONDS_PER_TRY)
+        connection.sendall(_line(content))
+
+
+def _receive(
+    connection: socket.socket, seconds: float
+) -> dict[str, Any] | None:
+    """Reads a line of JSON, or returns None for anything else."""
+    deadline = time.monotonic() + seconds
+    parts: list[bytes] = []
+    try:
+        while not parts or b"\n" not in parts[-1]:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            parts.append(connection.recv(1 << 16))
+            if not parts[-1] or sum(map(len, parts)) > _MAX_BYTES:
+                return None
+        content = json.loads(b"".join(parts))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _parsed(content: dict[str, Any] | None) -> _Hello | None:
+    """Returns a process's line, or None if another program sent it."""
+    names = {field.name for field in dataclasses.fields(_Hello)}
+    if content is None or set(content) != names:
+        return None
+    return _Hello(**content)
