@@ -8,6 +8,8 @@ from typing import Any
 from tf_xshard import checks
 from tf_xshard import wire_formats
 
+_TRANSPORTS = ("auto", "mpi", "tensorflow")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
@@ -48,6 +50,11 @@ class Communication:
         `"float16"`. Default: False.
       rounding: `"nearest"` (default), or `"stochastic"` (`"int8"` only), which
         rounds up or down at random, so that the mean over steps is exact.
+      transport: How processes with one CPU replica each communicate. `"auto"`
+        (default) uses MPI where `tf_xshard.connect` found that MPI started
+        them and mpi4py is installed, else TensorFlow's own collectives. `"mpi"`
+        uses MPI, or raises an error that says why it can't. `"tensorflow"`
+        never uses MPI.
 
     Raises:
       TypeError: If an argument has the wrong type.
@@ -70,6 +77,7 @@ class Communication:
     buckets_in_flight: int = 4
     error_feedback: bool = False
     rounding: str = "nearest"
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         usable = wire_formats.usable()
@@ -92,6 +100,11 @@ class Communication:
             "Communication(timeout_seconds=...)", self.timeout_seconds
         )
         checks.boolean("Communication(error_feedback=...)", self.error_feedback)
+        if self.transport not in _TRANSPORTS:
+            raise ValueError(
+                f"Communication(transport={self.transport!r}) is not supported."
+                f" Supported: {_TRANSPORTS}."
+            )
         formats = wire_formats.TABLE.values()
         if self.error_feedback and not wire_formats.TABLE[self.dtype].loses:
             raise ValueError(
@@ -181,7 +194,7 @@ class Communication:
         # Version 0.1.0 does not know these arguments, so omit their defaults.
         for field in dataclasses.fields(self):
             if (
-                field.name in ("error_feedback", "rounding")
+                field.name in ("error_feedback", "rounding", "transport")
                 and config[field.name] == field.default
             ):
                 del config[field.name]

@@ -423,9 +423,12 @@ def test_arguments_complete_the_place(monkeypatch):
 )
 def test_processes_share_a_machine_s_cores(hosts, cores, expected, monkeypatch):
     monkeypatch.setattr(local_cluster, "cores", lambda: {0, 1, 2, 3})
+    # Rank 1's.
     members = [
         exchange.Member("a:1", host, tuple(own))
         for host, own in zip(hosts, cores, strict=True)
     ]
-    found = connect.environment(0, members).get("TF_NUM_INTRAOP_THREADS")
-    assert found == expected
+    place = engines.place({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"})
+    found = connect.environment(place, members)
+    assert found.get("TF_NUM_INTRAOP_THREADS") == expected
+    assert found["TF_XSHARD_RESTART"] == "3"

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 
 from tests.programs import launched_job
 from tests.support import group_training
+from tests.support import namespaces
 from tests.support import paths
 from tf_xshard.multi_worker import local_cluster
 
@@ -47,7 +47,7 @@ _ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 class _Launched:
     """A finished launch: its lines, and when each came."""
 
-    def __init__(self, command, environment=None):
+    def __init__(self, command):
         self.lines = []
         process = subprocess.Popen(
             command,
@@ -56,7 +56,7 @@ class _Launched:
             text=True,
             errors="replace",
             cwd=paths.ROOT,
-            env={**_ENVIRONMENT, **(environment or {})},
+            env=_ENVIRONMENT,
         )
         # A launch that hangs fails, and the test with it.
         limit = threading.Timer(_LIMIT_SECONDS, process.terminate)
@@ -200,70 +200,29 @@ def test_many_killed_workers(number, tmp_path, uninterrupted, report):
     _check(tmp_path, uninterrupted, ["kill"] * 4, rng, report)
 
 
-@contextlib.contextmanager
-def _namespaces():
-    """A network namespace per worker, on one bridge."""
-
-    def ip(*arguments):
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    names = [f"tfx{os.getpid() % 10000}n{r}" for r in range(NUM_WORKERS)]
-    bridge = f"tfx{os.getpid() % 10000}b"
-    try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("link", "set", bridge, "up")
-        for rank, name in enumerate(names):
-            ip("netns", "add", name)
-            ip(
-                *("link", "add", f"{name}v", "type", "veth"),
-                *("peer", "name"),
-                f"{name}p",
-            )
-            ip("link", "set", f"{name}v", "master", bridge, "up")
-            ip("link", "set", f"{name}p", "netns", name, "name", "eth0")
-            inside = ("-n", name)
-            ip(*inside, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
-            ip(*inside, "link", "set", "eth0", "up")
-            ip(*inside, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-        subprocess.run(["ip", "link", "del", bridge], check=False)
-
-
-def _may_have_namespaces():
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        return False
-    try:
-        with _namespaces():
-            return True
-    except subprocess.CalledProcessError:
-        return False
-
-
 @pytest.mark.full
 def test_a_worker_that_is_cut_off(tmp_path, uninterrupted, report):
     """Two hosts, each with its launcher; one loses its network for a while."""
-    if not _may_have_namespaces():
-        pytest.skip("network namespaces are not allowed here")
-    hosts = ",".join(f"10.77.0.{r + 1}:4000" for r in range(NUM_WORKERS))
+    if not namespaces.are_allowed():
+        pytest.skip("needs root")
+    hosts = ",".join(
+        f"{namespaces.address(r)}:4000" for r in range(NUM_WORKERS)
+    )
     with (
-        _namespaces() as names,
+        namespaces.made(NUM_WORKERS) as names,
         futures.ThreadPoolExecutor(NUM_WORKERS) as pool,
     ):
         launches = list(
             pool.map(
                 lambda rank: _Launched(
                     [
-                        *("ip", "netns", "exec", names[rank]),
+                        *namespaces.inside(names[rank]),
                         *(sys.executable, "-m", "tf_xshard", "launch"),
                         *("--hosts", hosts, "--rank", str(rank)),
                         *("--max-restarts", "4"),
                         *("-m", "tests.programs.launched_job"),
                         *(str(tmp_path / "saves"), "cut:1:13"),
                     ],
-                    {"TF_XSHARD_TEST_NAMESPACE": "1"},
                 ),
                 range(NUM_WORKERS),
             )

@@ -22,6 +22,7 @@ import tf_xshard
 from tests.support import group_training
 
 TIMEOUT_SECONDS = 15
+SECONDS_CUT_OFF = 45
 NUM_WORKERS = 2
 NUM_EPOCHS = 3
 STEPS_PER_EPOCH = 8
@@ -42,11 +43,34 @@ def hang():
 
 
 def cut():
-    """Off the network, alive."""
+    """Off the network, alive, until after all workers have given up."""
     subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    subprocess.Popen(
+        ["sh", "-c", f"sleep {SECONDS_CUT_OFF}; ip link set eth0 up"],
+        start_new_session=True,
+    )
 
 
-FAULTS = {"kill": kill, "stop": stop, "hang": hang, "load": hang, "cut": cut}
+def preempt():
+    """What Slurm or a cloud does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def requeue():
+    """What an administrator does."""
+    job = os.environ["SLURM_JOB_ID"]
+    subprocess.run(["scontrol", "requeue", job], check=True)
+
+
+FAULTS = {
+    "kill": kill,
+    "stop": stop,
+    "hang": hang,
+    "load": hang,
+    "cut": cut,
+    "preempt": preempt,
+    "requeue": requeue,
+}
 
 
 class _Fault(keras.callbacks.Callback):
@@ -88,9 +112,8 @@ def _hanging_loader(dataset, step):
 
 
 def main(directory, *faults):
+    tf_xshard.connect(60)
     restart = int(os.environ["TF_XSHARD_RESTART"])
-    if restart and os.environ.get("TF_XSHARD_TEST_NAMESPACE"):
-        subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
     with strategy.scope():
@@ -103,7 +126,9 @@ def main(directory, *faults):
             loss="binary_crossentropy",
             metrics=["accuracy"],
         )
-    callbacks = [tf_xshard.GroupCheckpoint(directory, every=3)]
+    callbacks = [
+        tf_xshard.GroupCheckpoint(directory, every=3, on_preemption=True)
+    ]
     x, y = group_training.data(16 * STEPS_PER_EPOCH)
     dataset = (
         tf.data.Dataset.from_tensor_slices((x, y))

@@ -9,5 +9,6 @@ callback is a thin layer over other folders, mainly `group_state`. Imports
 - `divergence_sentinel`: finds replicas of one group that differ.
 - `learning_rate_warmup`: raises the learning rate over the first epochs.
 - `swap_center_weights`: validates and saves with AGNOptimizer's center.
+- `preemption`: agrees between processes that one was asked to end.
 - `communication_ledger`: logs the collectives, bytes and seconds of each epoch.
 """

@@ -13,6 +13,7 @@ from absl import logging
 
 from tf_xshard import checks
 from tf_xshard import group_assignment
+from tf_xshard.callbacks import preemption as preemption_lib
 from tf_xshard.distribute import lone_training
 from tf_xshard.group_state import state
 from tf_xshard.group_state.checkpoint import checkpoint
@@ -47,13 +48,21 @@ class GroupCheckpoint(keras.callbacks.Callback):
       keep: The number of latest saves to keep. None for all. Default: 1.
       regroup: See `GroupState.restore`. Used if the saved groups are different.
         Default: None.
+      on_preemption: True to save and end when a process of the job gets SIGTERM
+        or SIGUSR1, as Slurm, Kubernetes and clouds send before they take a
+        machine away. All processes save after the same batch, within about a
+        second, and end with SystemExit(143). Started again, training resumes to
+        the same bits. Default: False.
 
     Raises:
       ValueError: If an argument is invalid. When `fit` begins, if the save is
         damaged, belongs to another model, or was made at a step that
         `steps_per_execution` does not divide.
-      RuntimeError: When `fit` begins, in an evaluator, or in one of several
-        processes that would train alone (see `connect`).
+      RuntimeError: When `fit` begins, in an evaluator, in one of several
+        processes that would train alone (see `connect`), or with
+        `on_preemption` in another thread than the main thread.
+      SystemExit: In `fit`, with `on_preemption`, after a signal.
+      TypeError: If `on_preemption` is not a bool.
 
     Example:
 
@@ -81,12 +90,15 @@ class GroupCheckpoint(keras.callbacks.Callback):
         keep: int | None = 1,
         *,
         regroup: str | Mapping[int, int] | None = None,
+        on_preemption: bool = False,
     ) -> None:
         super().__init__()
         self._directory = os.fspath(directory)
         self._every = checks.count("every", every, "epoch")
         self._keep = checks.count("keep", keep, None)
         self._regroup = regroup
+        self._on_preemption = checks.boolean("on_preemption", on_preemption)
+        self._preemption: preemption_lib.Preemption | None = None
         self._state: Any = None
         self._epoch = 0
         self._num_to_skip = 0
@@ -129,6 +141,14 @@ class GroupCheckpoint(keras.callbacks.Callback):
             self._state.replicas.strategy, "GroupCheckpoint saves"
         )
         self._num_to_skip = self._num_since_save = 0
+        self._resume()
+        if self._on_preemption:
+            gather = self._state.replicas.gather_json
+            self._preemption = preemption_lib.Preemption(gather)
+            self._preemption.start()
+
+    def _resume(self) -> None:
+        """Restores the last save, if there is one."""
         replicas = self._state.replicas
         # One process decides, in case others do not see the last save yet.
         [last, *_] = replicas.gather_json(
@@ -194,11 +214,13 @@ class GroupCheckpoint(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
-        if isinstance(self._every, str) or batch < self._num_to_skip:
-            return
-        self._num_since_save += self.model.steps_per_execution
-        if self._num_since_save >= self._every:
-            self._save(self._epoch, batch + 1)
+        is_saved = batch < self._num_to_skip
+        if not isinstance(self._every, str) and not is_saved:
+            self._num_since_save += self.model.steps_per_execution
+            if self._num_since_save >= self._every:
+                self._save(self._epoch, batch + 1)
+                is_saved = True
+        self._end_if_asked(self._epoch, batch + 1, is_saved)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Saves if `every` is `"epoch"`.
@@ -211,6 +233,29 @@ class GroupCheckpoint(keras.callbacks.Callback):
         self._num_to_skip = 0
         if self._every == "epoch":
             self._save(epoch + 1, 0)
+        # Validation may have taken long.
+        self._end_if_asked(epoch + 1, 0, self._every == "epoch", at_once=True)
+
+    def _end_if_asked(
+        self, epoch: int, step: int, is_saved: bool, *, at_once: bool = False
+    ) -> None:
+        """Saves and ends the process if a process of the job was asked to."""
+        if self._preemption is None:
+            return
+        if not self._preemption.is_asked(at_once=at_once):
+            return
+        if not is_saved:
+            self._save(epoch, step)
+        self._preemption.stop()
+        logging.warning(
+            "GroupCheckpoint: a signal asked a process of this job to end. All"
+            " have saved epoch %d, step %d in %s, and end with exit code %d.",
+            epoch,
+            step,
+            self._directory,
+            preemption_lib.EXIT_CODE,
+        )
+        raise SystemExit(preemption_lib.EXIT_CODE)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Resets what would affect the model's next `fit`.
@@ -220,6 +265,9 @@ class GroupCheckpoint(keras.callbacks.Callback):
         """
         del logs
         fit_internals.start_at_epoch(self.model, None)
+        if self._preemption is not None:
+            self._preemption.stop()
+            self._preemption = None
         self._state = None
 
     def _save(self, epoch: int, step: int) -> None:

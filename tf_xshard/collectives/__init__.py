@@ -10,6 +10,7 @@ its `Channel`. Imports `distribute` and above.
 | Mirrored, MultiWorkerMirrored in a `tf.function` | `subgroups` |
 | Mirrored, eager or in a graph of TF1 | `merge_call` |
 | MultiWorkerMirrored, eager | `one_hot` |
+| MultiWorkerMirrored under MPI (`Communication.transport`) | `mpi` |
 | TPU, one group of all | `cross_replica_sum`, over all |
 | TPU with a device assignment | `cross_replica_sum`, in groups |
 | TPU without a device assignment | `one_hot` |
@@ -17,6 +18,7 @@ its `Channel`. Imports `distribute` and above.
 - `transport`: `Transport`, the base class of every path, and its `Channel`:
   groups, settings and number.
 - `subgroups`: `CollectiveReduceV2` and others, with one group key per group.
+- `mpi`: mpi4py's collectives, with one communicator per group.
 - `merge_call`: sums over groups in `merge_call`.
 - `one_hot`: sums over groups with the strategy's own all-reduce.
 - `cross_replica_sum`: `CrossReplicaSum`, and the dtypes that TPUs can sum.
@@ -32,9 +34,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import cross_replica_sum
 from tf_xshard.collectives import merge_call
+from tf_xshard.collectives import mpi
 from tf_xshard.collectives import one_hot
 from tf_xshard.collectives import subgroups
 from tf_xshard.collectives import transport
@@ -47,23 +49,26 @@ def transport_for(
 ) -> transport.Transport:
     """Returns the transport of this replica's group of several replicas."""
     site_lib.check_devices(site.strategy)
-    return _path(site, channel.groups)(site, channel)
+    return _path(site, channel)(site, channel)
 
 
 def _path(
-    site: site_lib.Site, groups: group_assignment_lib.GroupAssignment
+    site: site_lib.Site, channel: transport.Channel
 ) -> type[transport.Transport]:
     # A graph that a Session runs lacks what collectives need of a tf.function.
     eager = (
         tf.executing_eagerly()
         or not tf.compat.v1.executing_eagerly_outside_functions()
     )
+    in_session = not tf.compat.v1.executing_eagerly_outside_functions()
+    if not in_session and mpi.is_chosen(site, channel.communication):
+        return mpi.MPI
     if site.kind == "mirrored":
         return merge_call.MergeCall if eager else subgroups.Subgroups
     if site.kind == "multi_worker":
         return one_hot.OneHot if eager else subgroups.Subgroups
     assert site.kind == "tpu", site.kind
-    if groups.num_groups == 1:
+    if channel.groups.num_groups == 1:
         return cross_replica_sum.OverAllReplicas
     if tracing.has_device_assignment(site.strategy):
         return cross_replica_sum.InGroups

@@ -20,6 +20,11 @@ _LOOPBACK = "127.0.0.1"
 # Set to 1 where processes that an engine started are to train alone.
 ALONE = "TF_XSHARD_ALONE"
 
+# The process that `connect` has joined to those of an engine. Its children get
+# the variable as well.
+_CONNECTED = "TF_XSHARD_CONNECTED"
+# The variables with which MPI's launchers give a process its rank.
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 # The names of the engines that are an MPI's.
 MPI = ("Open MPI", "MPI")
 
@@ -37,6 +42,7 @@ class Place:
       leader: The host of rank 0; None if the engine does not tell.
       port: Where rank 0 listens during the exchange; None if the engine
         does not tell.
+      restart: How often the engine has restarted the job.
       job: A text that is equal in all processes of a job, and differs between
         jobs as far as the engine allows.
     """
@@ -47,6 +53,7 @@ class Place:
     leader: str | None
     port: int | None
     job: str
+    restart: int = 0
 
 
 def _torchrun(variables: Variables) -> Place | None:
@@ -89,6 +96,7 @@ def _of_torch(
             address,
             port,
         ),
+        _integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 
@@ -163,6 +171,7 @@ def _slurm(variables: Variables) -> Place | None:
         _first_host(variables["SLURM_STEP_NODELIST"]),
         int(first[0]) if first else _port_of(job),
         job,
+        _integer(variables, "SLURM_RESTART_COUNT", 0),
     )
 
 
@@ -233,6 +242,18 @@ def place(variables: Variables = os.environ) -> Place | None:
     return first
 
 
+def connected() -> dict[str, str]:
+    """Returns the variables that say that this process has connected."""
+    return {_CONNECTED: str(os.getpid())}
+
+
+def is_started_by_mpi(variables: Variables = os.environ) -> bool:
+    """Returns True in a process that an MPI started and `connect` joined."""
+    return variables.get(_CONNECTED) == str(os.getpid()) and any(
+        name in variables for name in _MPI_RANKS
+    )
+
+
 def size_of_step(variables: Variables = os.environ) -> tuple[str, int]:
     """Returns the engine and the number of processes that it started.
 
@@ -268,7 +289,11 @@ def _given(variables: Variables) -> Variables:
     return {name: value for name, value in variables.items() if value}
 
 
-def _integer(variables: Variables, name: str) -> int:
+def _integer(
+    variables: Variables, name: str, default: int | None = None
+) -> int:
+    if default is not None and name not in variables:
+        return default
     try:
         return int(variables[name])
     except ValueError:

@@ -87,8 +87,8 @@ def connect(
         logging.info("tf_xshard.connect: one process, not started by an engine")
         return
     members = exchange.exchange(place, timeout_seconds)
-    for name, value in environment(place.rank, members).items():
-        os.environ.setdefault(name, value)
+    for name, value in environment(place, members).items():
+        os.environ[name] = value
     _keep_freed_memory()
     logging.info(
         "tf_xshard.connect: rank %d of %d, started by %s",
@@ -164,20 +164,24 @@ def _completed_by_mpi(place: engines.Place) -> engines.Place:
 
 
 def environment(
-    rank: int, members: Sequence[exchange.Member]
+    place: engines.Place, members: Sequence[exchange.Member]
 ) -> dict[str, str]:
     """Returns the variables of one of the processes that have connected."""
-    own = members[rank]
+    own = members[place.rank]
     # Slurm and MPI may have given each process its own cores.
     num_sharing = sum(
         one.host == own.host and not set(own.cores).isdisjoint(one.cores)
         for one in members
     )
+    threads = local_cluster.threads(num_sharing)
     return {
-        **local_cluster.threads(num_sharing),
+        **{k: v for k, v in threads.items() if k not in os.environ},
+        **engines.connected(),
         "TF_CONFIG": local_cluster.tf_config(
-            [one.address for one in members], rank
+            [one.address for one in members], place.rank
         ),
+        # As `launch` counts.
+        "TF_XSHARD_RESTART": str(place.restart),
     }
 
 

@@ -127,14 +127,14 @@ def _lead(
     peers: dict[int, tuple[socket.socket, _Hello]] = {}
     waiting: list[socket.socket] = []
     num_strangers = 0
-    error: str | None = None
+    problem: str | None = None
     with server, contextlib.ExitStack() as connections:
         while len(peers) < own.size - 1:
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, _ = server.accept()
             except TimeoutError:
-                error = error or _missing(
+                problem = problem or _missing(
                     place, peers, num_strangers, timeout_seconds
                 )
                 break
@@ -145,14 +145,14 @@ def _lead(
                 connection.close()
                 continue
             waiting.append(connection)
-            if problem := _contradiction(own, hello, peers):
+            if found := _contradiction(own, hello, peers):
                 # Those that come a little later are told as well.
-                error = error or problem
+                problem = problem or found
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             else:
                 peers[hello.rank] = connection, hello
         answer: dict[str, Any] = (
-            {"error": error} if error else {"members": _members(own, peers)}
+            {"error": problem} if problem else {"members": _members(own, peers)}
         )
         for connection in waiting:
             _send(connection, answer | {"token": own.token})

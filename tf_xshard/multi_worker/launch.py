@@ -237,7 +237,7 @@ def _run_from_environment(
             _say("no engine started this process, so it trains alone")
         else:
             members = exchange.exchange(place, options.connect_timeout)
-            added = connect.environment(place.rank, members)
+            added = connect.environment(place, members)
     except ValueError as error:
         parser.error(str(error))
     except exchange.JobError as error:
@@ -248,7 +248,7 @@ def _run_from_environment(
     os.execve(
         sys.executable,
         [sys.executable, *program],
-        {**local_cluster.KEEPS_FREED_MEMORY, **added, **os.environ},
+        {**local_cluster.KEEPS_FREED_MEMORY, **os.environ, **added},
     )
 
 

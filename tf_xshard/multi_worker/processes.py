@@ -80,8 +80,9 @@ def barrier(
       RuntimeError: In replica context; also see `rank`.
       TypeError, ValueError: If an argument is invalid, the strategy is not
         supported, or there is none in one of several processes.
-      tf.errors.DeadlineExceededError: If another process does not call it in
-        time. This process's collectives then fail, so restart the process.
+      tf.errors.OpError: If another process does not call it in time: a
+        DeadlineExceededError, or an UnknownError over MPI. This process's
+        collectives then fail, so restart the process.
 
     Example:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
@@ -52,6 +52,29 @@ def lookup(key: str, timeout_seconds: float) -> str:
         except tf.errors.DeadlineExceededError:
             if remaining <= 0:
                 raise
+
+
+def exchange(
+    key: str,
+    value: str,
+    ranks: Iterable[int],
+    own_rank: int,
+    timeout_seconds: float,
+) -> list[str]:
+    """Gives a value to some processes, once for a key; returns all values."""
+    publish(f"{key}/{own_rank}", value)
+    values = []
+    for rank in ranks:
+        try:
+            values.append(lookup(f"{key}/{rank}", timeout_seconds))
+        except tf.errors.DeadlineExceededError as error:
+            raise TimeoutError(
+                f"Worker {rank} did not get to this place ({key}) within"
+                f" {timeout_seconds:g} seconds (Communication."
+                "timeout_seconds). It has ended, hangs, or runs different"
+                " steps."
+            ) from error
+    return values
 
 
 def withdraw(key: str) -> None:

@@ -1,0 +1,140 @@
+"""What each process of mpi_test.py runs, started by `mpiexec`.
+
+`python -m tests.programs.mpi_program [absent|raises]`. Prints one JSON line
+with what this process's replica holds.
+"""
+
+import json
+import os
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+from tests.programs import multi_worker_program as cases
+from tests.support import mutants
+from tf_xshard import collectives
+from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.distribute import site as site_lib
+
+GROUPS = cases.CROSSED
+SUMMED = ("float32", "float64", "int32", "int64", "bfloat16", "float16")
+MOVED = ("int8", "bfloat16", "float32")
+# The processes' numbers of rows.
+ROWS = (2, 0, 3, 1)
+
+
+def own_numbers(rank, shape, dtype):
+    """Small integers, which every dtype holds exactly."""
+    rng = np.random.default_rng(rank)
+    return rng.integers(-9, 9, size=shape).astype(
+        tf.as_dtype(dtype).as_numpy_dtype
+    )
+
+
+def operations(strategy, graph):
+    """Every operation of the transport, by name."""
+    result = {}
+
+    def on_replica():
+        path = collectives.transport_for(
+            site_lib.current(),
+            transport_lib.Channel(
+                tf_xshard.GroupAssignment(GROUPS),
+                tf_xshard.Communication(timeout_seconds=60),
+            ),
+        )
+        rank = path.site.rank
+        found = {"path": path.name}
+        for dtype in SUMMED:
+            # An odd number of elements, and none at all.
+            numbers = [
+                tf.constant(own_numbers(rank, shape, dtype))
+                for shape in ([3, 5], [], [0])
+            ]
+            found[f"sum {dtype}"] = path.sum(numbers)
+            rows = tf.constant(own_numbers(rank, [2, 3], dtype))
+            found[f"reduce_scatter {dtype}"] = path.reduce_scatter([rows])
+        for dtype in MOVED:
+            rows = tf.constant(own_numbers(rank, [2, 3], dtype))
+            found[f"all_to_all {dtype}"] = path.all_to_all([rows])
+            found[f"all_gather {dtype}"] = path.all_gather([rows[0]])
+            some = tf.constant(own_numbers(rank, [ROWS[rank], 2], dtype))
+            found[f"gather {dtype}"] = path.gather([some])
+        return found
+
+    run = lambda: strategy.run(on_replica)
+    if graph:
+        found = tf.function(
+            lambda: {k: v for k, v in run().items() if k != "path"},
+            autograph=False,
+        )()
+        found["path"] = "MPI"
+    else:
+        found = run()
+    for name, values in found.items():
+        result[name] = (
+            values
+            if name == "path"
+            else [tf.cast(v, tf.float64).numpy().tolist() for v in values]
+        )
+    return result
+
+
+def wrong(strategy):
+    """What the oracle sees of wrong reductions."""
+    result = {}
+    for name in ("groups_ignored", "no_reduction", "factor_2"):
+        with mutants.mutant(name, cases.NUM_WORKERS):
+            result[name] = cases.oracle(strategy)
+    return result
+
+
+def absent(strategy):
+    """Worker 3 does not take part in a sum; then a barrier."""
+    rank = tf_xshard.rank(strategy)
+    tf_xshard.barrier(strategy)
+    if rank == 3:
+        time.sleep(9)
+        return None
+    start = time.monotonic()
+    try:
+        tf_xshard.barrier(strategy, timeout_seconds=2)
+    except tf.errors.OpError as error:
+        return [str(error), time.monotonic() - start]
+
+
+def raises(strategy):
+    """Worker 1 fails, and the others wait for it."""
+    tf_xshard.barrier(strategy)
+    if tf_xshard.rank(strategy) == 1:
+        raise ValueError("the cause")
+    tf_xshard.barrier(strategy, timeout_seconds=300)
+
+
+def main(case=None):
+    tf_xshard.connect(60)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    if case:
+        print(json.dumps({case: globals()[case](strategy)}), flush=True)
+        if case == "absent":
+            os._exit(0)
+        return
+    results = {
+        "rank": tf_xshard.rank(strategy),
+        "eager": operations(strategy, graph=False),
+        "graph": operations(strategy, graph=True),
+        "oracle": cases.oracle(strategy),
+        "retrace": cases.retrace(strategy),
+        "nesting": cases.nesting(strategy),
+        "wrong": wrong(strategy),
+    }
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    keras.utils.set_random_seed(1)
+    main(*sys.argv[1:])

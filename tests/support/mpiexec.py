@@ -1,0 +1,39 @@
+"""The launcher of the MPI that the extra [test] brings."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+from tests.support import paths
+
+TIMEOUT_SECONDS = 400
+
+
+def command(number, module, *arguments):
+    """What starts a module in so many processes."""
+    found = shutil.which("mpiexec", path=sysconfig.get_path("scripts"))
+    assert found is not None, "the extra [test] has mpich"
+    return [found, "-n", str(number), sys.executable, "-m", module, *arguments]
+
+
+def run(number, module, *arguments):
+    """Runs it to its end."""
+    return subprocess.run(
+        command(number, module, *arguments),
+        capture_output=True,
+        text=True,
+        cwd=paths.ROOT,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        timeout=TIMEOUT_SECONDS,
+    )
+
+
+def printed(ended):
+    """The JSON objects that its processes have printed."""
+    return [
+        json.loads(one) for one in re.findall(r"^\{.*\}$", ended.stdout, re.M)
+    ]
