@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import os
@@ -23,7 +24,9 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.cli import logical_devices
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.multi_worker import connect
 from tf_xshard.multi_worker import local_cluster
 
 MEGABYTES = (1, 16, 256)
@@ -151,7 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth",
         action="store_true",
-        help="also measure what each path gives, in GB/s; takes minutes",
+        help="also measure what each path gives, in GB/s; takes minutes."
+        " `mpiexec -n 4 tf-xshard doctor --bandwidth` measures MPI",
     )
     parser.set_defaults(run=run)
 
@@ -289,19 +293,33 @@ def _check_processes(measures: bool) -> bool:
     )
 
 
+def _check_as_worker(measures: bool) -> bool:
+    """Checks the processes that an engine, or this command, has started."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    rank = strategy.cluster_resolver.task_id
+    name = "MultiWorkerMirroredStrategy"
+    with contextlib.ExitStack() as stack:
+        if rank:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        right = check_strategy(name, strategy, rank)
+        if measures:
+            measure(name, strategy, shows=not rank)
+    sys.stdout.flush()
+    return right
+
+
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Prints one line per check."""
     del parser
-    if options.worker:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-        rank = strategy.cluster_resolver.task_id
-        name = "MultiWorkerMirroredStrategy"
-        right = check_strategy(name, strategy, rank)
-        if options.bandwidth:
-            measure(name, strategy, shows=not rank)
-        sys.stdout.flush()
-        # A normal exit would wait for other workers, which may have failed.
-        os._exit(0 if right else 1)
+    connect.connect()
+    _, num_processes = lone_training.num_started()
+    if options.worker or num_processes > 1:
+        right = _check_as_worker(options.bandwidth)
+        if options.worker:
+            # A normal exit would wait for other workers, which may have failed.
+            os._exit(0 if right else 1)
+        return 0 if right else 1
     print(
         f"tf_xshard {tf_xshard.__version__}, TensorFlow {tf.__version__}, Keras"
         f" {keras.__version__}, Python {sys.version.split()[0]}"
