@@ -336,6 +336,12 @@ def test_metrics_are_over_all_workers(fits):
         )
 
 
+def test_each_row_is_trained_on_once(fits):
+    """However the processes are seeded."""
+    for fit in fits:
+        np.testing.assert_allclose(fit["shuffled"], np.ones(32), rtol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def states(results):
     return [result["group_state"] for result in results]
@@ -409,7 +415,17 @@ def test_group_state_saves_and_restores(states, directory):
         # What fails on one process fails on all, and nothing is half done.
         assert ("failed on worker 0" in state["not_exported"]) == (rank != 0)
         assert "another process wrote, is missing here" in state["not_saved"]
+        assert "pass shared=False" in state["not_saved"]
         assert state["not_committed"]
+        # Rank 0 has the manifest; each has values that no other has.
+        files = [name.rpartition("-")[2] for name in state["kept_files"]]
+        assert len(files) == (3 if rank == 0 else 2), files
+        assert all(
+            name.startswith(f"{rank:05d}.")
+            for name in files
+            if name != "manifest.json"
+        )
+        assert state["from_merged"] == [2, True]
     loaded = keras.models.load_model(directory / "group_1.keras")
     assert type(loaded.optimizer) is keras.optimizers.SGD
     for value, expected in zip(

@@ -5,6 +5,7 @@ multi_worker/four_processes_test.py compares it with one device.
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tf_xshard
 from tests.support import mutants
@@ -89,6 +90,26 @@ def _weights(strategy, optimizer, **options):
     return [np.float64(v.numpy()).tolist() for v in model.trainable_variables]
 
 
+def fit_shuffled(strategy, seed):
+    """How often `fit` has trained on each of 32 rows, in its own order."""
+    tf.random.set_seed(seed)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((32,)),
+                keras.layers.Dense(
+                    1, use_bias=False, kernel_initializer="zeros"
+                ),
+            ]
+        )
+        model.compile(
+            tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(8.0)),
+            loss=lambda y, outputs: -outputs,
+        )
+    model.fit(np.eye(32), np.zeros(32), batch_size=8, verbose=0)
+    return np.float64(model.get_weights()[0]).ravel().tolist()
+
+
 def plain_keras(strategy):
     """What plain Keras says."""
     try:
@@ -123,6 +144,9 @@ def run(strategy):
         result["in_twos"] = fit_classifier(
             strategy, _cross_shard_sgd, steps_per_execution=2
         )
+        # Each process has another seed.
+        rank = tf_xshard.rank(strategy)
+        result["shuffled"] = fit_shuffled(strategy, rank + 7)
         active.undo()
     return result
 

@@ -1,6 +1,7 @@
 """What each process of four_processes_test.py does with GroupState."""
 
 import os
+import shutil
 
 import keras
 import numpy as np
@@ -71,6 +72,22 @@ def run(strategy, directory):
     result["not_committed"] = not os.path.exists(
         os.path.join(own_directory, "manifest.json")
     )
+    # Each keeps its own files, of the last save only; then they are merged.
+    for _ in range(2):
+        state.save(own_directory, epoch=2, shared=False)
+    result["kept_files"] = sorted(os.listdir(own_directory))
+    tf_xshard.barrier(strategy)
+    merged = os.path.join(directory, "merged")
+    if rank == 0:
+        for r in range(strategy.num_replicas_in_sync):
+            part = os.path.join(directory, f"own_{r}")
+            shutil.copytree(part, merged, dirs_exist_ok=True)
+    tf_xshard.barrier(strategy)
+    before = _own(learned)
+    for variable in learned:
+        state.replicas.assign(variable, [variable.numpy() + 1])
+    position = state.restore(merged)
+    result["from_merged"] = [position.epoch, _own(learned) == before]
     path = os.path.join(directory, "save")
     state.save(path, epoch=3, step=1)
     own = [v.numpy().tobytes() for v in learned]

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import replica_variables
@@ -364,7 +365,12 @@ class GroupState:
             )
 
     def save(
-        self, directory: str | os.PathLike, *, epoch: int = 0, step: int = 0
+        self,
+        directory: str | os.PathLike,
+        *,
+        epoch: int = 0,
+        step: int = 0,
+        shared: bool = True,
     ) -> None:
         """Saves every variable of every replica, atomically.
 
@@ -377,6 +383,9 @@ class GroupState:
             holds only the latest save.
           epoch: The number of completed epochs. Default: 0.
           step: The number of completed steps of the next epoch. Default: 0.
+          shared: False if each process passes a directory of its own, whose
+            files something else, such as Ray, puts into one directory before
+            `restore`. A process then writes only what it holds. Default: True.
 
         Raises:
           OSError, tf.errors.OpError or ValueError: If the directory can't be
@@ -405,6 +414,7 @@ class GroupState:
             os.fspath(directory),
             int(epoch),
             int(step),
+            checks.boolean("shared", shared),
         )
 
     def restore(

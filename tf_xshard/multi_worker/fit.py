@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +18,7 @@ import tensorflow as tf
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.collectives import process_gather
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import lone_training
@@ -111,6 +114,10 @@ def multi_worker_fit(
     workers' writes leaves the workers at different epochs, which
     `GroupCheckpoint` never does.
 
+    If `fit` shuffles arrays, and the processes have different seeds or none,
+    all take the chief's (`tf.random.set_seed`), so that each row is trained on
+    once per epoch.
+
     A batch that waits longer than the timeout for data or for a hanging worker
     ends with an error, as a collective does. The timeout is the longer timeout
     of `communication` and the optimizer.
@@ -172,6 +179,8 @@ def _loop_of_worker(loop: Callable) -> Callable:
             return loop(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
+        if _is_shuffled(bound.arguments):
+            _take_the_chief_s_seed(self.distribute_strategy)
         if rank and bound.arguments["verbose"] == "auto":
             bound.arguments["verbose"] = 0
         callbacks = bound.arguments["callbacks"]
@@ -190,6 +199,30 @@ def _loop_of_worker(loop: Callable) -> Callable:
                 watched.batch.end()
 
     return loop_of_worker
+
+
+def _is_shuffled(arguments: dict[str, Any]) -> bool:
+    """Returns whether Keras shuffles arrays for this call."""
+    arrays = keras.tree.flatten(arguments["x"])[:1]
+    return bool(arguments.get("shuffle")) and all(
+        hasattr(one, "shape") for one in arrays
+    )
+
+
+def _take_the_chief_s_seed(strategy: tf.distribute.Strategy) -> None:
+    """Makes all processes shuffle alike, if their seeds differ."""
+    # Keras shuffles by TensorFlow's global seed. Each process trains on its own
+    # part of every batch, so different orders repeat rows and leave out others.
+    # TensorFlow tells the global seed by what it derives from it.
+    own = [seed and int(seed) for seed in tf.compat.v1.get_seed(None)]
+    processes = process_gather.ProcessGather(strategy, _active[-1])
+    chief = [*own, secrets.randbits(31)]
+    seeds = [
+        json.loads(one) for one in processes.gather(json.dumps(chief).encode())
+    ]
+    [first, *_] = seeds
+    if None in first[:2] or any(one[:2] != first[:2] for one in seeds):
+        tf.random.set_seed(first[0] if first[0] is not None else first[2])
 
 
 def _rank(strategy: tf.distribute.Strategy) -> int | None:

@@ -147,10 +147,11 @@ def save(
     directory: str,
     epoch: int,
     step: int,
+    shared: bool,
 ) -> None:
     """See `GroupState.save`. Collective."""
     with locked_by_first(replicas, directory) as is_locked:
-        _save(catalog, replicas, directory, epoch, step, is_locked)
+        _save(catalog, replicas, directory, epoch, step, shared, is_locked)
 
 
 @contextlib.contextmanager
@@ -175,6 +176,7 @@ def _save(
     directory: str,
     epoch: int,
     step: int,
+    shared: bool,
     is_locked: bool,
 ) -> None:
     variables = catalog.variables()
@@ -193,16 +195,17 @@ def _save(
             values,
         ),
     )
+    all_files = {
+        name: checksum
+        for of_process in replicas.gather_json(written)
+        for name, checksum in of_process.items()
+    }
     manifest = {
         "group_assignment": catalog.groups.to_list(),
         "epoch": epoch,
         "step": step,
         "optimizers": catalog.optimizer_classes(),
-        "files": {
-            name: checksum
-            for of_process in replicas.gather_json(written)
-            for name, checksum in of_process.items()
-        },
+        "files": all_files,
         "variables": [
             {
                 "part": one.part,
@@ -219,7 +222,10 @@ def _save(
 
     def commit() -> None:
         if replicas.rank == 0:
-            files.commit(directory, token, manifest, is_locked)
+            here = all_files if shared else written
+            files.commit(directory, token, manifest, here, is_locked)
+        elif not shared:
+            files.remove_older(directory, replicas.rank, written)
 
     replicas.run_on_all_processes(what, commit)
 

@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,15 +163,22 @@ def _refuse_foreign(directory: str) -> None:
 
 
 def commit(
-    directory: str, token: str, manifest: dict[str, Any], is_locked: bool
+    directory: str,
+    token: str,
+    manifest: dict[str, Any],
+    here: Iterable[str],
+    is_locked: bool,
 ) -> None:
-    """Commits a save to the directory, and removes the previous save."""
-    for name in manifest["files"]:
+    """Commits a save to the directory, and removes the previous save.
+
+    `here` are the files that this directory must hold.
+    """
+    for name in here:
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
             raise ValueError(
                 f"{path}, which another process wrote, is missing here. Save to"
-                " a directory that all processes share."
+                " a directory that all processes share, or pass shared=False."
             )
     text = json.dumps(
         {"format": _FORMAT, "version": _VERSION, **manifest}, sort_keys=True
@@ -197,6 +204,14 @@ def commit(
         if _FILES.fullmatch(name) and name not in manifest["files"]:
             with contextlib.suppress(tf.errors.NotFoundError):
                 tf.io.gfile.remove(os.path.join(directory, name))
+
+
+def remove_older(directory: str, rank: int, written: Iterable[str]) -> None:
+    """Removes a process's files of earlier saves."""
+    own = re.compile(rf"state-[0-9a-f]{{16}}-{rank:05d}\..*")
+    for name in set(tf.io.gfile.listdir(directory)) - set(written):
+        if own.fullmatch(name):
+            tf.io.gfile.remove(os.path.join(directory, name))
 
 
 def _listed_files(directory: str) -> list[str]:
