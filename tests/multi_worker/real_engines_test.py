@@ -15,9 +15,11 @@ from tests.support import mpiexec
 from tests.support import namespaces
 from tests.support import paths
 from tests.support import slurm
+from tf_xshard.multi_worker import local_cluster
 
 _ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 _PROGRAM = "tests.programs.engine_program"
+_SUBGROUPS = "subgroup collectives (CollectiveReduceV2)"
 
 
 def _finals(command, environment=None):
@@ -101,10 +103,10 @@ def hosts():
 
 
 def _on_hosts(hosts, command_of, variables_of=lambda rank: {}):
-    """Runs a command on each host; what they print."""
+    """Runs a command on each host (None: this one); what they print."""
     processes = [
         subprocess.Popen(
-            [*namespaces.inside(host), *command_of(rank)],
+            [*(namespaces.inside(host) if host else ()), *command_of(rank)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -131,8 +133,7 @@ def test_launch_on_two_hosts(hosts, report):
         options = ("--hosts", addresses, "--rank", str(rank))
         return [*launch, *options, "-m", _PROGRAM, "null", "auto"]
 
-    path = "subgroup collectives (CollectiveReduceV2)"
-    _check(_read(_on_hosts(hosts, command_of)), None, path, report)
+    _check(_read(_on_hosts(hosts, command_of)), None, _SUBGROUPS, report)
 
 
 def test_connect_on_two_hosts(hosts, shown):
@@ -154,6 +155,37 @@ def test_connect_on_two_hosts(hosts, shown):
             namespaces.address(1),
         ]
     assert found[0]["cluster"] == found[1]["cluster"]
+
+
+def test_torchrun_variables(report):
+    """On four plain processes."""
+    [port] = local_cluster.free_ports(1)
+
+    def variables_of(rank):
+        return {
+            **{"RANK": str(rank), "WORLD_SIZE": "4"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        }
+
+    groups = [[0, 3], [1, 2]]
+    command = [sys.executable, "-m", _PROGRAM, json.dumps(groups), "auto"]
+    text = _on_hosts([None] * 4, lambda rank: command, variables_of)
+    _check(_read(text), groups, _SUBGROUPS, report)
+
+
+def test_the_environment_of_ray(report):
+    """Ray sets TF_CONFIG, and calls the training function in a thread."""
+    addresses = local_cluster.local_addresses(2)
+
+    def variables_of(rank):
+        return {
+            "TF_CONFIG": local_cluster.tf_config(addresses, rank),
+            "TF_USE_LEGACY_KERAS": "1",
+        }
+
+    command = [sys.executable, "-m", _PROGRAM, "null", "auto", "--thread"]
+    text = _on_hosts([None] * 2, lambda rank: command, variables_of)
+    _check(_read(text), None, _SUBGROUPS, report)
 
 
 @pytest.fixture
@@ -178,8 +210,7 @@ def slurm_environment():
 def test_srun(slurm_environment, report):
     command = ["srun", "-n", "2", sys.executable, "-m", _PROGRAM]
     command += ["null", "auto"]
-    path = "subgroup collectives (CollectiveReduceV2)"
-    _check(_finals(command, slurm_environment), None, path, report)
+    _check(_finals(command, slurm_environment), None, _SUBGROUPS, report)
 
 
 def test_srun_from_env(slurm_environment, shown):
