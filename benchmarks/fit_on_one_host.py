@@ -2,9 +2,9 @@
 
 What a user would choose between for four devices of one machine: one process
 with four devices under MirroredStrategy, four processes with one device each
-under Horovod, or four processes of `launch`. The same Keras model, weights,
-data, batch and Adam; whole steps of `fit`. Each is a run of its own, one after
-the other, several times:
+under Horovod, or four processes of `launch` or of `mpiexec`. The same Keras
+model, weights, data, batch and Adam; whole steps of `fit`. Each is a run of its
+own, one after the other, several times:
 `python -m benchmarks.fit_on_one_host --horovod_python=.../bin/python`.
 """
 
@@ -26,6 +26,7 @@ import tf_xshard
 from benchmarks import fit_model
 from benchmarks import horovod_run
 from benchmarks import measuring
+from tests.support import mpiexec
 from tf_xshard.cli import logical_devices
 
 _RUNS = flags.DEFINE_integer("runs", 3, "runs of each", 2)
@@ -44,12 +45,15 @@ HOROVOD = "Horovod, four processes"
 ONE_PROCESS = "ours, one process"
 SHARDED = "ours, one process, shard_update=True"
 FOUR_PROCESSES = "ours, four processes"
-OURS = (ONE_PROCESS, SHARDED, FOUR_PROCESSES)
+OVER_MPI = "ours, four processes over MPI"
+OURS = (ONE_PROCESS, SHARDED, FOUR_PROCESSES, OVER_MPI)
 
 
 def _train(name, side):
     """Our side, in a process of its own."""
-    is_one_process = side != FOUR_PROCESSES
+    is_one_process = side in (ONE_PROCESS, SHARDED)
+    if not is_one_process:
+        tf_xshard.connect()
     tf.get_logger().setLevel("ERROR")
     logging.set_verbosity(logging.ERROR)
     if is_one_process:
@@ -98,6 +102,13 @@ def _command(side, name):
             fit_model.NUM_REPLICAS,
             "horovod_fit.py",
             [name, str(_EPOCHS.value)],
+        )
+    if side == OVER_MPI:
+        return mpiexec.command(
+            fit_model.NUM_REPLICAS,
+            "benchmarks.fit_on_one_host",
+            *(f"--side={side}", f"--model={name}"),
+            f"--epochs={_EPOCHS.value}",
         )
     launch = ["tf_xshard", "launch", f"--workers={fit_model.NUM_REPLICAS}"]
     return [

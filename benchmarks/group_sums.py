@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment
+from tf_xshard.collectives import mpi
 from tf_xshard.collectives import one_hot
 from tf_xshard.collectives import subgroups
 from tf_xshard.collectives import transport as transport_lib
@@ -27,6 +28,8 @@ RESIDUALS: list = []
 OURS, ONE_HOT, ALL_GATHER = "ours, float32", "one-hot", "all_gather"
 AGAIN, BFLOAT16 = "ours, float32, again", "ours, bfloat16"
 INT8, FEEDBACK = "ours, int8", "ours, int8 with error feedback"
+MPI, MPI_BFLOAT16 = "ours over MPI, float32", "ours over MPI, bfloat16"
+MPI_INT8 = "ours over MPI, int8"
 EVERYONE = "strategy's all_reduce over all four"
 
 
@@ -48,7 +51,9 @@ def _in_blocks(tensors, site, size):
 
 def _with_feedback(tensors, site):
     """With the residuals that an optimizer keeps."""
-    how = communication_lib.Communication(dtype="int8", error_feedback=True)
+    how = communication_lib.Communication(
+        dtype="int8", error_feedback=True, transport="tensorflow"
+    )
     [residuals] = RESIDUALS
     sums, carry = reducer.GradientReducer(how).sum(
         gradients.GradientBatch(list(tensors), VARIABLES),
@@ -119,6 +124,9 @@ VARIANTS = {
     BFLOAT16: functools.partial(_ours, dtype="bfloat16"),
     INT8: functools.partial(_ours, dtype="int8"),
     FEEDBACK: _with_feedback,
+    MPI: functools.partial(_ours, transport=mpi.MPI),
+    MPI_BFLOAT16: functools.partial(_ours, transport=mpi.MPI, dtype="bfloat16"),
+    MPI_INT8: functools.partial(_ours, transport=mpi.MPI, dtype="int8"),
     **{
         f"{INT8}, blocks of {size}": functools.partial(_in_blocks, size=size)
         for size in (64, 1024)

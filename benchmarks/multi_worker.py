@@ -23,10 +23,12 @@ from absl import app
 from absl import flags
 from absl import logging
 
+import tf_xshard
 from benchmarks import group_sums
 from benchmarks import horovod_run
 from benchmarks import measuring
 from tests.support import counting
+from tests.support import mpiexec
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
 from tf_xshard.reduction import error_feedback
@@ -56,8 +58,12 @@ def _worker():
     # Its info lines name every collective that is traced.
     tf.get_logger().setLevel("ERROR")
     logging.set_verbosity(logging.ERROR)
+    by_mpi = "TF_CONFIG" not in os.environ
+    tf_xshard.connect()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank = strategy.cluster_resolver.task_id
+    if by_mpi and rank:
+        sys.stdout = open(os.devnull, "w")
     # Powers of two, which bfloat16 holds exactly.
     variables = [tf.Variable(tf.fill(s, 2.0**rank)) for s in group_sums.SHAPES]
     with strategy.scope():
@@ -87,6 +93,8 @@ def _worker():
         return strategy.run(on_replica)
 
     names = _ONLY.value or list(group_sums.VARIANTS)
+    if not by_mpi:
+        names = [name for name in names if "MPI" not in name]
     steps = {name: make(group_sums.VARIANTS[name]) for name in names}
     mine = list(group_sums.GROUPS)[group_sums.GROUPS.group_of(rank)]
     for name, step in steps.items():
@@ -127,6 +135,8 @@ def _worker():
             )
     sys.stdout.flush()
     barrier().numpy()
+    if by_mpi:
+        sys.exit(0)  # MPI ends in order.
     os._exit(0)
 
 
@@ -211,6 +221,9 @@ def _print_report(medians, sent):
                     group_sums.BFLOAT16,
                     group_sums.INT8,
                     group_sums.FEEDBACK,
+                    group_sums.MPI,
+                    group_sums.MPI_BFLOAT16,
+                    group_sums.MPI_INT8,
                 )
                 if name in medians
             }
@@ -237,8 +250,32 @@ def _horovod() -> float:
 
 
 def _settings() -> dict[str, str]:
-    num_sharing = {"launch": NUM_WORKERS, "memory": 1}.get(_SETTINGS.value)
-    return local_cluster.settings(num_sharing) if num_sharing else {}
+    return local_cluster.settings(1) if _SETTINGS.value == "memory" else {}
+
+
+def _started(arguments) -> list[subprocess.Popen]:
+    """The workers; the first one's output is read."""
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    # Under MPI, whose rows are measured beside the others. With other settings
+    # than those of `launch`, which are also `connect`'s, without it.
+    if _SETTINGS.value == "launch":
+        command = mpiexec.command(NUM_WORKERS, *arguments[1:])
+        return [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **quiet},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        ]
+    nowhere = subprocess.DEVNULL
+    return local_cluster.start(
+        arguments,
+        [(subprocess.PIPE, None)] + [(nowhere, nowhere)] * (NUM_WORKERS - 1),
+        quiet,
+        _settings(),
+        text=True,
+    )
 
 
 def main(argv):
@@ -250,8 +287,7 @@ def main(argv):
         f" each, {os.cpu_count()} cores"
     )
     horovod = [_horovod()] if _HOROVOD_PYTHON.value else []
-    nowhere = subprocess.DEVNULL
-    processes = local_cluster.start(
+    processes = _started(
         [
             "-m",
             "benchmarks.multi_worker",
@@ -259,11 +295,7 @@ def main(argv):
             f"--blocks={_BLOCKS.value}",
             f"--steps={_STEPS.value}",
             *(f"--only={name}" for name in _ONLY.value),
-        ],
-        [(subprocess.PIPE, None)] + [(nowhere, nowhere)] * (NUM_WORKERS - 1),
-        {"TF_CPP_MIN_LOG_LEVEL": "3"},
-        _settings(),
-        text=True,
+        ]
     )
     ours = {}
     # Ends a run that hangs, and with it the loop.

@@ -342,6 +342,12 @@ def test_each_row_is_trained_on_once(fits):
         np.testing.assert_allclose(fit["shuffled"], np.ones(32), rtol=1e-6)
 
 
+def test_freed_memory_is_kept_in_fit(fits):
+    """TensorFlow undoes the settings of `launch` when it reads the data."""
+    for fit in fits:
+        assert fit["page_faults"] < fit_cases.NUM_ARRAYS * 256 / 4
+
+
 @pytest.fixture(scope="module")
 def states(results):
     return [result["group_state"] for result in results]

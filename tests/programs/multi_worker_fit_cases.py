@@ -3,6 +3,8 @@
 multi_worker/four_processes_test.py compares it with one device.
 """
 
+import resource
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -17,6 +19,7 @@ GROUPS = {
     "crossed": [[0, 2], [1, 3]],
 }
 NUM_ROWS = 50  # Of the ragged data, which four workers can't share evenly.
+NUM_ARRAYS = 20  # Of 1 MiB, each with 256 pages.
 CLASS_WEIGHT = {0: 0.5, 1: 2.0}
 
 
@@ -90,6 +93,17 @@ def _weights(strategy, optimizer, **options):
     return [np.float64(v.numpy()).tolist() for v in model.trainable_variables]
 
 
+class _PageFaults(keras.callbacks.Callback):
+    """Counts what clearing new memory costs, in `fit`."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(NUM_ARRAYS):
+            np.ones(1 << 18, np.float32)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        self.number = after - before
+
+
 def fit_shuffled(strategy, seed):
     """How often `fit` has trained on each of 32 rows, in its own order."""
     tf.random.set_seed(seed)
@@ -106,8 +120,12 @@ def fit_shuffled(strategy, seed):
             tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(8.0)),
             loss=lambda y, outputs: -outputs,
         )
-    model.fit(np.eye(32), np.zeros(32), batch_size=8, verbose=0)
-    return np.float64(model.get_weights()[0]).ravel().tolist()
+    faults = _PageFaults()
+    model.fit(
+        np.eye(32), np.zeros(32), batch_size=8, verbose=0, callbacks=[faults]
+    )
+    weights = np.float64(model.get_weights()[0]).ravel().tolist()
+    return weights, faults.number
 
 
 def plain_keras(strategy):
@@ -146,7 +164,9 @@ def run(strategy):
         )
         # Each process has another seed.
         rank = tf_xshard.rank(strategy)
-        result["shuffled"] = fit_shuffled(strategy, rank + 7)
+        result["shuffled"], result["page_faults"] = fit_shuffled(
+            strategy, rank + 7
+        )
         active.undo()
     return result
 

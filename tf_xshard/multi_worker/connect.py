@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import importlib.util
@@ -10,7 +9,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Sequence
 
 from absl import logging
@@ -89,7 +87,9 @@ def connect(
     members = exchange.exchange(place, timeout_seconds)
     for name, value in environment(place, members).items():
         os.environ[name] = value
-    _keep_freed_memory()
+    for name, value in local_cluster.KEEPS_FREED_MEMORY.items():
+        os.environ.setdefault(name, value)
+    local_cluster.keep_freed_memory()
     logging.info(
         "tf_xshard.connect: rank %d of %d, started by %s",
         place.rank,
@@ -183,24 +183,3 @@ def environment(
         # As `launch` counts.
         "TF_XSHARD_RESTART": str(place.restart),
     }
-
-
-# Arguments of mallopt.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MAX_INT = 2**31 - 1
-
-
-def _keep_freed_memory() -> None:
-    """Does what `launch` does by variables, which glibc reads at its start."""
-    if not sys.platform.startswith("linux"):
-        return
-    # Not every C library on Linux is glibc.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    for name, option, value in (
-        ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 32 << 20),
-        ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, _MAX_INT),
-    ):
-        if name not in os.environ:
-            mallopt(option, value)

@@ -23,6 +23,7 @@ from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.multi_worker import local_cluster
 from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.keras import multi_worker_patches
 from tf_xshard.reduction import buckets
@@ -245,6 +246,8 @@ class _Watched(keras.callbacks.Callback):
         )
 
     def _begin(self, *_: Any, **__: Any) -> None:
+        # The iterator over the data, which exists by now, undoes it.
+        local_cluster.keep_freed_memory()
         self.batch.begin()
 
     def _end(self, *_: Any, **__: Any) -> None:

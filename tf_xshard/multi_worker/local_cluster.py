@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, IO
 
 # glibc returns the memory of a large freed buffer to the kernel, which clears
@@ -20,6 +22,10 @@ KEEPS_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
 
+# The arguments of glibc's mallopt, which takes an int.
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
+_MAX_INT = 2**31 - 1
+
 # The types of stdout and stderr that subprocess.Popen accepts.
 _Output = IO[Any] | int | None
 
@@ -27,6 +33,27 @@ _Output = IO[Any] | int | None
 def settings(num_workers: int) -> dict[str, str]:
     """Returns environment variables for workers that share this machine."""
     return {**KEEPS_FREED_MEMORY, **threads(num_workers)}
+
+
+def keep_freed_memory() -> None:
+    """Applies these settings again, where the environment has them."""
+    # glibc reads them when a process starts. TensorFlow sets the first one back
+    # to 128 KiB in each process that iterates over a distributed dataset
+    # (`ApplyPython311MemoryPatch`).
+    mallopt = _mallopt()
+    if mallopt is None:
+        return
+    for name, option in _MALLOPT.items():
+        if os.environ.get(name, "").isdecimal():
+            mallopt(option, min(int(os.environ[name]), _MAX_INT))
+
+
+@functools.cache
+def _mallopt() -> Callable[[int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    # Not every C library on Linux is glibc.
+    return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def threads(num_workers: int) -> dict[str, str]:
