@@ -144,6 +144,16 @@ def test_a_process_that_fails_ends_the_job():
     assert not mpiexec.printed(ended)
 
 
+def test_mpi_tells_where_rank_0_is():
+    """Where the launcher does not say that all are on one host."""
+    ended = mpiexec.run(2, _PROGRAM, "hosts")
+    found = mpiexec.printed(ended)
+    assert sorted(one["task"]["index"] for one in found) == [0, 1], (
+        ended.stderr[-3000:]
+    )
+    assert found[0]["cluster"] == found[1]["cluster"]
+
+
 @pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 def test_only_processes_use_mpi(kind):
     strategy = replicas.STRATEGIES[kind](2)

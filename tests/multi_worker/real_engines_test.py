@@ -173,13 +173,26 @@ def test_torchrun_variables(report):
     _check(_read(text), groups, _SUBGROUPS, report)
 
 
-def test_the_environment_of_ray(report):
-    """Ray sets TF_CONFIG, and calls the training function in a thread."""
+@pytest.mark.parametrize("has_chief", [False, True])
+def test_the_environment_of_ray(has_chief, report):
+    """Ray sets TF_CONFIG, and calls the training function in a thread.
+
+    Others call the first worker the chief.
+    """
     addresses = local_cluster.local_addresses(2)
+    chief = {
+        "cluster": {"chief": addresses[:1], "worker": addresses[1:]},
+        "task": {"index": 0},
+    }
 
     def variables_of(rank):
+        chief["task"]["type"] = "worker" if rank else "chief"
         return {
-            "TF_CONFIG": local_cluster.tf_config(addresses, rank),
+            "TF_CONFIG": (
+                json.dumps(chief)
+                if has_chief
+                else local_cluster.tf_config(addresses, rank)
+            ),
             "TF_USE_LEGACY_KERAS": "1",
         }
 
@@ -211,6 +224,33 @@ def test_srun(slurm_environment, report):
     command = ["srun", "-n", "2", sys.executable, "-m", _PROGRAM]
     command += ["null", "auto"]
     _check(_finals(command, slurm_environment), None, _SUBGROUPS, report)
+
+
+def test_tensorflow_s_own_resolver(slurm_environment):
+    """Each knows its rank; without the strategy it would not."""
+    code = """
+import tensorflow as tf, tf_xshard
+resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+    gpus_per_node=2, gpus_per_task=1, auto_set_gpu=False
+)
+strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+print("rank", tf_xshard.rank(strategy), tf_xshard.is_chief(strategy))
+try:
+    tf_xshard.is_chief()
+except ValueError as error:
+    print(error)
+"""
+    ended = subprocess.run(
+        ["srun", "-n", "2", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=paths.ROOT,
+        env=slurm_environment,
+        timeout=mpiexec.TIMEOUT_SECONDS,
+    )
+    found = sorted(re.findall(r"rank (\d \w+)", ended.stdout))
+    assert found == ["0 True", "1 False"], ended.stderr[-3000:]
+    assert ended.stdout.count("2 processes (Slurm) would be alone") == 2
 
 
 def test_srun_from_env(slurm_environment, shown):

@@ -1,7 +1,7 @@
 """What each process of mpi_test.py runs, started by `mpiexec`.
 
-`python -m tests.programs.mpi_program [absent|raises]`. Prints one JSON line
-with what this process's replica holds.
+`python -m tests.programs.mpi_program [absent|hosts|raises]`. Prints one JSON
+line with what this process's replica holds.
 """
 
 import json
@@ -116,6 +116,12 @@ def raises(strategy):
 
 
 def main(case=None):
+    if case == "hosts":
+        # As if each process were on a host of its own.
+        os.environ["MPI_LOCALNRANKS"] = "1"
+        tf_xshard.connect(60)
+        print(os.environ["TF_CONFIG"], flush=True)
+        return
     tf_xshard.connect(60)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     if case:

@@ -14,7 +14,8 @@ from typing import Any
 # restarts after any code but 0.
 EXIT_CODE = 128 + signal.SIGTERM
 # Slurm, Kubernetes and clouds send SIGTERM; `sbatch --signal` often SIGUSR1.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Windows has no SIGUSR1.
+_SIGNALS = (signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM))
 # The processes ask each other this often, in 8 ms (four processes on a host).
 _SECONDS_BETWEEN = 0.5
 

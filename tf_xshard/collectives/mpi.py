@@ -42,6 +42,7 @@ _SECONDS_OF_SLEEP = 100e-6
 _MOST_SECONDS_BETWEEN_POLLS = 1.0
 _SECONDS_TO_ASK_WHO_WAITS = 3.0
 _MAX_TAG = 32767
+_NOT_INSTALLED = "mpi4py is not installed (pip install 'tf_xshard[mpi]')"
 
 
 class MPI(transport.Transport):
@@ -253,6 +254,7 @@ class _Group:
         self.num_started = 0
         self._members, self._rank = members, rank
         self._error: str | None = None
+        self._open: Any = None
 
     def wait(self, request: Any, what: str, seconds: float) -> None:
         """Waits for a collective to end; raises TimeoutError after a time."""
@@ -276,7 +278,9 @@ class _Group:
                     f" {list(self._members)}. They have ended, hang, or run"
                     " different steps. Restart the program."
                 )
-                # MPI can't end regularly with a collective that is open.
+                # MPI may still write into the request's buffers, and it can't
+                # end regularly with a collective that is open.
+                self._open = request
                 atexit.register(_mpi().COMM_WORLD.Abort, 1)
                 raise TimeoutError(self._error)
 
@@ -338,7 +342,8 @@ def is_chosen(
         )
     if reason:
         logging.log_first_n(
-            logging.WARNING,
+            # Slurm may offer MPI's variables to every program.
+            logging.INFO if reason == _NOT_INSTALLED else logging.WARNING,
             "MPI started this process, but gradients are summed by"
             f" TensorFlow's own collectives: {reason}.",
             1,
@@ -386,7 +391,7 @@ def _own_reason(site: site_lib.Site) -> str | None:
             f" {site.num_local_replicas} on {site.device}"
         )
     if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed (pip install 'tf_xshard[mpi]')"
+        return _NOT_INSTALLED
     try:
         mpi = _mpi()
     except (ImportError, RuntimeError) as error:

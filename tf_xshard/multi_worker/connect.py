@@ -102,10 +102,12 @@ def found_place(
     num_workers: int | None = None,
     leader: str | None = None,
     port: int | None = None,
+    may_start_mpi: bool = True,
 ) -> engines.Place | None:
     """Returns this process's place, completed by arguments that are given.
 
-    None for a process that is alone.
+    None for a process that is alone. A program that starts MPI must be the one
+    that uses it.
     """
     place = engines.place()
     if place is None:
@@ -139,13 +141,16 @@ def found_place(
     if place.size == 1:
         return None
     if place.leader is None or place.port is None:
-        place = _completed_by_mpi(place)
+        place = _completed_by_mpi(place, may_start_mpi)
     return place
 
 
-def _completed_by_mpi(place: engines.Place) -> engines.Place:
+def _completed_by_mpi(
+    place: engines.Place, may_start_mpi: bool
+) -> engines.Place:
     """Asks MPI where rank 0 is, if MPI started the processes."""
-    if place.engine in engines.MPI and importlib.util.find_spec("mpi4py"):
+    has_mpi = may_start_mpi and importlib.util.find_spec("mpi4py")
+    if place.engine in engines.MPI and has_mpi:
         mpi = importlib.import_module("mpi4py.MPI")
         with socket.socket() as one:
             one.bind(("", 0))
@@ -159,7 +164,7 @@ def _completed_by_mpi(place: engines.Place) -> engines.Place:
         f"{place.engine} does not tell where rank 0 is. Set MASTER_ADDR (its"
         " host) and MASTER_PORT, or pass"
         " tf_xshard.connect(leader=..., port=...), the same in all processes."
-        " With mpi4py, processes of MPI need neither."
+        " Processes of MPI that call tf_xshard.connect() need only mpi4py."
     )
 
 

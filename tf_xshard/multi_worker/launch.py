@@ -232,7 +232,7 @@ def _run_from_environment(
     """Becomes the script's process, joined to those of the engine."""
     added: dict[str, str] = {}
     try:
-        place = connect.found_place(options.workers)
+        place = connect.found_place(options.workers, may_start_mpi=False)
         if place is None:
             _say("no engine started this process, so it trains alone")
         else:
