@@ -42,7 +42,7 @@ class Communication:
       timeout_seconds: The seconds that a replica waits for other replicas
         before it raises an error, a number > 0. Default: 300.
       buckets_in_flight: The number of buckets that are communicated at once, an
-        int >= 1. Default: 4. With NCCL (GPUs), it is always 1.
+        int >= 1. Default: 4. With NCCL (GPUs) and over MPI, it is always 1.
       error_feedback: Whether to add what a replica's gradient loses on the wire
         to the replica's next gradient, which keeps training close to float32.
         Each replica gets one more variable of each trained variable's shape,

@@ -108,6 +108,7 @@ def test_a_worker_that_traces_again_by_itself(results):
 
 
 def test_nested_optimizers(results):
+    assert len(results[0]["nesting"]) > 5
     for seed in range(len(results[0]["nesting"])):
         stack, gradients = random_stacks.random_case(seed, NUM_WORKERS)
         stacks.check(

@@ -14,6 +14,7 @@ from concurrent import futures
 import pytest
 
 import tf_xshard
+from tests.support import mpiexec
 from tests.support import paths
 from tf_xshard.distribute import engines
 from tf_xshard.multi_worker import connect
@@ -94,6 +95,15 @@ PLACES = [
     (
         {**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"},
         ("Slurm", 2, 4, "n07", None),
+    ),
+    # Kubeflow names the first node otherwise; torchrun inside knows better.
+    (
+        {**TORCHRUN, "PET_NNODES": "1:4", "PET_NODE_RANK": "0"},
+        ("torchrun", 1, 2, "a", 29500),
+    ),
+    (
+        {**SLURM, "SLURM_STEP_NODELIST": "rack[1-2]n[03,4],m"},
+        ("Slurm", 2, 4, "rack1n03", None),
     ),
     ({**KUBERNETES, **TORCHRUN}, ("torchrun", 1, 2, "a", 29500)),
     (KUBERNETES, ("Kubernetes", 1, None, "train-0.net.ns.svc", 7777)),
@@ -274,11 +284,14 @@ def test_strangers_are_not_answered(port):
                 answers.append(one.recv(99))
 
     texts = [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"[" * 99999 + b"\n"]
+    texts.append(b"")
     threads = [threading.Thread(target=ask, args=[text]) for text in texts]
     for thread in threads:
         thread.start()
     places = [_place(0, 2, port), _place(1, 2, port, "another job")]
-    results, _ = _exchanged(places, 3.0)
+    results, seconds = _exchanged(places, 4.0)
+    # Neither the silent one nor those that come again prolong it.
+    assert seconds < 12
     for thread in threads:
         thread.join()
     assert re.search(
@@ -328,9 +341,11 @@ def _from_env(script, variables, *options):
 
 
 def _of_rank(engine, rank, port):
+    """The variables of a job that no other test has."""
     return {
         "Slurm": {
             **SLURM,
+            "SLURM_JOB_ID": str(port),
             "SLURM_PROCID": f"{rank}",
             "SLURM_STEP_NODELIST": "localhost",
             "SLURM_STEP_RESV_PORTS": f"{port}-{port + 3}",
@@ -341,17 +356,15 @@ def _of_rank(engine, rank, port):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": f"{port}",
         },
-        "Open MPI": {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": f"{rank}"},
-        "SageMaker": {
-            "SM_HOSTS": '["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]',
-            "SM_CURRENT_HOST": f"127.0.0.{rank + 1}",
+        "Open MPI": {
+            **OPEN_MPI,
+            "OMPI_COMM_WORLD_RANK": f"{rank}",
+            "PMIX_NAMESPACE": str(port),
         },
     }[engine]
 
 
-@pytest.mark.parametrize(
-    "engine", ["Slurm", "torchrun", "Open MPI", "SageMaker"]
-)
+@pytest.mark.parametrize("engine", ["Slurm", "torchrun", "Open MPI"])
 def test_four_processes_of_an_engine(engine, script, port):
     """They share this machine's cores."""
     processes = [
@@ -373,7 +386,7 @@ def test_four_processes_of_an_engine(engine, script, port):
 def test_a_process_of_no_engine(script):
     process = _from_env(script, {})
     out, err = process.communicate(timeout=90)
-    assert "no engine started this process, so it trains alone" in err
+    assert "this is the only process of its job, so it trains alone" in err
     assert "KeyError: 'TF_CONFIG'" in err
 
 
@@ -385,6 +398,8 @@ def test_a_process_of_no_engine(script):
         ({}, KUBERNETES, "does not tell a process how many there are"),
         ({}, {"RANK": "0", "WORLD_SIZE": "2"}, "where rank 0 is. Set MASTER_"),
         ({"num_workers": 0}, {}, "num_workers must be a positive int"),
+        ({"num_workers": 1}, KUBERNETES, "gives this process rank 1"),
+        ({"port": 99999}, {}, "port must be from 1 to 65535"),
         ({"timeout_seconds": 0}, {}, "timeout_seconds must be positive"),
     ],
 )
@@ -403,12 +418,52 @@ def test_connect_leaves_tf_config(monkeypatch):
     assert os.environ["TF_CONFIG"] == config
 
 
+def test_connect_leaves_a_process_alone(monkeypatch):
+    """However many the engine started."""
+    for name, value in {**TORCHRUN, "TF_XSHARD_ALONE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    tf_xshard.connect()
+    assert "TF_CONFIG" not in os.environ
+
+
+def test_a_process_that_was_started_again(port):
+    """Rank 0 drops the one that has left."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        leader = pool.submit(exchange.exchange, _place(0, 3, port), 30.0)
+        # It gives up at once.
+        with pytest.raises(exchange.JobError, match="did not reach rank 0"):
+            for _ in range(100):
+                exchange.exchange(_place(1, 3, port), 0.05)
+        results, _ = _exchanged([_place(1, 3, port), _place(2, 3, port)])
+        assert results[0] == results[1] == leader.result()
+
+
+def test_a_script_between_the_launcher_and_python():
+    """The job is that of mpiexec, not of the shell that starts Python."""
+    code = (
+        "from tf_xshard.distribute import engines;"
+        " print(engines.place().job, engines.place().port)"
+    )
+    # Without TensorFlow, as `launch`.
+    code = f"import sys; sys.argv[0] = 'tf-xshard'; {code}"
+    command = mpiexec.command(2, "x")[:3]
+    script = ["bash", "-c", '"$0" -c "$1"; true', sys.executable, code]
+    ended = subprocess.run(
+        [*command, *script],
+        capture_output=True,
+        text=True,
+        cwd=paths.ROOT,
+        timeout=60,
+    )
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 2 and lines[0] == lines[1], ended.stderr
+
+
 def test_arguments_complete_the_place(monkeypatch):
     for name, value in KUBERNETES.items():
         monkeypatch.setenv(name, value)
     place = connect.found_place(num_workers=3, leader="b", port=5)
     assert (place.rank, place.size, place.leader, place.port) == (1, 3, "b", 5)
-    assert connect.found_place(num_workers=1) is None
 
 
 @pytest.mark.parametrize(

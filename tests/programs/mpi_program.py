@@ -48,7 +48,8 @@ def operations(strategy, graph):
             ),
         )
         rank = path.site.rank
-        found = {"path": path.name}
+        result["path"] = path.name
+        found = {}
         for dtype in SUMMED:
             # An odd number of elements, and none at all.
             numbers = [
@@ -66,21 +67,12 @@ def operations(strategy, graph):
             found[f"gather {dtype}"] = path.gather([some])
         return found
 
-    run = lambda: strategy.run(on_replica)
-    if graph:
-        found = tf.function(
-            lambda: {k: v for k, v in run().items() if k != "path"},
-            autograph=False,
-        )()
-        found["path"] = "MPI"
-    else:
-        found = run()
+    def run():
+        return strategy.run(on_replica)
+
+    found = tf.function(run, autograph=False)() if graph else run()
     for name, values in found.items():
-        result[name] = (
-            values
-            if name == "path"
-            else [tf.cast(v, tf.float64).numpy().tolist() for v in values]
-        )
+        result[name] = [tf.cast(v, tf.float64).numpy().tolist() for v in values]
     return result
 
 

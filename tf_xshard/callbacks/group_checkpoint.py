@@ -50,9 +50,10 @@ class GroupCheckpoint(keras.callbacks.Callback):
         Default: None.
       on_preemption: True to save and end when a process of the job gets SIGTERM
         or SIGUSR1, as Slurm, Kubernetes and clouds send before they take a
-        machine away. All processes save after the same batch, within about a
-        second, and end with SystemExit(143). Started again, training resumes to
-        the same bits. Default: False.
+        machine away. All processes save after the same batch, or after
+        validation, and end with SystemExit(143). They ask each other after a
+        batch, about twice a second. Started again, training resumes to the same
+        bits. Default: False.
 
     Raises:
       ValueError: If an argument is invalid. When `fit` begins, if the save is
@@ -141,11 +142,12 @@ class GroupCheckpoint(keras.callbacks.Callback):
             self._state.replicas.strategy, "GroupCheckpoint saves"
         )
         self._num_to_skip = self._num_since_save = 0
-        self._resume()
         if self._on_preemption:
-            gather = self._state.replicas.gather_json
-            self._preemption = preemption_lib.Preemption(gather)
+            self._preemption = preemption_lib.Preemption(
+                self.model, self._state.replicas.gather_json
+            )
             self._preemption.start()
+        self._resume()
 
     def _resume(self) -> None:
         """Restores the last save, if there is one."""

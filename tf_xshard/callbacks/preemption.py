@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
 # What a program that SIGTERM ends returns in a shell. `launch --max-restarts`
 # restarts after any code but 0.
 EXIT_CODE = 128 + signal.SIGTERM
@@ -26,8 +28,12 @@ class Preemption:
     `gather` gives a value to all processes, and returns all values.
     """
 
-    def __init__(self, gather: Callable[[Any], list]) -> None:
+    def __init__(
+        self, model: keras.Model, gather: Callable[[Any], list]
+    ) -> None:
+        self._model = model
         self._gather = gather
+        self._pid = os.getpid()
         self._is_asked = False
         self._before: dict[signal.Signals, Any] = {}
         self._num_batches = 0
@@ -35,7 +41,7 @@ class Preemption:
         self._last = time.monotonic()
 
     def start(self) -> None:
-        """Receives signals until `stop`, in place of TensorFlow."""
+        """Receives signals until `stop`, instead of TensorFlow."""
         # MultiWorkerMirroredStrategy lets TensorFlow receive SIGTERM, which
         # then does nothing.
         if threading.current_thread() is not threading.main_thread():
@@ -49,22 +55,30 @@ class Preemption:
         }
 
     def stop(self) -> None:
-        """Gives signals back to the program."""
+        """Restores the handlers that the program had set."""
         for number, handler in self._before.items():
-            # None is a handler that was not set from Python.
+            # Python does not know TensorFlow's handler. SIGTERM ends the
+            # process from now on.
             signal.signal(number, handler or signal.SIG_DFL)
         self._before = {}
 
     def _receive(self, number: int, frame: types.FrameType | None) -> None:
         # Slurm and `launch` may send the signal twice.
         self._is_asked = True
-        # Keras tells callbacks nothing if `fit` raises. Then this signal is no
-        # longer ours.
-        while frame is not None and frame.f_code.co_name != "fit":
-            frame = frame.f_back
-        if frame is None:
+        # Keras tells callbacks nothing if `fit` raises, and a child process has
+        # the handlers of its parent.
+        if os.getpid() != self._pid or not self._is_fitting(frame):
             self.stop()
             os.kill(os.getpid(), number)
+
+    def _is_fitting(self, frame: types.FrameType | None) -> bool:
+        """Returns True if the model's `fit` called the code of a frame."""
+        while frame is not None:
+            is_fit = frame.f_code.co_name == "fit"
+            if is_fit and frame.f_locals.get("self") is self._model:
+                return True
+            frame = frame.f_back
+        return False
 
     def is_asked(self, *, at_once: bool = False) -> bool:
         """Returns True if any process was asked. Collective.
@@ -79,6 +93,8 @@ class Preemption:
         answers = self._gather([self._is_asked, seconds])
         # The same number in all processes.
         slowest = max(seconds for _, seconds in answers)
-        self._num_between = max(1, int(_SECONDS_BETWEEN / max(slowest, 1e-6)))
+        wanted = max(1, int(_SECONDS_BETWEEN / max(slowest, 1e-6)))
+        # Batches may take longer again.
+        self._num_between = min(wanted, 2 * self._num_between)
         self._num_batches, self._last = 0, time.monotonic()
         return any(is_asked for is_asked, _ in answers)

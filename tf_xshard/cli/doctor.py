@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import io
 import itertools
 import os
 import statistics
@@ -24,9 +25,10 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.cli import logical_devices
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
-from tf_xshard.distribute import lone_training
+from tf_xshard.distribute import engines
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import connect
+from tf_xshard.multi_worker import exchange
 from tf_xshard.multi_worker import local_cluster
 
 MEGABYTES = (1, 16, 256)
@@ -298,13 +300,14 @@ def _check_as_worker(measures: bool) -> bool:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank = strategy.cluster_resolver.task_id
     name = "MultiWorkerMirroredStrategy"
-    with contextlib.ExitStack() as stack:
-        if rank:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said if rank else sys.stdout):
         right = check_strategy(name, strategy, rank)
         if measures:
             measure(name, strategy, shows=not rank)
+    for line in said.getvalue().splitlines():
+        if line.startswith("FAIL"):
+            print(f"rank {rank}: {line}", file=sys.stderr)
     sys.stdout.flush()
     return right
 
@@ -312,14 +315,18 @@ def _check_as_worker(measures: bool) -> bool:
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Prints one line per check."""
     del parser
-    connect.connect()
-    _, num_processes = lone_training.num_started()
-    if options.worker or num_processes > 1:
+    if options.worker:
         right = _check_as_worker(options.bandwidth)
-        if options.worker:
-            # A normal exit would wait for other workers, which may have failed.
-            os._exit(0 if right else 1)
-        return 0 if right else 1
+        # A normal exit would wait for other workers, which may have failed.
+        os._exit(0 if right else 1)
+    if engines.size_of_step()[1] > 1 and engines.task() is None:
+        try:
+            connect.connect()
+        except (ValueError, exchange.JobError) as error:
+            return 0 if _report(False, str(error)) else 1
+        return 0 if _check_as_worker(options.bandwidth) else 1
+    # The checks below are of this machine alone.
+    os.environ[engines.ALONE] = "1"
     print(
         f"tf_xshard {tf_xshard.__version__}, TensorFlow {tf.__version__}, Keras"
         f" {keras.__version__}, Python {sys.version.split()[0]}"

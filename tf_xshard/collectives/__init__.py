@@ -56,11 +56,8 @@ def _path(
     site: site_lib.Site, channel: transport.Channel
 ) -> type[transport.Transport]:
     # A graph that a Session runs lacks what collectives need of a tf.function.
-    eager = (
-        tf.executing_eagerly()
-        or not tf.compat.v1.executing_eagerly_outside_functions()
-    )
     in_session = not tf.compat.v1.executing_eagerly_outside_functions()
+    eager = tf.executing_eagerly() or in_session
     if not in_session and mpi.is_chosen(site, channel.communication):
         return mpi.MPI
     if site.kind == "mirrored":

@@ -1,4 +1,4 @@
-"""Sums over groups of processes with MPI, which an MPI launcher has started.
+"""Sums over groups of processes that an MPI launcher has started.
 
 A collective is a Python function in the graph that calls mpi4py. All processes
 run the same ones in the same order, since a `tf.function` runs such functions
@@ -11,6 +11,7 @@ error after `Communication.timeout_seconds`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -200,21 +201,22 @@ def _start_all_gather(comm: Any, shard: np.ndarray) -> tuple:
 
 
 def _start_gather(comm: Any, array: np.ndarray) -> tuple:
-    """Gathers any number of rows: (request, result) when the sizes are known.
+    """Gathers rows, whose number may differ between processes.
 
-    The second collective is started when the first one has ended.
+    Returns the request for the numbers, and a function that starts the second
+    collective.
     """
-    sizes = np.empty(comm.size, np.int64)
-    own = np.array([array.nbytes], np.int64)
-    request = comm.Iallgather(own, sizes)
+    num_rows = np.empty(comm.size, np.int64)
+    request = comm.Iallgather(np.array([len(array)], np.int64), num_rows)
 
     def then() -> tuple:
-        row_bytes = int(np.prod(array.shape[1:])) * array.itemsize
         gathered = np.empty(
-            [int(sizes.sum()) // row_bytes, *array.shape[1:]], array.dtype
+            [int(num_rows.sum()), *array.shape[1:]], array.dtype
         )
+        row_bytes = int(np.prod(array.shape[1:])) * array.itemsize
+        sizes = (num_rows * row_bytes).tolist()
         return (
-            comm.Iallgatherv(_bytes(array), [_bytes(gathered), sizes.tolist()]),
+            comm.Iallgatherv(_bytes(array), [_bytes(gathered), sizes]),
             gathered,
         )
 
@@ -237,6 +239,8 @@ def _run(
     found = _group(members, rank, seconds)
     # Python hands 0-d arrays over as scalars.
     array = np.ascontiguousarray(array).reshape(np.shape(array))
+    if _failures:
+        raise TimeoutError(_failures[0])
     found.num_started += 1
     request, result = start(found.comm, array)
     found.wait(request, what, seconds)
@@ -246,6 +250,12 @@ def _run(
     return result
 
 
+# Errors after which this process can't communicate, and the requests that MPI
+# has not finished, in whose buffers it may still write.
+_failures: list[str] = []
+_open_requests: list[Any] = []
+
+
 class _Group:
     """The processes of a group, and their communicator."""
 
@@ -253,15 +263,12 @@ class _Group:
         self.comm = comm
         self.num_started = 0
         self._members, self._rank = members, rank
-        self._error: str | None = None
-        self._open: Any = None
 
     def wait(self, request: Any, what: str, seconds: float) -> None:
         """Waits for a collective to end; raises TimeoutError after a time."""
-        if self._error:
-            raise TimeoutError(self._error)
         waited, last = 0.0, time.monotonic()
         num_polls = 0
+        is_told = False
         while not request.Test():
             num_polls += 1
             time.sleep(
@@ -270,29 +277,41 @@ class _Group:
             now = time.monotonic()
             waited += min(now - last, _MOST_SECONDS_BETWEEN_POLLS)
             last = now
+            if waited > seconds / 2 and not is_told:
+                # Those whose timeout comes first know who waits as well.
+                self._tell_that_this_waits()
+                is_told = True
             if waited > seconds:
-                missing = self._missing()
-                self._error = (
-                    f"MPI's {what} waited longer than {seconds:g} seconds"
-                    f" (Communication.timeout_seconds) for ranks {missing} of"
-                    f" {list(self._members)}. They have ended, hang, or run"
-                    " different steps. Restart the program."
-                )
-                # MPI may still write into the request's buffers, and it can't
-                # end regularly with a collective that is open.
-                self._open = request
+                _open_requests.append(request)
+                # MPI can't end regularly with a collective that is open.
                 atexit.register(_mpi().COMM_WORLD.Abort, 1)
-                raise TimeoutError(self._error)
+                _failures.append(
+                    f"MPI's {what} waited longer than {seconds:g} seconds"
+                    " (Communication.timeout_seconds) for ranks"
+                    f" {self._missing()} of {list(self._members)}. They have"
+                    " ended, hang, or run different steps. Restart the"
+                    " program."
+                )
+                raise TimeoutError(_failures[0])
+
+    @property
+    def _key(self) -> str:
+        return f"tf_xshard/mpi/waits/{self._members}/{self.num_started}"
+
+    def _tell_that_this_waits(self) -> None:
+        # The store is gone if rank 0 is.
+        with contextlib.suppress(tf.errors.OpError):
+            runtime.publish(f"{self._key}/{self._rank}", "")
 
     def _missing(self) -> list[int]:
         """Asks which processes of the group wait in the same collective."""
-        prefix = f"tf_xshard/mpi/late/{self._members}/{self.num_started}"
-        runtime.publish(f"{prefix}/{self._rank}", "")
         missing = []
         deadline = time.monotonic() + _SECONDS_TO_ASK_WHO_WAITS
         for rank in self._members:
             try:
-                runtime.lookup(f"{prefix}/{rank}", deadline - time.monotonic())
+                runtime.lookup(
+                    f"{self._key}/{rank}", deadline - time.monotonic()
+                )
             except tf.errors.OpError:
                 missing.append(rank)
         return missing
@@ -417,6 +436,7 @@ def _mpi() -> types.ModuleType:
     def end_the_job(*args: Any) -> None:
         # Else the others wait for this process until their timeout.
         before(*args)
+        sys.stdout.flush()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(1)
 

@@ -26,7 +26,7 @@ _CONNECTED = "TF_XSHARD_CONNECTED"
 # The variables with which MPI's launchers give a process its rank.
 _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 # The names of the engines that are an MPI's.
-MPI = ("Open MPI", "MPI")
+MPI_ENGINES = ("Open MPI", "MPI")
 
 Variables = Mapping[str, str]
 
@@ -93,7 +93,7 @@ def _of_torch(
             variables,
             "TORCHELASTIC_RUN_ID",
             "TORCHELASTIC_RESTART_COUNT",
-            address,
+            # Not the address: processes may have different names for it.
             port,
         ),
         _integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -105,7 +105,7 @@ def _open_mpi(variables: Variables) -> Place | None:
         return None
     return _of_mpi(
         variables,
-        MPI[0],
+        MPI_ENGINES[0],
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -118,11 +118,16 @@ def _pmi(variables: Variables) -> Place | None:
     """MPICH, Intel MPI, and others that PMI starts."""
     if not {"PMI_RANK", "PMI_SIZE"} <= set(variables):
         return None
-    # All processes of a host have one parent. It is not the same on another
+    # All processes of a host have one launcher. It is not the same on another
     # host, where the job is known by MASTER_ADDR and MASTER_PORT.
-    parent = "" if "MASTER_ADDR" in variables else str(os.getppid())
+    parent = "" if "MASTER_ADDR" in variables else str(_launcher("PMI_RANK"))
     return _of_mpi(
-        variables, MPI[1], "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", parent
+        variables,
+        MPI_ENGINES[1],
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALNRANKS",
+        parent,
     )
 
 
@@ -149,8 +154,30 @@ def _of_mpi(
         _integer(variables, size),
         leader,
         port,
-        job + _joined(variables, "MASTER_ADDR", "MASTER_PORT"),
+        job + _joined(variables, "MASTER_PORT"),
+        _integer(variables, "SLURM_RESTART_COUNT", 0),
     )
+
+
+def _launcher(variable: str) -> int:
+    """Returns the process that set a variable in this process's ancestors.
+
+    A launcher may start a shell script, and the script starts Python.
+    """
+    pid = os.getppid()
+    try:
+        while f"{variable}=" in _text(f"/proc/{pid}/environ"):
+            # The fields after the program's name, which may contain anything.
+            status = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+            pid = int(status[1])
+    except OSError:  # Only Linux tells, and only of this user's processes.
+        pass
+    return pid
+
+
+def _text(path: str) -> str:
+    with open(path, errors="replace") as file:
+        return file.read()
 
 
 def _slurm(variables: Variables) -> Place | None:
@@ -179,9 +206,12 @@ def _sagemaker(variables: Variables) -> Place | None:
     if not {"SM_HOSTS", "SM_CURRENT_HOST"} <= set(variables):
         return None
     hosts = sorted(json.loads(variables["SM_HOSTS"]))
+    own = variables["SM_CURRENT_HOST"]
+    if own not in hosts:
+        raise ValueError(f"SM_CURRENT_HOST={own} is not in SM_HOSTS={hosts}.")
     return Place(
         "SageMaker",
-        hosts.index(variables["SM_CURRENT_HOST"]),
+        hosts.index(own),
         len(hosts),
         hosts[0],
         DEFAULT_PORT,
@@ -214,25 +244,32 @@ DETECTORS: tuple[Callable[[Variables], Place | None], ...] = (
     _sagemaker,
     _kubernetes,
 )
-# The engines that start a process only as one of several that belong together.
-_OF_STEPS = (_torchrun, _kubeflow, _open_mpi, _pmi, _slurm)
+# The engines that tell how many processes a step has.
+_WITH_SIZE = (_torchrun, _kubeflow, _open_mpi, _pmi, _slurm)
 
 
 def place(variables: Variables = os.environ) -> Place | None:
     """Returns this process's place, or None if no engine started it.
 
-    Raises ValueError for variables that are no numbers, or contradict.
+    Raises ValueError if a variable is not an integer, or the rank is not below
+    the size.
     """
     own = _given(variables)
-    found = [one for detector in DETECTORS if (one := detector(own))]
-    if not found:
-        return None
-    first = found[0]
-    for other in found[1:]:
-        # Slurm can start MPI's processes itself. It knows all hosts.
-        same = (other.rank, other.size) == (first.rank, first.size)
-        if same and first.leader is None:
+    first: Place | None = None
+    for detector in DETECTORS:
+        if first is not None and first.leader is not None:
+            break
+        other = detector(own)
+        if first is None:
             first = other
+        # Slurm can start MPI's processes itself. It knows all hosts.
+        elif other is not None and (other.rank, other.size) == (
+            first.rank,
+            first.size,
+        ):
+            first = other
+    if first is None:
+        return None
     if first.size is not None and not 0 <= first.rank < first.size:
         raise ValueError(
             f"{first.engine} gives this process rank {first.rank} of"
@@ -260,7 +297,7 @@ def size_of_step(variables: Variables = os.environ) -> tuple[str, int]:
     `("", 1)` if the variables name no such engine.
     """
     own = _given(variables)
-    for detector in _OF_STEPS:
+    for detector in _WITH_SIZE:
         if found := detector(own):
             return found.engine, found.size or 1
     return "", 1
@@ -309,11 +346,9 @@ def _joined(variables: Variables, *names: str) -> str:
 
 def _first_host(hosts: str) -> str:
     """Returns the first of Slurm's host list: "n[01-02],m" gives "n01"."""
-    match = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", hosts)
-    assert match is not None  # Every part may be empty.
-    prefix, inside, suffix = match.groups()
-    first = re.split("[-,]", inside or "")[0]
-    return prefix + first + suffix
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    assert match is not None  # It may be empty.
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0])
 
 
 def _port_of(text: str) -> int:

@@ -40,9 +40,9 @@ def refuse(strategy: tf.distribute.Strategy, what: str) -> None:
     )
     if is_evaluator() and os.environ.get(engines.ALONE) != "1":
         raise RuntimeError(
-            f"{what} in an evaluator (the task of TF_CONFIG), which does not"
-            " train with the workers, and would write over their files."
-            f" Evaluate here, and leave that to the workers. {escape}"
+            f"{what} in an evaluator (the task of TF_CONFIG), which is not one"
+            " of the workers. Call model.evaluate in the evaluator. Train and"
+            f" save in the workers. {escape}"
         )
     engine, size = num_started()
     if size > 1:

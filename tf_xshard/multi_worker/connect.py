@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 
 from absl import logging
@@ -21,6 +22,7 @@ from tf_xshard.multi_worker import local_cluster
 TIMEOUT_SECONDS = 300.0
 # More than a host name, a port and a token.
 _MPI_BYTES = 512
+_SECONDS_BETWEEN_TESTS = 0.01
 
 
 def connect(
@@ -74,16 +76,23 @@ def connect(
     timeout_seconds = checks.positive_number("timeout_seconds", timeout_seconds)
     if num_workers is not None:
         num_workers = checks.count("num_workers", num_workers, None)
+    if port is not None and not 0 < checks.integer("port", port) < 1 << 16:
+        raise ValueError(f"port must be from 1 to 65535, got {port}.")
     if checks.boolean("alone", alone):
         os.environ[engines.ALONE] = "1"
         return
-    if os.environ.get("TF_CONFIG"):
+    if os.environ.get(engines.ALONE) == "1":
+        logging.info("tf_xshard.connect: alone, as %s=1 says", engines.ALONE)
+        return
+    if engines.task() is not None:
         logging.info("tf_xshard.connect: TF_CONFIG is set, and left as it is.")
         return
     place = found_place(num_workers, leader, port)
     if place is None:
         logging.info("tf_xshard.connect: one process, not started by an engine")
         return
+    if place.leader is None or place.port is None:
+        place = _completed_by_mpi(place, timeout_seconds)
     members = exchange.exchange(place, timeout_seconds)
     for name, value in environment(place, members).items():
         os.environ[name] = value
@@ -102,12 +111,10 @@ def found_place(
     num_workers: int | None = None,
     leader: str | None = None,
     port: int | None = None,
-    may_start_mpi: bool = True,
 ) -> engines.Place | None:
     """Returns this process's place, completed by arguments that are given.
 
-    None for a process that is alone. A program that starts MPI must be the one
-    that uses it.
+    None for a process that is alone. The leader and the port may be None.
     """
     place = engines.place()
     if place is None:
@@ -138,34 +145,60 @@ def found_place(
         leader=leader or place.leader,
         port=port or place.port,
     )
-    if place.size == 1:
-        return None
+    if place.rank >= (place.size or 1):
+        raise ValueError(
+            f"num_workers={num_workers}, but {place.engine} gives this process"
+            f" rank {place.rank}. Pass the number of all processes."
+        )
+    return place if place.size != 1 else None
+
+
+def refuse_without_leader(place: engines.Place) -> None:
+    """Raises ValueError if it is not known where rank 0 is."""
     if place.leader is None or place.port is None:
-        place = _completed_by_mpi(place, may_start_mpi)
-    return place
+        raise ValueError(
+            f"{place.engine} does not tell where rank 0 is. Set MASTER_ADDR"
+            " (its host) and MASTER_PORT, or pass"
+            " tf_xshard.connect(leader=..., port=...), the same in all"
+            " processes. Processes of MPI that call tf_xshard.connect() need"
+            " only mpi4py."
+        )
 
 
 def _completed_by_mpi(
-    place: engines.Place, may_start_mpi: bool
+    place: engines.Place, timeout_seconds: float
 ) -> engines.Place:
     """Asks MPI where rank 0 is, if MPI started the processes."""
-    has_mpi = may_start_mpi and importlib.util.find_spec("mpi4py")
-    if place.engine in engines.MPI and has_mpi:
-        mpi = importlib.import_module("mpi4py.MPI")
-        with socket.socket() as one:
-            one.bind(("", 0))
-            port = one.getsockname()[1]
-        said = json.dumps([socket.gethostname(), port, secrets.token_hex()])
-        buffer = bytearray(said.encode().ljust(_MPI_BYTES))
-        mpi.COMM_WORLD.Bcast(buffer)
-        leader, port, job = json.loads(buffer)
-        return dataclasses.replace(place, leader=leader, port=port, job=job)
-    raise ValueError(
-        f"{place.engine} does not tell where rank 0 is. Set MASTER_ADDR (its"
-        " host) and MASTER_PORT, or pass"
-        " tf_xshard.connect(leader=..., port=...), the same in all processes."
-        " Processes of MPI that call tf_xshard.connect() need only mpi4py."
-    )
+    is_mpi = place.engine in engines.MPI_ENGINES
+    if not is_mpi or importlib.util.find_spec("mpi4py") is None:
+        refuse_without_leader(place)
+        return place
+    world = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    if (world.rank, world.size) != (place.rank, place.size):
+        raise ValueError(
+            f"{place.engine} started this process as rank {place.rank} of"
+            f" {place.size}, but it is rank {world.rank} of {world.size} for"
+            " mpi4py, which was built with another MPI. Build it with this one"
+            " (pip install --no-binary mpi4py mpi4py), or set MASTER_ADDR and"
+            " MASTER_PORT."
+        )
+    with socket.socket() as one:
+        one.bind(("", 0))
+        port = one.getsockname()[1]
+    said = json.dumps([socket.gethostname(), port, secrets.token_hex()])
+    buffer = bytearray(said.encode().ljust(_MPI_BYTES))
+    request = world.Ibcast(buffer)
+    deadline = time.monotonic() + timeout_seconds
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise exchange.JobError(
+                f"MPI did not tell rank {place.rank} of {place.size} where rank"
+                f" 0 is within {timeout_seconds:g} s. Some processes have not"
+                " called tf_xshard.connect()."
+            )
+        time.sleep(_SECONDS_BETWEEN_TESTS)
+    leader, port, job = json.loads(buffer)
+    return dataclasses.replace(place, leader=leader, port=port, job=job)
 
 
 def environment(

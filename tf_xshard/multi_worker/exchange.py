@@ -106,10 +106,6 @@ def exchange(
     ]
 
 
-def _family(place: engines.Place) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in (place.leader or "") else socket.AF_INET
-
-
 def _where(place: engines.Place) -> str:
     return f"{place.leader}:{place.port}"
 
@@ -119,27 +115,35 @@ def _lead(
 ) -> dict[str, Any]:
     """Collects all processes as rank 0, and answers them."""
     try:
+        both = socket.has_dualstack_ipv6()
         server = socket.create_server(
-            ("", place.port or 0), family=_family(place), backlog=1024
+            ("", place.port or 0),
+            family=socket.AF_INET6 if both else socket.AF_INET,
+            dualstack_ipv6=both,
+            backlog=1024,
         )
     except OSError as error:
         return _taken(place, own, error)
-    peers: dict[int, tuple[socket.socket, _Hello]] = {}
+    peers: dict[int, _Peer] = {}
     waiting: list[socket.socket] = []
     num_strangers = 0
     problem: str | None = None
     with server, contextlib.ExitStack() as connections:
-        while len(peers) < own.size - 1:
-            server.settimeout(max(0.001, deadline - time.monotonic()))
+        while not _are_complete(peers, own.size):
             try:
-                connection, _ = server.accept()
+                # Programs that connect again and again must not prolong it.
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                server.settimeout(left)
+                connection, address = server.accept()
             except TimeoutError:
                 problem = problem or _missing(
                     place, peers, num_strangers, timeout_seconds
                 )
                 break
             connections.enter_context(connection)
-            hello = _parsed(_receive(connection, _SECONDS_PER_TRY))
+            hello = _hello_from(connection)
             if hello is None or hello.token != own.token:
                 num_strangers += 1
                 connection.close()
@@ -150,7 +154,10 @@ def _lead(
                 problem = problem or found
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             else:
-                peers[hello.rank] = connection, hello
+                here = connection.getsockname()[0]
+                peers[hello.rank] = _Peer(
+                    hello, connection, _plain(address[0]), _plain(here)
+                )
         answer: dict[str, Any] = (
             {"error": problem} if problem else {"members": _members(own, peers)}
         )
@@ -159,10 +166,45 @@ def _lead(
     return answer
 
 
+@dataclasses.dataclass(frozen=True)
+class _Peer:
+    """A process that waits for rank 0's answer.
+
+    `address` is its own, and `here` is the one at which it found rank 0.
+    """
+
+    hello: _Hello
+    connection: socket.socket
+    address: str
+    here: str
+
+    def has_left(self) -> bool:
+        """Returns True if the process has ended, or no longer waits."""
+        try:
+            self.connection.setblocking(False)
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def _are_complete(peers: dict[int, _Peer], size: int) -> bool:
+    """Returns True if all peers wait; drops those that do not."""
+    if len(peers) < size - 1:
+        return False
+    for rank in [rank for rank, peer in peers.items() if peer.has_left()]:
+        del peers[rank]
+    return len(peers) == size - 1
+
+
+def _plain(host: str) -> str:
+    # A server for both versions of IP sees IPv4 addresses as IPv6.
+    return host.removeprefix("::ffff:")
+
+
 def _contradiction(
-    own: _Hello,
-    other: _Hello,
-    peers: Mapping[int, tuple[socket.socket, _Hello]],
+    own: _Hello, other: _Hello, peers: Mapping[int, _Peer]
 ) -> str | None:
     """Says why a process does not fit those that came before."""
     if other.size != own.size:
@@ -171,8 +213,11 @@ def _contradiction(
             f" {other.size} processes, but rank 0 on {own.host} as one of"
             f" {own.size}. Start all with the same number."
         )
-    if other.rank == 0 or other.rank in peers:
-        first = peers[other.rank][1] if other.rank else own
+    peer = peers.get(other.rank)
+    # It may have been started again.
+    is_twice = peer is not None and not peer.has_left()
+    if other.rank == 0 or is_twice:
+        first = peer.hello if peer is not None else own
         return (
             f"two processes have rank {other.rank}: on {first.host} and on"
             f" {other.host}. Give each its own rank."
@@ -188,16 +233,17 @@ def _contradiction(
 
 def _missing(
     place: engines.Place,
-    peers: Mapping[int, tuple[socket.socket, _Hello]],
+    peers: Mapping[int, _Peer],
     num_strangers: int,
     timeout_seconds: float,
 ) -> str:
     """Says which ranks did not come."""
     size = place.size or 1
-    missing = [rank for rank in range(1, size) if rank not in peers]
+    here = {rank: one for rank, one in peers.items() if not one.has_left()}
+    missing = [rank for rank in range(1, size) if rank not in here]
     came = [
-        f"{rank} from {connection.getpeername()[0]} ({hello.host})"
-        for rank, (connection, hello) in sorted(peers.items())
+        f"{rank} from {peer.address} ({peer.hello.host})"
+        for rank, peer in sorted(here.items())
     ]
     if num_strangers:
         came.append(f"{num_strangers} connections of other programs")
@@ -217,35 +263,34 @@ def _missing(
 def _is_here(host: str) -> bool:
     """Returns False if a host's address is none of this machine's."""
     try:
-        address = socket.gethostbyname(host)
-        with socket.socket() as one:
-            one.bind((address, 0))
+        family, _, _, _, address = socket.getaddrinfo(host, 0)[0]
+        with socket.socket(family) as one:
+            one.bind(address)
     except OSError:
         return False
     return True
 
 
 def _members(
-    own: _Hello, peers: Mapping[int, tuple[socket.socket, _Hello]]
+    own: _Hello, peers: Mapping[int, _Peer]
 ) -> list[tuple[str, str, list[int]]]:
     """Returns address, host and cores of every rank."""
-    hellos = [own, *(peers[rank][1] for rank in sorted(peers))]
+    in_order = [peers[rank] for rank in sorted(peers)]
+    hellos = [own, *(peer.hello for peer in in_order)]
     if own.addresses is not None:
         addresses = own.addresses
     else:
         # How the others see this machine, and this machine sees the others.
         # Processes of this machine may come over the loopback interface, at
         # which other machines do not find them.
-        here = "127.0.0.1"
-        for connection, _ in peers.values():
-            if not _is_loopback(connection.getpeername()[0]):
-                here = connection.getsockname()[0]
-        hosts = [here]
-        for rank in sorted(peers):
-            seen = peers[rank][0].getpeername()[0]
-            hosts.append(here if _is_loopback(seen) else seen)
+        others = [one for one in in_order if not _is_loopback(one.address)]
+        here = others[0].here if others else "127.0.0.1"
+        hosts = [here] + [
+            here if _is_loopback(one.address) else one.address
+            for one in in_order
+        ]
         addresses = [
-            f"{host}:{hello.port}"
+            f"[{host}]:{hello.port}" if ":" in host else f"{host}:{hello.port}"
             for host, hello in zip(hosts, hellos, strict=True)
         ]
     return [
@@ -311,7 +356,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 
 def _send(connection: socket.socket, content: dict[str, Any]) -> None:
-    # One that has ended meanwhile is missed by TensorFlow.
+    # If the peer has ended since, TensorFlow will miss it.
     with contextlib.suppress(OSError):
         connection.settimeout(_SECONDS_PER_TRY)
         connection.sendall(_line(content))
@@ -323,20 +368,24 @@ def _receive(
     """Reads a line of JSON, or returns None for anything else."""
     deadline = time.monotonic() + seconds
     parts: list[bytes] = []
+    while not parts or b"\n" not in parts[-1]:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        parts.append(connection.recv(1 << 16))
+        if not parts[-1] or sum(map(len, parts)) > _MAX_BYTES:
+            return None
     try:
-        while not parts or b"\n" not in parts[-1]:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-            parts.append(connection.recv(1 << 16))
-            if not parts[-1] or sum(map(len, parts)) > _MAX_BYTES:
-                return None
         content = json.loads(b"".join(parts))
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
 
-def _parsed(content: dict[str, Any] | None) -> _Hello | None:
-    """Returns a process's line, or None if another program sent it."""
+def _hello_from(connection: socket.socket) -> _Hello | None:
+    """Reads a process's line, or returns None for another program."""
+    try:
+        content = _receive(connection, _SECONDS_PER_TRY)
+    except OSError:
+        return None
     names = {field.name for field in dataclasses.fields(_Hello)}
     if content is None or set(content) != names:
         return None

@@ -26,6 +26,7 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
 from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.keras import multi_worker_patches
+from tf_xshard.private.tensorflow import runtime
 from tf_xshard.reduction import buckets
 
 _CHIEF_ONLY = (
@@ -116,8 +117,7 @@ def multi_worker_fit(
     `GroupCheckpoint` never does.
 
     If `fit` shuffles arrays, and the processes have different seeds or none,
-    all take the chief's (`tf.random.set_seed`), so that each row is trained on
-    once per epoch.
+    all shuffle by the chief's, so that each row is trained on once per epoch.
 
     A batch that waits longer than the timeout for data or for a hanging worker
     ends with an error, as a collective does. The timeout is the longer timeout
@@ -180,8 +180,9 @@ def _loop_of_worker(loop: Callable) -> Callable:
             return loop(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
+        seed = None
         if _is_shuffled(bound.arguments):
-            _take_the_chief_s_seed(self.distribute_strategy)
+            seed = _take_the_chief_s_seed(self.distribute_strategy)
         if rank and bound.arguments["verbose"] == "auto":
             bound.arguments["verbose"] = 0
         callbacks = bound.arguments["callbacks"]
@@ -190,7 +191,7 @@ def _loop_of_worker(loop: Callable) -> Callable:
             return loop(*bound.args, **bound.kwargs)
         if isinstance(callbacks, keras.callbacks.Callback):
             callbacks = [callbacks]
-        watched = _Watched(self)
+        watched = _Watched(self, seed)
         with of_worker(callbacks or (), rank) as own:
             # This order ends the batch before other callbacks run.
             bound.arguments["callbacks"] = [watched, *own]
@@ -210,20 +211,22 @@ def _is_shuffled(arguments: dict[str, Any]) -> bool:
     )
 
 
-def _take_the_chief_s_seed(strategy: tf.distribute.Strategy) -> None:
-    """Makes all processes shuffle alike, if their seeds differ."""
+def _take_the_chief_s_seed(
+    strategy: tf.distribute.Strategy,
+) -> runtime.GlobalSeed:
+    """Makes all processes shuffle alike; returns the seed to restore."""
     # Keras shuffles by TensorFlow's global seed. Each process trains on its own
     # part of every batch, so different orders repeat rows and leave out others.
-    # TensorFlow tells the global seed by what it derives from it.
-    own = [seed and int(seed) for seed in tf.compat.v1.get_seed(None)]
+    before = runtime.GlobalSeed()
+    own = [before.seed, before.next_seed(), secrets.randbits(31)]
     processes = process_gather.ProcessGather(strategy, _active[-1])
-    chief = [*own, secrets.randbits(31)]
     seeds = [
-        json.loads(one) for one in processes.gather(json.dumps(chief).encode())
+        json.loads(one) for one in processes.gather(json.dumps(own).encode())
     ]
-    [first, *_] = seeds
-    if None in first[:2] or any(one[:2] != first[:2] for one in seeds):
-        tf.random.set_seed(first[0] if first[0] is not None else first[2])
+    [chief, *_] = seeds
+    if chief[0] is None or any(one[:2] != chief[:2] for one in seeds):
+        tf.random.set_seed(chief[2] if chief[0] is None else chief[0])
+    return before
 
 
 def _rank(strategy: tf.distribute.Strategy) -> int | None:
@@ -236,8 +239,11 @@ def _rank(strategy: tf.distribute.Strategy) -> int | None:
 class _Watched(keras.callbacks.Callback):
     """Limits how long a batch waits for data or for another worker."""
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(
+        self, model: keras.Model, seed: runtime.GlobalSeed | None
+    ) -> None:
         super().__init__()
+        self._seed = seed
         own = getattr(
             getattr(model, "optimizer", None), "communication", _active[-1]
         )
@@ -245,9 +251,20 @@ class _Watched(keras.callbacks.Callback):
             max(own.timeout_seconds, _active[-1].timeout_seconds)
         )
 
-    def _begin(self, *_: Any, **__: Any) -> None:
-        # The iterator over the data, which exists by now, undoes it.
-        local_cluster.keep_freed_memory()
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Restores the seed, which the data have taken up.
+
+        Args:
+          logs: From Keras; not used.
+        """
+        del logs
+        if self._seed is not None:
+            self._seed.restore()
+
+    def _begin(self, batch: int = 0, **_: Any) -> None:
+        if not batch:
+            # The iterator over the data, which exists by now, has undone it.
+            local_cluster.keep_freed_memory()
         self.batch.begin()
 
     def _end(self, *_: Any, **__: Any) -> None:

@@ -205,8 +205,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if restart:
             _say(f"restart {restart} of {options.max_restarts}")
         if hosts and not _all_have_started(hosts, options):
-            code = 1
-            continue
+            return 1
         # Signals received before were for workers that have ended.
         received.new.clear()
         with received:
@@ -232,10 +231,12 @@ def _run_from_environment(
     """Becomes the script's process, joined to those of the engine."""
     added: dict[str, str] = {}
     try:
-        place = connect.found_place(options.workers, may_start_mpi=False)
-        if place is None:
-            _say("no engine started this process, so it trains alone")
+        place = connect.found_place(options.workers)
+        if os.environ.get(engines.ALONE) == "1" or place is None:
+            _say("this is the only process of its job, so it trains alone")
         else:
+            # MPI, if the script uses it, must not be started here.
+            connect.refuse_without_leader(place)
             members = exchange.exchange(place, options.connect_timeout)
             added = connect.environment(place, members)
     except ValueError as error:
@@ -272,6 +273,9 @@ def _all_have_started(
     except exchange.JobError as error:
         _say(str(error))
         return False
+    except KeyboardInterrupt:
+        _say("interrupted while it waited for the other hosts")
+        return False
     return True
 
 
@@ -287,7 +291,7 @@ def _checked_hosts(
         parser.error(
             f"--connect-timeout {options.connect_timeout}: must be positive"
         )
-    if os.environ.get("TF_CONFIG"):
+    if engines.task() is not None:
         parser.error(
             "TF_CONFIG is set already, so something else has started this"
             " process as a worker. Run the script without `launch`, or unset"
@@ -314,6 +318,8 @@ def _checked_hosts(
     for host in hosts:
         if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", host):
             parser.error(f"--hosts: {host!r} is not host:port")
+        if not 0 < int(host.rpartition(":")[2]) < 1 << 16:
+            parser.error(f"--hosts: {host!r} is not host:port, up to 65535")
     if len(set(hosts)) < len(hosts):
         parser.error(f"--hosts: {options.hosts} has the same address twice")
     loopback = [host for host in hosts if host.startswith("127.")]

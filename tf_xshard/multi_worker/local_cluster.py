@@ -37,9 +37,9 @@ def settings(num_workers: int) -> dict[str, str]:
 
 def keep_freed_memory() -> None:
     """Applies these settings again, where the environment has them."""
-    # glibc reads them when a process starts. TensorFlow sets the first one back
-    # to 128 KiB in each process that iterates over a distributed dataset
-    # (`ApplyPython311MemoryPatch`).
+    # glibc reads them when a process starts. TensorFlow resets
+    # M_MMAP_THRESHOLD to 128 KiB in each process that iterates over a
+    # distributed dataset (`ApplyPython311MemoryPatch`).
     mallopt = _mallopt()
     if mallopt is None:
         return

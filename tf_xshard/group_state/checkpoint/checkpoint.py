@@ -224,10 +224,10 @@ def _save(
         if replicas.rank == 0:
             here = all_files if shared else written
             files.commit(directory, token, manifest, here, is_locked)
-        elif not shared:
-            files.remove_older(directory, replicas.rank, written)
 
     replicas.run_on_all_processes(what, commit)
+    if replicas.rank and not shared:
+        files.remove_older(directory, replicas.rank, written)
 
 
 def _own_values(

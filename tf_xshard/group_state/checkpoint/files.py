@@ -146,6 +146,7 @@ def write_values(
     ]
     for name in names:
         _to_disk(os.path.join(directory, name))
+    _to_disk(directory)
     return {name: _checksum(os.path.join(directory, name)) for name in names}
 
 

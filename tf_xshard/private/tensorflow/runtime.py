@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import types
@@ -131,3 +132,32 @@ def a_function_uses(handle: tf.Tensor) -> bool:
         any(one is handle for one in frame.f_locals.get(_INPUTS, ()))
         for frame in _executing()
     )
+
+
+_SEED = names.PrivateNames(
+    "multi_worker_fit, which shuffles alike in all processes",
+    # What TensorFlow derives the seeds of operations from can only be set, not
+    # read or restored.
+    {"context": _PYTHON + "eager.context.context"},
+)
+names.attributes(_SEED.feature, "_seed", "_rng")
+
+
+class GlobalSeed:
+    """TensorFlow's global seed, as it was when this object was made."""
+
+    def __init__(self) -> None:
+        context = _SEED.context()
+        self.seed: int | None = context._seed
+        self._rng = copy.deepcopy(context._rng)
+
+    def next_seed(self) -> int | None:
+        """Returns the seed of the next operation, None if it is random."""
+        if self.seed is None:
+            return None
+        return copy.deepcopy(self._rng).getrandbits(31)
+
+    def restore(self) -> None:
+        """Sets the global seed to what it was."""
+        context = _SEED.context()
+        context._seed, context._rng = self.seed, self._rng
