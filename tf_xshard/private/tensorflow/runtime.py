@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import threading
@@ -63,7 +64,9 @@ def exchange(
     timeout_seconds: float,
 ) -> list[str]:
     """Gives a value to some processes, once for a key; returns all values."""
-    publish(f"{key}/{own_rank}", value)
+    # After a timeout, the value is still there.
+    with contextlib.suppress(tf.errors.AlreadyExistsError):
+        publish(f"{key}/{own_rank}", value)
     values = []
     for rank in ranks:
         try:
