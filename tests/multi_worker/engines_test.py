@@ -176,7 +176,7 @@ def port():
     return port
 
 
-def _exchanged(places, timeout=20.0, addresses=None):
+def _exchanged(places, timeout=60.0, addresses=None):
     """What each process gets, or the text of its error; and the seconds."""
 
     def of(place, own):
@@ -195,7 +195,7 @@ def _exchanged(places, timeout=20.0, addresses=None):
 def test_all_get_the_same_addresses(port):
     places = [_place(rank, 4, port) for rank in (3, 0, 2, 1)]
     results, seconds = _exchanged(places)
-    assert seconds < 5
+    assert seconds < 30
     assert all(members == results[0] for members in results)
     addresses = [member.address for member in results[0]]
     assert len(set(addresses)) == 4
@@ -205,14 +205,14 @@ def test_all_get_the_same_addresses(port):
 
 def test_a_missing_rank(port):
     results, seconds = _exchanged(
-        [_place(rank, 4, port) for rank in (0, 1, 3)], 2.0
+        [_place(rank, 4, port) for rank in (0, 1, 3)], 4.0
     )
-    assert 2 <= seconds < 5
+    assert 4 <= seconds < 20
     host = socket.gethostname()
     for text in results:
         assert (
             f"ranks [2] of 4 did not connect to rank 0 (127.0.0.1:{port})"
-            f" within 2 s; came: 1 from 127.0.0.1 ({host}), 3 from"
+            f" within 4 s; came: 1 from 127.0.0.1 ({host}), 3 from"
         ) in text
 
 
@@ -221,7 +221,7 @@ def test_two_processes_with_one_rank(twice, port):
     results, seconds = _exchanged(
         [_place(rank, 4, port) for rank in (0, 1, 2, twice)]
     )
-    assert seconds < 9
+    assert seconds < 30
     host = socket.gethostname()
     told = f"two processes have rank {twice}: on {host} and on {host}."
     assert all(told in text for text in results)
@@ -231,14 +231,14 @@ def test_sizes_that_disagree(port):
     results, seconds = _exchanged(
         [_place(0, 3, port), _place(1, 3, port), _place(2, 4, port)]
     )
-    assert seconds < 9
+    assert seconds < 30
     told = "was started as one of 4 processes, but rank 0"
     assert all(told in text for text in results)
 
 
 def test_a_leader_that_is_not_there(port):
     [text], seconds = _exchanged([_place(1, 2, port)], 1.0)
-    assert 1 <= seconds < 4
+    assert 1 <= seconds < 15
     assert (
         f"rank 1 of 2 did not reach rank 0 at 127.0.0.1:{port} within 1 s:"
         " Connection refused"
@@ -257,7 +257,7 @@ def test_addresses_that_disagree(port):
 def test_a_port_that_is_taken(port):
     with socket.create_server(("127.0.0.1", port)):
         [text], seconds = _exchanged([_place(0, 2, port)])
-    assert seconds < 15
+    assert seconds < 30
     assert f"rank 0 can't listen at 127.0.0.1:{port}: Address already" in text
 
 
@@ -289,9 +289,9 @@ def test_strangers_are_not_answered(port):
     for thread in threads:
         thread.start()
     places = [_place(0, 2, port), _place(1, 2, port, "another job")]
-    results, seconds = _exchanged(places, 4.0)
+    results, seconds = _exchanged(places, 8.0)
     # Neither the silent one nor those that come again prolong it.
-    assert seconds < 12
+    assert seconds < 30
     for thread in threads:
         thread.join()
     assert re.search(
