@@ -114,6 +114,7 @@ def _hanging_loader(dataset, step):
 def main(directory, *faults):
     tf_xshard.connect(60)
     restart = int(os.environ["TF_XSHARD_RESTART"])
+    print("started", restart, flush=True)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
     with strategy.scope():

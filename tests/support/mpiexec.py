@@ -2,11 +2,13 @@
 
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 
 from tests.support import paths
 
@@ -21,15 +23,24 @@ def command(number, module, *arguments):
 
 
 def run(number, module, *arguments):
-    """Runs it to its end."""
-    return subprocess.run(
-        command(number, module, *arguments),
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        timeout=TIMEOUT_SECONDS,
-    )
+    """Runs it to its end; each process prints into a file of its own.
+
+    `mpiexec` itself may put the lines of two processes into one.
+    """
+    launcher, *rest = command(number, module, *arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        ended = subprocess.run(
+            [launcher, f"-outfile-pattern={directory}/%r", *rest],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=paths.ROOT,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+            timeout=TIMEOUT_SECONDS,
+        )
+        ended.stdout = "".join(
+            file.read_text() for file in pathlib.Path(directory).iterdir()
+        )
+    return ended
 
 
 def printed(ended):
