@@ -193,6 +193,23 @@ def test_a_worker_is_killed(tmp_path, report):
     assert re.search(CAUSE.format(1), said), said[-3000:]
 
 
+def test_a_worker_is_preempted(tmp_path, uninterrupted, report):
+    """SIGTERM to one worker: all save the same step, and go on from there."""
+    launched = _launch(tmp_path, "preempt:1:7")
+    assert launched.finals() == uninterrupted
+    saved = re.findall(
+        r"All have saved (epoch \d, step \d) .* exit code 143", launched.said()
+    )
+    # At the end of the batch in which the signal came, or of the next one. The
+    # worker that fails first says it twice.
+    assert len(saved) >= NUM_WORKERS and len(set(saved)) == 1
+    assert saved[0] in ("epoch 1, step 0", "epoch 1, step 1")
+    [(_, _, at)] = launched.faults()
+    seconds = _ended(launched, at) - at
+    report(f"preempt: all workers had ended {seconds:.1f} s later")
+    assert seconds < launched_job.TIMEOUT_SECONDS
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(3))
 def test_many_killed_workers(number, tmp_path, uninterrupted, report):
