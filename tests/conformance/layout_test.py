@@ -25,6 +25,7 @@ FOLDERS = (
     "compat",
     "testing",
     "cli",
+    "examples",
 )
 # These connect the folders for users, and may import all of them.
 FRONT_DOORS = ("tf_xshard", "tf_xshard.__main__", "tf_xshard.public")
@@ -75,7 +76,7 @@ def arrows(name, tree):
         target = _folder(imported)
         if target is None:
             # The public names: for those who use the package as users do.
-            if own not in ("testing", "cli"):
+            if own not in ("testing", "cli", "examples"):
                 found.append(f"{own} -> tf_xshard ({imported})")
         elif FOLDERS.index(target) > FOLDERS.index(own):
             found.append(f"{own} -> {target} ({imported})")
@@ -105,7 +106,7 @@ def test_private_modules_are_imported_in_one_folder(name):
 @every_module
 def test_the_optimizers_do_not_need_the_testing_tool(name):
     if (
-        _folder(name) == "testing"
+        _folder(name) in ("testing", "examples")
         or name == "tf_xshard.private.jax.tpu_simulation"
     ):
         return

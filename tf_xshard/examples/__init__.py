@@ -1,0 +1,18 @@
+"""Programs that show one thing each, in under a minute on CPUs.
+
+Run one with `python -m tf_xshard.examples.NAME`, after
+`pip install 'tf_xshard[cpu,demo]'`. All but one train on the handwritten digits
+that are part of scikit-learn.
+
+- `one_device_numbers`: compares eight replicas with one device.
+- `ensemble`: trains four models in one `fit`.
+- `custom_loop`: trains in a loop of your own.
+- `padded_text`: counts tokens instead of rows.
+- `sharded_adamw`: divides AdamW's state over the replicas.
+- `local_sgd`: averages models every 10 steps.
+- `int8_gradients`: sends gradients in 8 bits.
+- `many_workers`: trains on several processes.
+- `from_horovod`: shows each of Horovod's lines beside its replacement.
+- `tf1_script`: runs a TPUEstimator without a TPU.
+- `tpu_without_hardware`: simulates a TPU, and compiles for one.
+"""
