@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.programs import version_matrix
 from tests.programs import write_api_page
 from tests.support import paths
 from tests.support import seeds
@@ -154,18 +155,6 @@ def test_the_commands_of_the_readme():
     assert command.format("test", "pytest") in ci
 
 
-def test_pages_are_short():
-    # CONTRIBUTING.md has the table of versions.
-    most = {
-        "README.md": 170,
-        "CONTRIBUTING.md": 229,
-        "troubleshooting.md": 229,
-    }
-    for page in (README, *DOCS.glob("*.md")):
-        lines = page.read_text().splitlines()
-        assert len(lines) <= most.get(page.name, 199), page.name
-
-
 def test_what_pages_name_exists():
     """Links, files and modules."""
     for page in PAGES:
@@ -199,3 +188,13 @@ def test_the_api_page_is_what_the_docstrings_say():
     assert write_api_page.PAGE.read_text() == write_api_page.page(), (
         "Run python -m tests.programs.write_api_page."
     )
+
+
+def test_the_citation_has_the_version():
+    citation = (DOCS / "CITATION.cff").read_text()
+    assert f"\nversion: {tf_xshard.__version__}\n" in citation
+
+
+def test_the_nightly_workflow_has_every_keras():
+    workflow = paths.ROOT / ".github" / "workflows" / "nightly.yml"
+    assert f"row: [{', '.join(version_matrix.SMOKE)}]" in workflow.read_text()

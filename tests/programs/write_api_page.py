@@ -15,10 +15,10 @@ from tf_xshard import testing
 PAGE = paths.ROOT / "tf_xshard" / "docs" / "api.md"
 _HEADER = """# API
 
-Generated from the docstrings by `python -m tests.programs.write_api_page`. They
-say more: the type, meaning, default and unit of every argument, what is
-returned, every error, an example and its source. Read one with
-`help(tf_xshard.CrossShardOptimizer)`.
+Each name with its arguments and the first sentence of its docstring. The
+docstrings have the type, meaning and default of every argument, every error, an
+example and the source. `python -m mkdocs serve -f .ci/mkdocs.yml` shows them on
+this page.
 """
 _SECTIONS = (
     ("tf_xshard", tf_xshard),
@@ -49,29 +49,17 @@ def _first_sentence(doc: str) -> str:
     return paragraph.replace("|", "\\|")
 
 
-def _methods(value) -> str:
-    """The public methods and properties that this package defines."""
-    if not isinstance(value, type):
-        return ""
-    own = [
-        f"`{name}`"
-        for base in value.__mro__
-        if base.__module__.startswith("tf_xshard.")
-        for name, member in vars(base).items()
-        if not name.startswith(("_", "on_"))  # on_*: Keras calls them.
-        and (inspect.isroutine(member) or isinstance(member, property))
-    ]
-    return f" Has {', '.join(dict.fromkeys(own))}." if own else ""
-
-
-def _entry(name: str, value) -> str:
+def _entry(name: str, path: str, value) -> str:
     doc = inspect.getdoc(value)
-    if callable(value) and doc:
-        return (
-            f"- `{name}{_arguments(value)}`: {_first_sentence(doc)}"
-            f"{_methods(value)}"
-        )
-    return f"- `{name}`" + (f": {value!r}" if isinstance(value, str) else "")
+    if not callable(value) or not doc:
+        shown = f" = {value!r}" if isinstance(value, str) else ""
+        return f"### {path}.{name}\n\n`{name}{shown}`\n"
+    # The site shows what is at this place in the source.
+    where = f"{value.__module__}.{value.__qualname__}"
+    return (
+        f"### {path}.{name}\n<!-- {where} -->\n\n"
+        f"`{name}{_arguments(value)}`: {_first_sentence(doc)}\n"
+    )
 
 
 def page() -> str:
@@ -82,8 +70,7 @@ def page() -> str:
         for name in sorted(module.__all__):
             value = getattr(module, name)
             if not inspect.ismodule(value) and name != "__version__":
-                lines.append(_entry(name, value))
-        lines.append("")
+                lines.append(_entry(name, title, value))
     text = "\n".join(lines)
     return re.sub(r"\n{3,}", "\n\n", text)
 

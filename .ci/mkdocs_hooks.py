@@ -1,0 +1,55 @@
+"""Adds README, the benchmarks and whole docstrings to the site."""
+
+import pathlib
+import re
+
+from mkdocs.structure import files as files_lib
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_DOCS = "tf_xshard/docs/"
+
+
+def _relinked(text):
+    """Returns a page with links to the site's pages, and others as text."""
+
+    def replace(match):
+        text, target = match.groups()
+        if target.startswith(("http", "#")):
+            return match[0]
+        if target.endswith("benchmarks/README.md"):
+            return f"[{text}](benchmarks.md)"
+        if target.startswith(_DOCS):
+            return f"[{text}]({target.removeprefix(_DOCS)})"
+        return match[0]
+
+    return re.sub(r"\[([^\]]*)\]\(([^)]+)\)", replace, text)
+
+
+def on_files(files, config):
+    """Makes the home page of README, and a page of the benchmarks'."""
+    for name, source in (
+        ("index.md", "README.md"),
+        ("benchmarks.md", "benchmarks/README.md"),
+    ):
+        text = _relinked((_ROOT / source).read_text())
+        files.append(files_lib.File.generated(config, name, content=text))
+    for picture in (_ROOT / "benchmarks").glob("*.png"):
+        files.append(
+            files_lib.File.generated(
+                config, picture.name, abs_src_path=str(picture)
+            )
+        )
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Shows a name's whole docstring where the page has its first sentence."""
+    del config, files
+    if page.file.src_uri != "api.md":
+        return None
+    return re.sub(
+        r"^### .*?\n<!-- (\S+) -->\n.*?(?=^##|\Z)",
+        r"::: \1\n\n",
+        markdown,
+        flags=re.S | re.M,
+    )
