@@ -11,7 +11,7 @@ ops = keras.ops
 
 
 class OwnStep(keras.Model):
-    """A model with a train_step; losses are divided by N, as README says."""
+    """A model with a train_step; losses are divided by N, as those of Keras."""
 
     def train_step(self, data):
         x = data[0] if isinstance(data, tuple) else data

@@ -305,7 +305,7 @@ def size_of_step(variables: Variables = os.environ) -> tuple[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What TF_CONFIG says: the type of this task, and how many train."""
+    """Holds TF_CONFIG's type of this task, and the number that train."""
 
     type: str
     num_workers: int

@@ -29,10 +29,11 @@ class StateVariable:
         name that the user gave.
       name: The variable's path.
       variable: A Keras or TensorFlow variable.
-      kind: `"weight"`; `"slot"`, of an optimizer; `"center"`, of AGNOptimizer;
-        `"local"`, a replica's own state (what AGN trains, open rounds of
-        towers, counters); `"statistic"`, untrained state that Keras lets differ
-        by replica; `"random"`, a generator's state; or `"metric"`.
+      kind: `"weight"`, `"slot"`, `"center"`, `"local"`, `"statistic"`,
+        `"random"` or `"metric"`. AGNOptimizer has centers. A replica's own
+        state is local: variables that AGNOptimizer trains, open rounds of
+        towers, counters. A statistic is untrained state that Keras lets differ
+        by replica. A generator's state is random.
       of_optimizer: Whether an optimizer holds the variable. Its name then
         contains another variable's name.
     """

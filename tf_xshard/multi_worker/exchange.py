@@ -46,7 +46,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class _Hello:
-    """What a process says of itself: a line of JSON."""
+    """Describes a process to rank 0, as a line of JSON."""
 
     token: str
     rank: int

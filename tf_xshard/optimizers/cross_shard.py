@@ -190,11 +190,11 @@ class CrossShardOptimizer(base.GradientWrapper):
       TypeError: If an argument has the wrong type, or `inner_optimizer` is not
         a Keras optimizer.
       ValueError: If an argument is invalid or belongs on the inner optimizer,
-        if `shard_update` is not possible with the inner optimizer, if `local`
-        is combined with `shard_update`, with `global_clipnorm` or with another
-        optimizer that reduces, or matches no variable, if
-        `group_assignment` is for a different number of replicas than the
-        strategy has, or if the strategy is not supported.
+        or if the inner optimizer can't have `shard_update`. If `local` matches
+        no variable, or is combined with `shard_update`, with `global_clipnorm`
+        or with another optimizer that reduces. If `group_assignment` is for a
+        different number of replicas than the strategy has, or the strategy is
+        not supported.
 
     Example:
 

@@ -69,9 +69,10 @@ def compile_for_tpu(
       TypeError: If the first argument is neither a function nor a model, or is
         a ConcreteFunction, or if topology is not a str.
       ValueError: If the function does not call `strategy.run()` exactly once
-        under a simulated strategy, a shape or `step` is unknown, the model is
-        not compiled or has another strategy, the batch is missing or can't be
-        split evenly, or the topology is unknown or has another number of cores.
+        under a simulated strategy, or a shape or `step` is unknown. If the
+        model is not compiled or has another strategy, or the batch is missing
+        or can't be split evenly. If the topology is unknown or has another
+        number of cores.
       NotImplementedError: If the step can't be compiled. The message names the
         construct.
       jax.errors.JaxRuntimeError: If the TPU compiler refuses the program, for

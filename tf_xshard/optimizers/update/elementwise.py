@@ -52,8 +52,9 @@ def elementwise(optimizer_class: _Class) -> _Class:
     own class raises ValueError until this decorator declares it.
 
     Declare a class if each element of a variable and of its slot variables
-    depends only on the same element of the gradient and on scalars, not on a
-    norm, mean, shape or random number of a whole tensor. Create slot variables
+    depends only on the same element of the gradient and on scalars. It must not
+    depend on a norm, mean, shape or random number of a whole tensor. Create
+    slot variables
     with `add_variable_from_reference` or `add_optimizer_variables`. If a slot
     variable starts with the variable's value, set it in `build` with
     `self.assign`.

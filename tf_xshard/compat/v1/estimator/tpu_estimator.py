@@ -228,10 +228,10 @@ class TPUEstimator(model_directory.ModelDirectory):
 
         Raises:
           TypeError: If model_fn returns something other than a spec.
-          ValueError: If both steps and max_steps are given, either is not a
-            positive int, train_batch_size is None, rows can't be split over the
-            shards, the spec lacks a loss or a train_op, or shards combine no
-            gradients.
+          ValueError: If both steps and max_steps are given, or either is not a
+            positive int. If train_batch_size is None, or rows can't be split
+            over the shards. If the spec lacks a loss or a train_op, or shards
+            combine no gradients.
         """
         if steps is not None and max_steps is not None:
             raise ValueError("Pass steps or max_steps, not both.")
