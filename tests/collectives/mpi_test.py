@@ -50,6 +50,8 @@ def _expected(rank):
         found[f"sum {dtype}"] = [
             sum(_of(members, shape, dtype)) for shape in ([3, 5], [], [0])
         ]
+        large = sum(_of(members, program.LARGE, dtype))
+        found[f"checksum {dtype}"] = [program.checksum(large)]
         rows = _of(members, [2, 3], dtype)
         found[f"reduce_scatter {dtype}"] = [sum(rows)[position]]
     for dtype in program.MOVED:
