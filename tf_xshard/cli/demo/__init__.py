@@ -33,18 +33,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer-wrapper",
         choices=list(WRAPPERS),
         default="cross_shard",
-        help="the optimizer whose promises to check",
+        help="the optimizer to compare with its references; default:"
+        " cross_shard",
     )
-    parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=2, help="for cross_shard")
-    parser.add_argument("--towers", type=int, default=4, help="for tower")
-    parser.add_argument("--period", type=int, default=5, help="for agn")
-    parser.add_argument("--epochs", type=int, default=training.DEFAULT_EPOCHS)
+    for name, default, text in (
+        ("--replicas", 8, "the number of replicas"),
+        ("--groups", 2, "the number of groups (for cross_shard)"),
+        ("--towers", 4, "the number of towers (for tower)"),
+        ("--period", 5, "the steps between two exchanges (for agn)"),
+        ("--epochs", training.DEFAULT_EPOCHS, "the epochs of each run"),
+        ("--seed", 0, "for the weights and the order of the rows"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, help=f"{text}; default: {default}"
+        )
     parser.add_argument(
         "--optimizer",
         choices=sorted(digits_lib.OPTIMIZERS),
         default="adam",
-        help="the inner optimizer",
+        help="the inner optimizer; default: adam",
     )
     parser.add_argument(
         "--plot",
@@ -56,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also check shard_update=True (for cross_shard)",
     )
-    parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run)
 
 
