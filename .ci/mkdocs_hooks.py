@@ -9,8 +9,8 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _DOCS = "tf_xshard/docs/"
 
 
-def _relinked(text):
-    """Returns a page with links to the site's pages, and others as text."""
+def _relinked(page):
+    """Returns a page of the repository with links to the site's pages."""
 
     def replace(match):
         text, target = match.groups()
@@ -22,7 +22,7 @@ def _relinked(text):
             return f"[{text}]({target.removeprefix(_DOCS)})"
         return match[0]
 
-    return re.sub(r"\[([^\]]*)\]\(([^)]+)\)", replace, text)
+    return re.sub(r"\[([^\]]*)\]\(([^)]+)\)", replace, page)
 
 
 def on_files(files, config):

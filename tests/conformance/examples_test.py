@@ -118,8 +118,8 @@ def test_fewer_bytes(name, fractions):
 
 
 @pytest.mark.parametrize("name", ["many_workers", "from_horovod"])
-def test_two_workers(name, tmp_path):
-    """On two processes, and alone."""
+def test_two_workers(name):
+    """Starts two processes by `launch`."""
     launch = ("tf_xshard", "launch", "--workers", "2", "-m")
     out = _run(*launch, f"tf_xshard.examples.{name}")
     [accuracy] = re.findall(r"2 replicas: accuracy ([\d.]+)", out)

@@ -339,7 +339,7 @@ def test_preempted_on_slurm(slurm_environment, tmp_path):
     text = _run_batch(
         slurm_environment, tmp_path, "preempt:1:7", "requeue:0:15"
     )
-    # What is printed while Slurm ends the job may be lost.
+    # Slurm may drop lines that a job prints while Slurm ends the job.
     codes = re.findall(r"All have saved .*exit code (\d+)", text)
     assert len(codes) >= 2 and set(codes) == {"143"}
     assert set(re.findall(r"started (\d)", text)) >= {"0", "2"}, text[-3000:]

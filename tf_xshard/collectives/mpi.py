@@ -10,9 +10,9 @@ sum of           [a0 b0]  [a1 b1]
 send parts       a0 + a1 on rank 0, b0 + b1 on rank 1
 send sums        [a b]    [a b]
 
-That is faster than MPI's own collectives, which copy more. Calls do not block:
-they are polled, so that a process that is missing is an error after
-`Communication.timeout_seconds`.
+On one host that is faster than MPICH's own all-reduce (benchmarks/README.md).
+Calls do not block: they are polled, so that a process that is missing is an
+error after `Communication.timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -255,12 +255,12 @@ def _add(
         np.add(total, one, out=total)
 
 
-def _exchange(comm: Any, to: _Arrays, by: _Arrays) -> list[Any]:
+def _exchange(comm: Any, sent: _Arrays, received: _Arrays) -> list[Any]:
     """Starts to send an array to each other process, and to receive one."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     return [
-        *(comm.Irecv(_bytes(by[rank]), rank) for rank in others),
-        *(comm.Isend(_bytes(to[rank]), rank) for rank in others),
+        *(comm.Irecv(_bytes(received[rank]), rank) for rank in others),
+        *(comm.Isend(_bytes(sent[rank]), rank) for rank in others),
     ]
 
 

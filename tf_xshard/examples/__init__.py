@@ -1,8 +1,8 @@
 """Programs that show one thing each, in under a minute on CPUs.
 
 Run one with `python -m tf_xshard.examples.NAME`, after
-`pip install 'tf_xshard[cpu,demo]'`. All but one train on the handwritten digits
-that are part of scikit-learn.
+`pip install '.[cpu,demo]'` in a clone. `tpu_without_hardware` also needs the
+extra `[testing]`. The data are part of scikit-learn.
 
 - `one_device_numbers`: compares eight replicas with one device.
 - `ensemble`: trains four models in one `fit`.
