@@ -19,6 +19,10 @@ _COMMANDS = {
         "tf_xshard.cli.doctor",
         "what is on this machine, and whether group sums are right",
     ),
+    "evidence": (
+        "tf_xshard.cli.evidence",
+        "write a report of this machine's devices, for the developers",
+    ),
     "launch": (
         "tf_xshard.multi_worker.launch",
         "run a script on several workers that train together",

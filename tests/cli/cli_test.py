@@ -16,6 +16,7 @@ from tests.support import replicas
 from tests.support import seeds
 from tf_xshard import __main__ as cli
 from tf_xshard.cli import doctor
+from tf_xshard.cli import evidence
 from tf_xshard.cli import logical_devices
 from tf_xshard.cli.demo import training
 
@@ -93,6 +94,31 @@ def test_demo_of_the_other_wrappers(wrapper, wrong, equal, demo):
         assert [r for r in rows if r.startswith(title) and "equal" in r], title
     wrong = f"{wrong} (on purpose)"
     assert [r for r in rows if r.startswith(wrong) and "WRONG" in r]
+
+
+def test_evidence(tmp_path):
+    path = tmp_path / "report.md"
+    run = _run(
+        *("evidence", "--output", str(path)),
+        *("--width", "16", "--megabytes", "1", "2"),
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    text = path.read_text()
+    assert "MirroredStrategy over 8 logical CPUs" in text.splitlines()[0]
+    assert "All numbers are right." in text and "FAIL" not in text
+    found = dict(re.findall(r"^\| (.+) \| (\d\.\de-\d\d) \|$", text, re.M))
+    assert float(found.pop("plain Keras")) > 1e-3
+    assert len(found) == 4 and max(map(float, found.values())) < 1e-5
+    ratios = re.findall(r"\| ([\d.]+) \([\d.]+ to [\d.]+\) \|$", text, re.M)
+    assert len(ratios) == 4 + 2 and float(ratios[0]) == 1.0
+    assert str(tmp_path) not in text
+
+
+def test_evidence_notices_wrong_sums():
+    strategy = replicas.mirrored(4)
+    with mutants.mutant("groups_ignored"):
+        right, text = evidence.report(strategy, 8, [1])
+    assert not right and "SOME NUMBERS ARE WRONG" in text and "FAIL" in text
 
 
 def test_demo_notices_a_wrong_reduction(demo):

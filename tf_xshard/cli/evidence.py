@@ -1,0 +1,337 @@
+"""Writes a one-page report of what tf_xshard does on this machine's devices."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+from tf_xshard.cli import doctor
+from tf_xshard.cli import logical_devices
+
+_MAX_REPLICAS = 8
+_NUM_STEPS = 20
+_ROWS_PER_REPLICA = 8
+_NUM_FEATURES = 32
+_NUM_BLOCKS = 7
+_TOLERANCE = 1e-5
+_PLAIN = "plain Keras"
+_Wrap = Callable[[keras.optimizers.Optimizer], keras.optimizers.Optimizer]
+_WRAPPERS: dict[str, _Wrap] = {
+    _PLAIN: lambda optimizer: optimizer,
+    "CrossShardOptimizer": tf_xshard.CrossShardOptimizer,
+    "shard_update=True": lambda optimizer: tf_xshard.CrossShardOptimizer(
+        optimizer, shard_update=True
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write the report to FILE (default: print it)",
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=1024,
+        help="units of each of the timed model's 12 layers (default: 1024)",
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=int,
+        nargs="+",
+        default=[1, 16, 256],
+        metavar="MB",
+        help="sizes of the timed sums (default: 1 16 256)",
+    )
+    parser.set_defaults(run=run)
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _devices(strategy: tf.distribute.Strategy) -> str:
+    """Describes the strategy and the model of its devices."""
+    names = {
+        tf.config.experimental.get_device_details(device).get("device_name")
+        for device in tf.config.list_physical_devices("GPU")
+    } - {None}
+    return ", ".join([logical_devices.describe(strategy), *sorted(names)])
+
+
+def _checks(strategy: tf.distribute.Strategy) -> tuple[bool, str]:
+    """Compares group sums with NumPy; returns what `doctor` prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        right = doctor.check_strategy("", strategy)
+    return right, said.getvalue().replace("  , ", "  ")
+
+
+def _trained(
+    strategy: tf.distribute.Strategy,
+    wrap: _Wrap,
+    rows: tuple[np.ndarray, np.ndarray],
+    batch_size: int,
+) -> list[np.ndarray]:
+    """Returns the weights after one epoch of clipped Adam."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((_NUM_FEATURES,)),
+                keras.layers.Dense(64, "tanh"),
+                keras.layers.Dense(1),
+            ]
+        )
+        adam = keras.optimizers.Adam(3e-3, global_clipnorm=1.0)
+        model.compile(wrap(adam), "mse")
+    model.fit(*rows, batch_size=batch_size, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    """Returns the largest difference of a weight from one device's, by case."""
+    num_replicas = strategy.num_replicas_in_sync
+    rng = np.random.default_rng(0)
+    shape = (_NUM_STEPS, num_replicas, _ROWS_PER_REPLICA, _NUM_FEATURES)
+    x = rng.normal(size=shape).astype("float32")
+    y = x.sum(-1, keepdims=True) + 3 * rng.normal(size=(*shape[:3], 1))
+
+    def rows(num_kept: int) -> tuple[np.ndarray, np.ndarray]:
+        flat = [np.concatenate(a[:, :num_kept].reshape(-1, *a.shape[2:])) for a in (x, y)]
+        return flat[0], flat[1].astype("float32")
+
+    def difference(weights, others) -> float:
+        pairs = zip(weights, others, strict=True)
+        return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+    has_gpu = "GPU" in strategy.extended.worker_devices[0]
+    one_device = tf.distribute.OneDeviceStrategy("GPU:0" if has_gpu else "CPU:0")
+    batch_size = num_replicas * _ROWS_PER_REPLICA
+    one = _trained(one_device, _WRAPPERS[_PLAIN], rows(num_replicas), batch_size)
+    found = {
+        name: difference(
+            _trained(strategy, wrap, rows(num_replicas), batch_size), one
+        )
+        for name, wrap in _WRAPPERS.items()
+    }
+    found["TowerOptimizer, two calls of half the rows"] = difference(
+        _trained(
+            strategy,
+            lambda optimizer: tf_xshard.TowerOptimizer(optimizer, 2),
+            rows(num_replicas),
+            batch_size // 2,
+        ),
+        one,
+    )
+    if num_replicas % 2 == 0:
+        half = num_replicas // 2
+        groups = tf_xshard.GroupAssignment.contiguous(num_replicas, half)
+        found["two groups, the first one's rows"] = difference(
+            _trained(
+                strategy,
+                lambda optimizer: tf_xshard.CrossShardOptimizer(
+                    optimizer, group_assignment=groups
+                ),
+                rows(num_replicas),
+                batch_size,
+            ),
+            _trained(one_device, _WRAPPERS[_PLAIN], rows(half), batch_size // 2),
+        )
+    return found
+
+
+def _seconds(
+    strategy: tf.distribute.Strategy, functions: dict[str, Callable]
+) -> dict[str, np.ndarray]:
+    """Times traced functions in turn; returns seconds by block."""
+
+    def timed(run: Callable, num_runs: int) -> float:
+        start = time.perf_counter()
+        for _ in range(num_runs):
+            result = run()
+        strategy.experimental_local_results(result)[0].numpy()
+        return (time.perf_counter() - start) / num_runs
+
+    for run in functions.values():
+        timed(run, 2)
+    num_runs = {
+        name: max(1, round(0.5 / timed(run, 1)))
+        for name, run in functions.items()
+    }
+    blocks = [
+        {name: timed(run, num_runs[name]) for name, run in functions.items()}
+        for _ in range(_NUM_BLOCKS)
+    ]
+    return {
+        name: np.array([block[name] for block in blocks]) for name in functions
+    }
+
+
+def _step(
+    strategy: tf.distribute.Strategy, wrap: _Wrap, width: int
+) -> Callable[[], tf.Tensor]:
+    """Returns a traced training step of twelve dense layers with Adam."""
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Input((width,))]
+            + [keras.layers.Dense(width, "relu") for _ in range(12)]
+            + [keras.layers.Dense(1)]
+        )
+        model.compile(wrap(keras.optimizers.Adam(1e-3)), "mse")
+        model.optimizer.build(model.trainable_variables)
+    x = tf.ones([_ROWS_PER_REPLICA, width])
+    y = tf.ones([_ROWS_PER_REPLICA, 1])
+
+    @tf.function(autograph=False)
+    def step() -> tf.Tensor:
+        logs = strategy.run(model.train_step, (((x, y)),))
+        return logs["loss"]
+
+    return step
+
+
+def _sum(
+    strategy: tf.distribute.Strategy, ours: bool, megabytes: int
+) -> Callable[[], tf.Tensor]:
+    """Returns a traced sum over all replicas."""
+    with strategy.scope():
+        variable = tf.Variable(tf.ones([megabytes * 250_000]))
+
+    def on_replica() -> tf.Tensor:
+        if ours:
+            total = tf_xshard.group_reduce(variable.value(), reduction="sum")
+        else:
+            total = tf.distribute.get_replica_context().all_reduce(
+                tf.distribute.ReduceOp.SUM, variable.value()
+            )
+        # Returning a number keeps the sum from being optimized away.
+        return total[-1]
+
+    return tf.function(lambda: strategy.run(on_replica), autograph=False)
+
+
+def _quartiles(ratios: np.ndarray) -> str:
+    low, median, high = np.percentile(ratios, [25, 50, 75])
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _times(strategy: tf.distribute.Strategy, width: int) -> str:
+    again = f"{_PLAIN} again"
+    wrappers = {**_WRAPPERS, again: _WRAPPERS[_PLAIN]}
+    seconds = _seconds(
+        strategy,
+        {
+            name: _step(strategy, wrap, width)
+            for name, wrap in wrappers.items()
+        },
+    )
+    lines = ["| step | ms | of plain Keras' (quartiles) |", "|---|---|---|"]
+    for name in (_PLAIN, again, *list(_WRAPPERS)[1:]):
+        ratios = seconds[name] / seconds[_PLAIN]
+        milliseconds = 1e3 * np.median(seconds[name])
+        lines.append(f"| {name} | {milliseconds:.2f} | {_quartiles(ratios)} |")
+    return "\n".join(lines)
+
+
+def _sums(strategy: tf.distribute.Strategy, sizes: list[int]) -> str:
+    num_replicas = strategy.num_replicas_in_sync
+    lines = [
+        "| MB | ms | GB/s sent by a replica | of the strategy's own sum's time |",
+        "|---|---|---|---|",
+    ]
+    for size in sizes:
+        seconds = _seconds(
+            strategy,
+            {name: _sum(strategy, name == "ours", size) for name in ("theirs", "ours")},
+        )
+        median = np.median(seconds["ours"])
+        sent = 2 * (num_replicas - 1) / num_replicas * size / 1e3 / median
+        ratio = _quartiles(seconds["ours"] / seconds["theirs"])
+        lines.append(f"| {size} | {1e3 * median:.2f} | {sent:.2f} | {ratio} |")
+    return "\n".join(lines)
+
+
+def report(
+    strategy: tf.distribute.Strategy, width: int, sizes: list[int]
+) -> tuple[bool, str]:
+    """Returns whether all numbers are right, and the report in Markdown."""
+    # TF32 would round the products of one device and of many differently.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    _progress("1 of 4: comparing group sums with NumPy")
+    right, sums = _checks(strategy)
+    _progress("2 of 4: comparing trainings with one device")
+    found = differences(strategy)
+    is_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+    rows = []
+    for name, difference in found.items():
+        ok = name == _PLAIN or difference < _TOLERANCE
+        # TPUs multiply float32 as bfloat16, and the one device is a CPU.
+        right &= ok or is_tpu
+        rows.append(f"| {name} | {difference:.1e} |")
+    tf.config.experimental.enable_tensor_float_32_execution(True)
+    _progress("3 of 4: timing steps")
+    times = _times(strategy, width)
+    _progress("4 of 4: timing sums")
+    return right, "\n".join(
+        [
+            f"# {_devices(strategy)}",
+            "",
+            f"tf_xshard {tf_xshard.__version__}, TensorFlow {tf.__version__},"
+            f" Keras {keras.__version__}, Python {platform.python_version()},"
+            f" {platform.system()} {platform.machine()}."
+            f" {'All numbers are right.' if right else 'SOME NUMBERS ARE WRONG.'}",
+            "",
+            "## Group sums, compared with NumPy",
+            "",
+            "```",
+            sums.rstrip(),
+            "```",
+            "",
+            f"## Weights after {_NUM_STEPS} steps of clipped Adam",
+            "",
+            "| | largest difference from one device |",
+            "|---|---|",
+            *rows,
+            "",
+            f"## Time of a step, 12 layers of {width} units, Adam",
+            "",
+            times,
+            "",
+            "## Time of a sum over all replicas, float32",
+            "",
+            _sums(strategy, sizes),
+            "",
+        ]
+    )
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Writes the report, and returns 1 if a number is wrong."""
+    if options.width < 1 or min(options.megabytes) < 1:
+        parser.error("--width and --megabytes must be positive")
+    strategy = logical_devices.best_strategy(_MAX_REPLICAS)
+    if "CPU" in strategy.extended.worker_devices[0]:
+        _progress("This machine has no TPU and fewer than two GPUs: using CPUs.")
+    right, text = report(strategy, options.width, options.megabytes)
+    if options.output:
+        options.output.write_text(text)
+        _progress(f"The report is in {options.output}.")
+    else:
+        print(text)
+    return 0 if right else 1
