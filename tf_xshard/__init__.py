@@ -29,7 +29,7 @@ replicas that you choose.
 `TowerOptimizer` accumulates first, and runs these stages once a round.
 `AGNOptimizer` updates each replica locally, and runs the stages at an exchange.
 `compat.v1` has the documented TF1 optimizers, on the same stages.
-`multi_worker` launches processes and makes Keras' `fit` work across them.
+`multi_worker` launches processes and makes Keras's `fit` work across them.
 
 To change something, read docs/CONTRIBUTING.md and the folders' docstrings.
 """

@@ -1,4 +1,4 @@
-"""The commands of `python -m tf_xshard`, also installed as `tf-xshard`."""
+"""Runs the commands of `python -m tf_xshard`, also named `tf-xshard`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMMANDS = {
     ),
     "doctor": (
         "tf_xshard.cli.doctor",
-        "what is on this machine, and whether group sums are right",
+        "check this machine's devices and whether group sums are right",
     ),
     "evidence": (
         "tf_xshard.cli.evidence",
@@ -29,7 +29,7 @@ _COMMANDS = {
     ),
     "plan": (
         "tf_xshard.cli.plan",
-        "what the first model that a script compiles would communicate",
+        "plan the communication of the first model that a script compiles",
     ),
 }
 

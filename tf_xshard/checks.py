@@ -1,4 +1,4 @@
-"""Argument checks that return the converted value or raise an error."""
+"""Checks arguments, and returns the converted value or raises an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def integer(name: str, value: Any) -> int:
-    """Converts an integer of any type but bool to int."""
+    """Converts an integer of any type except bool to int."""
     # operator.index accepts Python's and NumPy's bool, so exclude them by name.
     if type(value).__name__ not in ("bool", "bool_"):
         try:
@@ -20,7 +20,7 @@ def integer(name: str, value: Any) -> int:
 
 def boolean(name: str, value: Any) -> bool:
     """Checks that an argument is True or False."""
-    # NumPy's bool is accepted as well.
+    # Accept NumPy's bool also.
     if type(value).__name__ not in ("bool", "bool_"):
         raise TypeError(f"{name} must be a bool, got {value!r}.")
     return bool(value)

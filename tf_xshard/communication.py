@@ -1,4 +1,4 @@
-"""`Communication`, the settings for communicating gradients."""
+"""Defines `Communication`, the settings for communicating gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRANSPORTS = ("auto", "mpi", "tensorflow")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
-    """Settings for communicating gradients between replicas.
+    """Configures how replicas communicate gradients.
 
     The default suits most jobs. Change it if the network is slow (`dtype`), or
     if workers wait long for each other (`timeout_seconds`).
@@ -29,32 +29,32 @@ class Communication:
         replicas, this bound exceeds 1/16. Gradients are then summed in float32,
         or in their own dtype if it has 16 bits. float16 overflows above 65504.
         `"int8"` sends a quarter of float32's bytes, as 8-bit integers with one
-        float32 scale for each 256 values. They are summed in float32, whose
-        range float64 gradients must not exceed, and rounded again. Rows of
-        IndexedSlices keep their own dtype. `"int8"` works only under
-        MirroredStrategy, and under MultiWorkerMirroredStrategy in a
+        float32 scale for each 256 values. The integers are summed in float32
+        and rounded again. float64 gradients must therefore not exceed the range
+        of float32. Rows of IndexedSlices keep their own dtype. `"int8"` works
+        only under MirroredStrategy, and under MultiWorkerMirroredStrategy in a
         `tf.function`.
       bytes_per_bucket: The approximate size of a bucket of packed gradients in
         bytes, an int >= 1. Default: 16 MiB. A gradient is never split. Several
-        buckets are in flight at once, the last layers' first, to overlap
-        communication with the backward pass. From 8 to 64 MiB, measured times
-        differ by no more than noise (benchmarks/README.md).
+        buckets are in flight at once, starting with the last layers, to overlap
+        communication with the backward pass. Between 8 and 64 MiB, measured
+        times differ by no more than noise (benchmarks/README.md).
       timeout_seconds: The seconds that a replica waits for other replicas
         before it raises an error, a number > 0. Default: 300.
       buckets_in_flight: The number of buckets that are communicated at once, an
-        int >= 1. Default: 4. With NCCL (GPUs) and over MPI, it is always 1.
-      error_feedback: Whether to add what a replica's gradient loses on the wire
+        int >= 1. Default: 4. With NCCL (GPUs) and with MPI, it is always 1.
+      error_feedback: Whether to add the rounding error of a replica's gradient
         to the replica's next gradient, which keeps training close to float32.
-        Each replica gets one more variable of each trained variable's shape,
-        saved and restored like others. Only for `"int8"`, `"bfloat16"` and
-        `"float16"`. Default: False.
+        Each replica gets one additional variable per trained variable, of the
+        same shape. These variables are saved and restored like others. Only for
+        `"int8"`, `"bfloat16"` and `"float16"`. Default: False.
       rounding: `"nearest"` (default), or `"stochastic"` (`"int8"` only), which
         rounds up or down at random, so that the mean over steps is exact.
-      transport: How processes with one CPU replica each communicate. `"auto"`
-        (default) uses MPI where `tf_xshard.connect` found that MPI started
-        them and mpi4py is installed, else TensorFlow's own collectives. `"mpi"`
-        uses MPI, or raises an error that says why it can't. `"tensorflow"`
-        never uses MPI.
+      transport: The library that processes with one CPU replica each use to
+        communicate. `"auto"` (default) uses MPI if `tf_xshard.connect` found
+        that MPI started the processes, and if mpi4py is installed. Otherwise,
+        it uses TensorFlow's own collectives. `"mpi"` uses MPI, or raises an
+        error that says why it can't. `"tensorflow"` never uses MPI.
 
     Raises:
       TypeError: If an argument has the wrong type.
@@ -67,7 +67,7 @@ class Communication:
     (16777216, 300)
 
     Source: `tf.distribute.experimental.CommunicationOptions`, with a wire dtype
-    (`Compression` in Horovod). Error feedback is from Seide et al. 2014, and
+    (`Compression` in Horovod). Error feedback is from Seide et al. 2014 and
     Karimireddy et al. 2019, arXiv 1901.09847.
     """
 
@@ -109,7 +109,8 @@ class Communication:
         if self.error_feedback and not wire_formats.TABLE[self.dtype].loses:
             raise ValueError(
                 "Communication(error_feedback=True) keeps what a smaller dtype"
-                f" loses, got dtype={self.dtype!r}. Use one of"
+                f" loses, got dtype={self.dtype!r}, which loses nothing. Pass"
+                " one of the dtypes"
                 f" {tuple(one.dtype for one in formats if one.loses)}."
             )
         if self.rounding not in wire_formats.TABLE[self.dtype].roundings:
@@ -147,7 +148,7 @@ class Communication:
         return wire_formats.TABLE[self.dtype].dtype_of_sum(dtype, group_size)
 
     def exact(self) -> Communication:
-        """Returns these settings for values that must arrive unchanged.
+        """Returns a copy of these settings for values that must stay exact.
 
         Returns:
           A `Communication` in each tensor's own dtype.

@@ -1,4 +1,4 @@
-"""The tested versions of TensorFlow and Keras, and checks against them.
+"""Reads the tested versions of TensorFlow and Keras, and checks for them.
 
 The versions are in the package's metadata or, in a checkout, in setup.cfg.
 """
@@ -82,7 +82,7 @@ def _minor(text: str) -> Minor:
 
 
 def check_range(name: str, found: str, range_: tuple[Minor, Minor]) -> None:
-    """Raises ImportError for an old version; warns of one newer than tested."""
+    """Raises ImportError for an old version; warns of an untested new one."""
     oldest, newest = (".".join(map(str, bound)) for bound in range_)
     if _minor(found) < range_[0]:
         raise ImportError(
@@ -92,7 +92,7 @@ def check_range(name: str, found: str, range_: tuple[Minor, Minor]) -> None:
     if _minor(found) > range_[1]:
         warnings.warn(
             f"tf_xshard is tested with {name} {oldest} to {newest}, found"
-            f" {found}. `python -m tf_xshard doctor` checks the results.",
+            f" {found}. Run `python -m tf_xshard doctor` to check the results.",
             stacklevel=3,
         )
 
@@ -105,7 +105,7 @@ def refuse_moved(feature: str, names: Sequence[str]) -> None:
         f"{feature} needs {list(names)}, which the installed TensorFlow, Keras"
         " or jax does not have. tf_xshard is tested with TensorFlow"
         f" {tested_range('tensorflow')} and Keras {tested_range('keras')}."
-        " Install these: pip install 'tf_xshard[cpu,tested]'."
+        " Install tested versions: pip install 'tf_xshard[cpu,tested]'."
     )
 
 

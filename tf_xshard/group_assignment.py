@@ -1,4 +1,4 @@
-"""`GroupAssignment`, the groups of replicas that reduce together."""
+"""Defines `GroupAssignment`, the groups of replicas that reduce together."""
 
 from __future__ import annotations
 
@@ -130,12 +130,12 @@ def _sequence(value: Any, groups: Any) -> list:
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class GroupAssignment:
-    """The groups of replicas that reduce their gradients together.
+    """Assigns replicas to the groups that reduce their gradients together.
 
-    Gradients are shared within a group, not across groups. A `GroupAssignment`
-    is frozen, hashable and equal by value, and needs no TensorFlow. A
-    `group_assignment` argument also takes a nested list or an integer array.
-    Create a `GroupAssignment` to find mistakes early.
+    Replicas share gradients within a group, not across groups. A
+    `GroupAssignment` is frozen, hashable and compared by value, and needs no
+    TensorFlow. A `group_assignment` argument also takes a nested list or an
+    integer array. Create a `GroupAssignment` to find mistakes early.
 
     ```
     GroupAssignment([[0, 1], [2, 3]])        replica   0   1   2   3
@@ -148,7 +148,7 @@ class GroupAssignment:
         array of replica ids, or another `GroupAssignment`. Ids are
         `tf.distribute`'s `replica_id_in_sync_group`. Each id from 0 to
         `num_replicas - 1` appears exactly once, and all groups have the same
-        size. The order of groups and of the ids in a group is kept.
+        size. The order of the groups, and of the ids in a group, is kept.
 
     Raises:
       TypeError: If `groups` is not a nested sequence, or an id is not an
@@ -292,13 +292,14 @@ class GroupAssignment:
         if len(set(sizes.values())) > 1:
             raise ValueError(
                 f"by_host() found hosts with different numbers of replicas,"
-                f" {sizes}, but groups must have the same size. Pass a fitting"
-                " nested list as group_assignment, or no groups."
+                f" {sizes}, but groups must have the same size. Pass a nested"
+                " list of groups with equal sizes as group_assignment, or train"
+                " without groups."
             )
         return cls(list(groups.values()))
 
     def transposed(self) -> GroupAssignment:
-        """Groups the first replicas of all groups, the second ones, and so on.
+        """Groups the first replicas of all groups, the second replicas, etc.
 
         Returns:
           A `GroupAssignment` of `group_size` groups.
@@ -398,16 +399,17 @@ def for_replicas(
     num_replicas: int,
     where: str = "the strategy",
 ) -> GroupAssignment:
-    """Checks that groups fit; returns one group of all replicas for None."""
+    """Checks that groups fit; converts None to one group of all replicas."""
     if groups is None:
         return GroupAssignment.single(num_replicas)
     if groups.num_replicas != num_replicas:
-        remedy = f" Pass one for {num_replicas}."
+        remedy = f" Pass a group_assignment for {num_replicas} replicas."
         if where.startswith("the strategy "):
             remedy = (
-                f" Pass one for {num_replicas} (for a saved model: load it with"
-                " compile=False and compile it again), and use the optimizer"
-                " under the strategy that it was written for."
+                f" Pass a group_assignment for {num_replicas} replicas, or use"
+                " the optimizer under the strategy that its groups were written"
+                " for. To change a saved model's groups, load the model with"
+                " compile=False, then compile it."
             )
         raise ValueError(
             f"group_assignment {groups.to_list()} is for"

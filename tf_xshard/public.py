@@ -1,4 +1,4 @@
-"""The public names, each imported from the module that defines it."""
+"""Imports each public name from the module that defines it."""
 
 from tf_xshard.callbacks.communication_ledger import (
     CommunicationLedger as CommunicationLedger,

@@ -1,4 +1,4 @@
-"""The table of reductions of several losses to one."""
+"""Lists the reductions of several losses to one loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _ALIASES = {"weighted_mean": "mean", "weighted_sum": "sum"}
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A reduction of the losses of several replicas or towers to one."""
+    """Describes a reduction of several replicas' or towers' losses to one."""
 
     # Users pass this name.
     name: str
     # Returns the divisor of the sum, from the number of losses. None for a
-    # reduction that is no multiple of the sum. No optimizer can use such a
+    # reduction that is not a multiple of the sum. No optimizer can use such a
     # reduction, since gradients are communicated as sums.
     divisor: Callable[[Any], Any] | None = None
 

@@ -1,3 +1,3 @@
-"""The package's version. An installer can read it without other imports."""
+"""Holds the package's version, which an installer reads without imports."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""The table of formats in which gradients are sent."""
+"""Lists the formats in which gradients are sent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _MAX_SUM_ERROR = 1 / 16
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-    """A format in which gradients are sent."""
+    """Describes a format in which gradients are sent."""
 
     # Users pass this dtype; None is each gradient's own dtype.
     dtype: str | None
     # With "sum", collectives sum the values in this dtype. With "quantize",
-    # replicas send integers with scales, and sum what they receive in float32.
+    # replicas send integers with scales, and sum received values in float32.
     # With None, there is no code for the format, so it can't be used.
     path: str | None = None
     # The relative error of one rounding, or 0 if a sum in this dtype is as

@@ -102,7 +102,7 @@ def test_the_sentinel_raises(kind, variable_of):
         fitting.fit(model, [spoil, tf_xshard.DivergenceSentinel(every=2)])
     text = str(error.value)
     assert variable_of(model).path in text
-    assert "in group 1: replicas [3] by up to 0.25" in text
+    assert "in group 1: replicas [3] differ by up to 0.25" in text
     assert "group 0" not in text
 
 
@@ -123,7 +123,7 @@ def test_the_sentinel_warns_and_repairs(logged):
     assert len(logged) == 2  # Batches 2 and 3.
     assert not np.array_equal(values[0], values[3])
     values = run("repair")
-    assert len(logged) == 1 and "value that most held" in logged[0]
+    assert len(logged) == 1 and "value that most replicas held" in logged[0]
     for value in values[1:]:
         np.testing.assert_array_equal(value, values[0])
     # The majority was right: as with nothing spoilt.

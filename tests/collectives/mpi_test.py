@@ -14,6 +14,7 @@ from tests.support import mpiexec
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
+from tf_xshard.collectives import mpi
 from tf_xshard.distribute import engines
 
 NUM_WORKERS = cases.NUM_WORKERS
@@ -145,6 +146,22 @@ def test_a_process_that_fails_ends_the_job():
     assert ended.returncode != 0
     assert "ValueError: the cause" in ended.stderr
     assert not mpiexec.printed(ended)
+
+
+def test_a_process_that_ends_too_early():
+    """The others say so, long before their timeout."""
+    ended = mpiexec.run(2, _PROGRAM, "leaves")
+    [text, seconds] = mpiexec.printed(ended)[0]["leaves"]
+    assert "can't be completed: ranks [1] of [0, 1] have ended." in text
+    assert seconds < 60
+
+
+def test_a_session_does_not_use_mpi():
+    chosen = tf_xshard.Communication(transport="mpi")
+    with tf.Graph().as_default():
+        with pytest.raises(ValueError, match="a TF1 session runs this graph"):
+            mpi.is_chosen(None, chosen)
+        assert not mpi.is_chosen(None, tf_xshard.Communication())
 
 
 def test_mpi_tells_where_rank_0_is():

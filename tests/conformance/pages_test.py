@@ -208,7 +208,9 @@ def test_guides_show_the_examples_as_they_are():
         assert write_examples_in_pages.filled(text) == text, (
             "Run python -m tests.programs.write_examples_in_pages."
         )
-        shown |= {match[2] for match in write_examples_in_pages.MARKED.finditer(text)}
+        shown |= {
+            match[2] for match in write_examples_in_pages.MARKED.finditer(text)
+        }
     examples = (paths.ROOT / "tf_xshard" / "examples").glob("[a-z]*.py")
     # README shows the result of one_device_numbers.
     assert {path.stem for path in examples} - {"one_device_numbers"} == {

@@ -281,7 +281,7 @@ def test_agn_under_mixed_float16_names_a_way_that_works():
     with pytest.raises(ValueError, match="AGNOptimizer") as caught:
         training.train(make, replicas.mirrored(2))
     message = str(caught.value)
-    assert "compile() adds a LossScaleOptimizer by itself" in message
+    assert "compile() adds a LossScaleOptimizer automatically" in message
     assert "AGNOptimizer(keras.optimizers.LossScale" not in message
     assert "mixed_bfloat16" in message and "auto_scale_loss=False" in message
     keras.mixed_precision.set_global_policy("mixed_bfloat16")

@@ -245,12 +245,12 @@ MOMENTUM = group_training.OPTIMIZERS["momentum"]
         (
             _wider,
             MOMENTUM,
-            "another model or optimizer: in place of .* .4, 7., it has",
+            "another model or optimizer: instead of .* .4, 7., it has",
         ),
         (
             _renamed,
             MOMENTUM,
-            r"in place of '(sequential_\d+/)?encoder/kernel'",
+            r"instead of '(sequential_\d+/)?encoder/kernel'",
         ),
         (
             group_training.network,
@@ -311,7 +311,7 @@ def test_layers_that_have_changed_places_are_refused(optimizer, tmp_path):
 
 def test_a_manifest_of_something_else_is_not_replaced(small, tmp_path):
     (tmp_path / "manifest.json").write_text('{"name": "my web app"}')
-    with pytest.raises(ValueError, match="is not of a group state"):
+    with pytest.raises(ValueError, match="no group state wrote"):
         small.save(tmp_path)
     assert "web app" in (tmp_path / "manifest.json").read_text()
     assert os.listdir(tmp_path) == ["manifest.json"]

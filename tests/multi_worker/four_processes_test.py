@@ -229,7 +229,7 @@ def test_one_worker_that_reads_sharded_state_alone_gets_an_error(results):
         error, shape = result["sharded"]["alone"]
         assert shape == [5, 3]
         if rank == 2:
-            assert "worker 0 did not do so within 4 seconds" in error
+            assert "worker 0 did not call this method within 4 seconds" in error
             assert "call it on every worker" in error
         else:
             assert error is None

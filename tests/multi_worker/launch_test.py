@@ -401,7 +401,7 @@ def test_nohup(handler, launch):
     [
         ("--workers 0", "must be at least 1"),
         ("", "--workers, --hosts or --from-env is required"),
-        ("--workers 1 --hosts a:1 --rank 0", "--workers is not for --hosts"),
+        ("--workers 1 --hosts a:1 --rank 0", "can't be combined with --hosts"),
         ("--from-env --hosts a:1 --rank 0", "not allowed with"),
         ("--from-env --max-restarts 1", "the engine restarts"),
         ("--workers 1 --connect-timeout 0", "must be positive"),
@@ -409,7 +409,7 @@ def test_nohup(handler, launch):
             "--hosts 127.0.0.2:4000,127.0.0.3:4000 --rank 0",
             "Give each its own port",
         ),
-        ("--workers 2 --rank 1", "--rank is for --hosts"),
+        ("--workers 2 --rank 1", "--rank needs --hosts"),
         ("--hosts a:1,b --rank 0", "'b' is not host:port"),
         ("--hosts a:99999 --rank 0", "up to 65535"),
         ("--hosts a:1,a:1 --rank 0", "the same address twice"),

@@ -330,7 +330,7 @@ def test_config():
             lambda: tf_xshard.CrossShardOptimizer(O.SGD()),
             {},
             ValueError,
-            "reduces by itself",
+            "already reduces gradients",
         ),
     ],
 )

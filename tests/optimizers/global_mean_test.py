@@ -782,7 +782,7 @@ def _other_groups_in_a_tower_train_step():
                 [[1.0], [1.0]], [keras.Variable(1.0)], [1, 1]
             ),
             ValueError,
-            'Weights are for reduction="mean"',
+            'Pass weights only with reduction="mean"',
         ),
     ],
 )  # fmt: skip

@@ -123,6 +123,18 @@ def raises(strategy):
     tf_xshard.barrier(strategy, timeout_seconds=300)
 
 
+def leaves(strategy):
+    """Worker 1 ends its program, and the others wait for it."""
+    tf_xshard.barrier(strategy)
+    if tf_xshard.rank(strategy) == 1:
+        sys.exit()
+    start = time.monotonic()
+    try:
+        tf_xshard.barrier(strategy, timeout_seconds=300)
+    except tf.errors.OpError as error:
+        return [str(error), time.monotonic() - start]
+
+
 def main(case=None):
     if case == "hosts":
         # As if each process were on a host of its own.

@@ -97,7 +97,7 @@ def test_jit_compile_is_refused():
     step = tf.function(
         lambda: strategy.run(replicas.power_of_ten), jit_compile=True
     )
-    with pytest.raises(NotImplementedError, match="take off jit_compile=True"):
+    with pytest.raises(NotImplementedError, match="Remove jit_compile=True"):
         step()
     with strategy.scope():
         model = training.model()
@@ -141,7 +141,7 @@ def test_bad_arguments(kwargs, error, match):
         ({"jax": None}, "needs jax.*>=0.10.2, found none"),
         ({"jax": "0.9.0"}, "needs jax.*, found 0.9.0"),
         ({"jaxlib": "0.10.1"}, "needs jaxlib<0.13,.*, found 0.10.1"),
-        ({"tensorflow-tpu": "2.20.0"}, "environment of its own"),
+        ({"tensorflow-tpu": "2.20.0"}, "separate environment"),
         ({"libtpu": "0.0.51"}, "needs libtpu==0.0.42.1"),
         ({"libtpu": None}, "Linux x86-64 only"),
     ],

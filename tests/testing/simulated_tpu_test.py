@@ -300,7 +300,7 @@ def test_gradients_through_run_are_refused():
             y = strategy.reduce("SUM", y, axis=None)
         return tape.gradient(y, x)
 
-    with pytest.raises(LookupError, match="open the GradientTape in the"):
+    with pytest.raises(LookupError, match="Open the GradientTape in the"):
         step(tf.constant(2.0))
 
 

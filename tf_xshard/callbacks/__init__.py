@@ -1,7 +1,7 @@
 """Keras callbacks for groups of replicas and for AGNOptimizer's center.
 
 Enters: the events of `fit`. Leaves: saves, columns in the logs, errors. Each
-callback is a thin layer over other folders, mainly `group_state`. Imports
+callback is a thin layer on top of other folders, mainly `group_state`. Imports
 `group_state` and above.
 
 - `group_checkpoint`: saves every group in `fit`, and resumes from a save.

@@ -1,4 +1,4 @@
-"""A callback that logs what was communicated."""
+"""Defines `CommunicationLedger`, which logs the measured communication."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from tf_xshard.planning import communication_plan
 class CommunicationLedger(keras.callbacks.Callback):
     """Adds the measured communication of each epoch to the logs of `fit`.
 
-    The numbers are for one replica, the mean over this process's replicas:
+    The numbers are for one replica, averaged over this process's replicas:
 
     - `communication_collectives`: the number of collectives that ended;
     - `communication_bytes`: the bytes that a replica passed to collectives;
-    - `communication_bytes_sent`: the bytes that a replica sent, by the rule of
-      the ring, see `communication_plan`;
+    - `communication_bytes_sent`: the bytes that a replica sent, computed for
+      ring collectives (see `communication_plan`);
     - `communication_seconds`: the time from when a collective's input is ready
-      until its result is ready. Collectives in flight at the same time all
-      count, so the sum may exceed the time that training waited. 0 if one
-      process runs all replicas eagerly, since nothing waits.
+      until its result is ready. Collectives that overlap all count, so the sum
+      may exceed the time that training waited. The value is 0 if one process
+      runs all replicas eagerly, since nothing waits.
 
-    With `skip_nonfinite=True`, `skipped_steps` is the number of steps that were
-    skipped in the epoch, and `skipped_local_steps` that of AGNOptimizer's local
-    steps, over all replicas.
+    With `skip_nonfinite=True`, the logs also get `skipped_steps`, the number of
+    steps that were skipped in the epoch. With AGNOptimizer, they also get
+    `skipped_local_steps`, the number of skipped local steps over all replicas.
 
-    Each operation is counted as it runs, including operations that run only
-    sometimes (AGN's exchanges, rounds of towers, rows of an Embedding). Only
-    tf_xshard's collectives count, not Keras's reductions of metrics. Timing
-    adds two operations per collective, for which a step does not wait, so `fit`
-    traces its step again. Without this callback, there are no such operations.
-    Later callbacks, such as `TensorBoard`, also see the numbers.
+    The callback counts each operation as it runs, including operations that run
+    only sometimes (AGN's exchanges, rounds of towers, rows of an Embedding). It
+    counts only tf_xshard's collectives, not Keras's reductions of metrics.
+    Timing adds two operations per collective, so `fit` traces its step again. A
+    step does not wait for these operations, and without this callback they do
+    not exist. Later callbacks, such as `TensorBoard`, also see the numbers.
 
-    On TPUs a step is one program without counters. The numbers are then the
-    plan's numbers times the steps that ran, without seconds.
+    On TPUs, a step is one program without counters. The callback then
+    multiplies the plan's numbers by the number of steps that ran, and omits
+    `communication_seconds`.
 
     Args:
-      rows_per_step: See `communication_plan`. Only used on TPUs. Default: None.
+      rows_per_step: See `communication_plan`. Used only on TPUs. Default: None.
 
     Raises:
       TypeError: If `rows_per_step` is not an int.
@@ -82,7 +83,7 @@ class CommunicationLedger(keras.callbacks.Callback):
         self.totals: dict[str, float] = {}
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Prepares timing, or on TPUs the communication plan.
+        """Prepares timing or, on TPUs, the communication plan.
 
         Args:
           logs: From Keras; not used.
@@ -96,7 +97,8 @@ class CommunicationLedger(keras.callbacks.Callback):
                 self.model, rows_per_step=self._rows_per_step
             )
             return
-        # A train function that was traced before counts no seconds.
+        # A train function that was traced earlier counts no seconds. Make a new
+        # function, and keep the old one for the next `fit`.
         untimed = self.model.train_function
         untimed = getattr(untimed, "untimed", untimed)
         self.model.make_train_function(force=True)
@@ -122,7 +124,8 @@ class CommunicationLedger(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
-        # An epoch's last execution may have fewer than steps_per_execution.
+        # The last execution of an epoch may have fewer steps than
+        # steps_per_execution.
         self._num_steps = min(batch + 1, self.params.get("steps") or batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -162,7 +165,7 @@ class CommunicationLedger(keras.callbacks.Callback):
         self.model.train_function = getattr(function, "untimed", function)
 
     def _skipped(self) -> dict[str, int]:
-        """Returns the numbers of skipped steps; {} if none ever are."""
+        """Returns the numbers of skipped steps; {} without skip_nonfinite."""
         optimizer = self.model.optimizer
         if not getattr(optimizer, "skip_nonfinite", False):
             return {}

@@ -1,4 +1,4 @@
-"""A callback that finds unexpected differences between a group's replicas."""
+"""Defines `DivergenceSentinel`, which compares the replicas of each group."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class DivergenceSentinel(keras.callbacks.Callback):
     A wrong collective, a nondeterministic operation or a bad restore makes
     replicas of one group diverge silently. This callback compares the replicas
     when `fit` begins and every few batches. Trainable weights, slot variables
-    and AGN's center must be bitwise equal. State that differs by design (moving
-    statistics, random states, what AGN trains between exchanges, open rounds of
-    towers) is ignored.
+    and AGN's center must be bitwise equal. The callback ignores state that
+    differs by design (moving statistics, random states, AGN's local variables
+    between exchanges, open rounds of towers).
 
     Args:
       every: The number of batches between checks. Each check reads all these
-        variables of all replicas. Default: 100.
+        variables on all replicas. Default: 100.
       action: `"raise"` (default) raises a RuntimeError. `"warn"` logs a
-        warning. `"repair"` logs a warning, and assigns all replicas of the
-        group the most frequent value, or the first such value.
+        warning. `"repair"` logs a warning, and assigns the most frequent value
+        to all replicas of the group. If several values are equally frequent, it
+        assigns the first of these values.
 
     Raises:
       ValueError: If an argument is invalid.
@@ -96,7 +97,8 @@ class DivergenceSentinel(keras.callbacks.Callback):
             return
         named = [
             f"{row['variable']!r} in group {row['group']}: replicas"
-            f" {row['replicas']} by up to {row['largest_difference']:.3g}"
+            f" {row['replicas']} differ by up to"
+            f" {row['largest_difference']:.3g}"
             for row in found[:_NUM_SHOWN]
         ]
         more = len(found) - len(named)
@@ -107,10 +109,13 @@ class DivergenceSentinel(keras.callbacks.Callback):
         if self._action == "raise":
             raise RuntimeError(
                 f"{text} Possible causes are a restore or an assignment that"
-                " did not reach all replicas, a nondeterministic operation, and"
-                ' a wrong collective. DivergenceSentinel(action="repair") makes'
-                " them equal."
+                " did not reach all replicas, a nondeterministic operation, or"
+                " a wrong result of a collective. Nothing was changed. To make"
+                " the replicas equal, use"
+                ' DivergenceSentinel(action="repair").'
             )
         if self._action == "repair":
-            text += " They have been set to the value that most held."
+            text += (
+                " Each variable was set to the value that most replicas held."
+            )
         logging.warning("%s", text)

@@ -1,4 +1,4 @@
-"""A callback that saves every group in `fit`, and resumes from there."""
+"""Defines `GroupCheckpoint`, which saves every group in `fit` and resumes."""
 
 from __future__ import annotations
 
@@ -26,42 +26,44 @@ _NAMES = re.compile(r"epoch-(\d{5,})-step-(\d{8,})/?")
 class GroupCheckpoint(keras.callbacks.Callback):
     """Saves every group in `fit`, and resumes from the last save.
 
-    This is `keras.callbacks.BackupAndRestore` for all replicas. If the
-    directory has a save when `fit` begins, all state of every replica is
-    restored, and training resumes at the next epoch and step. The batches of
-    this epoch that were already trained on are read and skipped. The data of an
-    epoch must therefore come in the same order again, so seed them.
+    It works like `keras.callbacks.BackupAndRestore`, but for all replicas. If
+    the directory has a save when `fit` begins, the callback restores all state
+    of every replica. Training then resumes at the next epoch and step. `fit`
+    reads and skips the batches of this epoch that were already trained on. The
+    data of an epoch must therefore come in the same order again, so seed the
+    pipeline.
 
     A pipeline that continues from epoch to epoch (`dataset.repeat()` with
-    `steps_per_epoch`) must start at the saved epoch:
+    `steps_per_epoch`) must start at the saved epoch. Use
     `dataset.skip(position.epoch * steps_per_epoch)`, with `position =
     GroupCheckpoint.position(directory)`.
 
-    A `fit` that finds a finished run's save trains only the remaining epochs.
-    Metrics also resume in mid-epoch. Without a strategy, however, Keras creates
-    them in the first step, so they cover only the rest of the epoch.
+    If the save comes from a finished run, `fit` trains only the remaining
+    epochs. Metrics also resume in the middle of an epoch. Without a strategy,
+    however, Keras creates them in the first step, so they cover only the rest
+    of the epoch.
 
     Args:
       directory: A path that all processes share. Each save is a subdirectory,
         which `GroupState.restore` can read.
       every: `"epoch"` (default), or a number of batches.
-      keep: The number of latest saves to keep. None for all. Default: 1.
+      keep: The number of latest saves to keep. None keeps all. Default: 1.
       regroup: See `GroupState.restore`. Used if the saved groups are different.
         Default: None.
-      on_preemption: True to save and end when a process of the job gets SIGTERM
-        or SIGUSR1, as Slurm, Kubernetes and clouds send before they take a
-        machine away. All processes save after the same batch, or after
-        validation, and end with SystemExit(143). They ask each other after a
-        batch, about twice a second. Started again, training resumes to the same
-        bits. Default: False.
+      on_preemption: Whether to save and end when a process of the job gets
+        SIGTERM or SIGUSR1. Slurm, Kubernetes and clouds send these signals
+        before they take a machine away. All processes save after the same
+        batch, or after validation, and end with SystemExit(143). They ask each
+        other after a batch, about twice a second. After a restart, training
+        continues to the same bits as without an interruption. Default: False.
 
     Raises:
       ValueError: If an argument is invalid. When `fit` begins, if the save is
         damaged, belongs to another model, or was made at a step that
         `steps_per_execution` does not divide.
-      RuntimeError: When `fit` begins, in an evaluator, in one of several
-        processes that would train alone (see `connect`), or with
-        `on_preemption` in another thread than the main thread.
+      RuntimeError: When `fit` begins, in an evaluator or in one of several
+        processes that would train alone (see `connect`). Also with
+        `on_preemption`, if `fit` does not run in the main thread.
       SystemExit: In `fit`, with `on_preemption`, after a signal.
       TypeError: If `on_preemption` is not a bool.
 
@@ -110,15 +112,15 @@ class GroupCheckpoint(keras.callbacks.Callback):
     def position(
         directory: str | os.PathLike,
     ) -> checkpoint.Position | None:
-        """Returns how far training was at the last save.
+        """Returns the position of training at the last save.
 
         Args:
           directory: The callback's directory.
 
         Returns:
           A `Position` with `epoch` and `step`, or None if there is no save.
-          `step` is a multiple of `steps_per_execution`, so `step` can exceed
-          the number of steps of the epoch.
+          `step` is a multiple of `steps_per_execution`, so it can exceed the
+          number of steps of the epoch.
 
         Raises:
           ValueError: If the last save is damaged.
@@ -152,7 +154,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
     def _resume(self) -> None:
         """Restores the last save, if there is one."""
         replicas = self._state.replicas
-        # One process decides, in case others do not see the last save yet.
+        # One process decides, since others may not see the last save yet.
         [last, *_] = replicas.gather_json(
             replicas.run_on_all_processes(
                 f"Looking for saves in {self._directory!r}",
@@ -172,8 +174,9 @@ class GroupCheckpoint(keras.callbacks.Callback):
         if position.step % steps:
             raise ValueError(
                 f"{last!r} was saved after {position.step} steps of an epoch,"
-                f" but fit takes {steps} at once (steps_per_execution). Resume"
-                " with a number that divides it."
+                f" but fit takes {steps} at once (steps_per_execution). Nothing"
+                " was restored. Compile the model with a steps_per_execution"
+                f" that divides {position.step}."
             )
         # Regroup only the first time, since later saves have the new groups.
         regroup = None
@@ -191,7 +194,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         ]
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Skips the batches already trained on, in the first epoch.
+        """Skips batches that were already trained on, in the first epoch.
 
         Args:
           epoch: Index of the epoch.
@@ -235,13 +238,13 @@ class GroupCheckpoint(keras.callbacks.Callback):
         self._num_to_skip = 0
         if self._every == "epoch":
             self._save(epoch + 1, 0)
-        # Validation may have taken long.
+        # Validation may have taken long, so do not wait for the next check.
         self._end_if_asked(epoch + 1, 0, self._every == "epoch", at_once=True)
 
     def _end_if_asked(
         self, epoch: int, step: int, is_saved: bool, *, at_once: bool = False
     ) -> None:
-        """Saves and ends the process if a process of the job was asked to."""
+        """Saves and ends this process if any process was asked to end."""
         if self._preemption is None:
             return
         if not self._preemption.is_asked(at_once=at_once):
@@ -260,7 +263,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         raise SystemExit(preemption_lib.EXIT_CODE)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Resets what would affect the model's next `fit`.
+        """Resets state that would affect the model's next `fit`.
 
         Args:
           logs: From Keras; not used.

@@ -1,4 +1,4 @@
-"""A callback that validates every group in `fit`."""
+"""Defines `GroupValidation`, which validates every group in `fit`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GroupValidation(keras.callbacks.Callback):
     weights. This callback evaluates each group on the complete data, and adds
     columns to the history and to the logs of later callbacks. The columns are
     `val_group_0_loss`, `val_group_1_loss` and so on, `val_ensemble_loss`, and
-    the same for every metric.
+    the same columns for every metric.
 
     Args:
       data: See `GroupState.evaluate`.

@@ -1,4 +1,4 @@
-"""A callback that raises the learning rate over the first epochs of `fit`."""
+"""Defines `LearningRateWarmup`, which raises the learning rate in `fit`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from tf_xshard import checks
 class LearningRateWarmup(keras.callbacks.Callback):
     """Raises the learning rate to its full value over the first epochs.
 
-    N replicas allow a learning rate N times as high as one replica, but not at
-    once. The rate begins at `start * learning_rate` and grows linearly, batch
-    by batch, to `learning_rate`. After the warm-up, this callback sets nothing.
+    N replicas allow a learning rate N times as high as one replica does, but
+    not from the first step. The rate begins at `start * learning_rate` and
+    grows linearly, batch by batch, to `learning_rate`. After the warm-up, this
+    callback does not change the rate.
 
     Args:
       learning_rate: The learning rate after the warm-up, a positive float.
-      warmup_epochs: The warm-up's epochs, a positive number. Default: 5.
-      start: The first batch's share of `learning_rate`, from 0 to 1. Default:
-        None, 1 / the number of replicas, which gives the rate of one replica.
-      steps_per_epoch: The number of batches of an epoch. Default: None, the
-        number that `fit` knows unless the data are a generator.
+      warmup_epochs: The length of the warm-up in epochs, a positive number.
+        Default: 5.
+      start: The first batch's fraction of `learning_rate`, from 0 to 1.
+        Default: None, which means 1 / (number of replicas), the rate of one
+        replica.
+      steps_per_epoch: The number of batches in an epoch. Default: None, the
+        number that `fit` knows. `fit` does not know it for a generator.
 
     Raises:
       TypeError: If an argument has the wrong type. When training begins, if the
@@ -77,7 +80,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 raise TypeError(
                     f"The learning rate of {one.name!r} is a schedule, which"
                     " LearningRateWarmup can't set. Compile the model with a"
-                    " number, or put the warm-up into the schedule."
+                    " constant learning rate, or include the warm-up in the"
+                    " schedule."
                 )
         self._is_over = False
         self._first = self._start
@@ -86,7 +90,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
             self._first = 1 / (strategy.num_replicas_in_sync if strategy else 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Notes how many batches the earlier epochs had.
+        """Computes the number of batches in the earlier epochs.
 
         Args:
           epoch: The epoch's index.

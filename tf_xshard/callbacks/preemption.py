@@ -12,13 +12,14 @@ from typing import Any
 
 import keras
 
-# What a program that SIGTERM ends returns in a shell. `launch --max-restarts`
-# restarts after any code but 0.
+# The exit code in a shell of a program that SIGTERM ended. `launch
+# --max-restarts` restarts after any code except 0.
 EXIT_CODE = 128 + signal.SIGTERM
 # Slurm, Kubernetes and clouds send SIGTERM; `sbatch --signal` often SIGUSR1.
 # Windows has no SIGUSR1.
 _SIGNALS = (signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM))
-# The processes ask each other this often, in 8 ms (four processes on a host).
+# The processes ask each other this often. Asking takes 8 ms (four processes on
+# one host).
 _SECONDS_BETWEEN = 0.5
 
 
@@ -47,8 +48,9 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "GroupCheckpoint(on_preemption=True) needs fit in the main"
-                " thread, since Python receives signals only there. Leave it"
-                " out where something else, such as Ray, restarts from saves."
+                " thread, since Python receives signals only there. Call fit in"
+                " the main thread. If something else, such as Ray, restarts the"
+                " job from its saves, leave on_preemption out."
             )
         self._before = {
             number: signal.signal(number, self._receive) for number in _SIGNALS
@@ -91,7 +93,7 @@ class Preemption:
             return False
         seconds = (time.monotonic() - self._last) / self._num_batches
         answers = self._gather([self._is_asked, seconds])
-        # The same number in all processes.
+        # This number is the same in all processes.
         slowest = max(seconds for _, seconds in answers)
         wanted = max(1, int(_SECONDS_BETWEEN / max(slowest, 1e-6)))
         # Batches may take longer again.

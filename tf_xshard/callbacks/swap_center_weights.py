@@ -1,4 +1,4 @@
-"""A callback that shows AGNOptimizer's center to validation and saving."""
+"""Defines `SwapCenterWeights`, which validates and saves AGN's center."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class SwapCenterWeights(keras.callbacks.Callback):
     use both, since their swaps conflict.
 
     A file saved during a swap holds the center as the model's weights. If
-    training resumes from this file with this callback, the local variables are
-    restored first. Without this callback, the first step restores them only
-    after it has computed its gradients.
+    training resumes from this file with this callback, the callback restores
+    the local variables first. Without this callback, the first step restores
+    them only after it has computed its gradients.
 
     Args:
       swap_on_epoch: Whether the model holds the center between epochs. Place
-        this callback before those that save. Default: False.
+        this callback before callbacks that save. Default: False.
 
     Raises:
       ValueError: When training begins, if the model's optimizer has no

@@ -42,8 +42,8 @@ def measure(
 ) -> None:
     """Prints the speed of one strategy's collectives, as nccl-tests do."""
     # MB is the size of the whole tensor. Each replica passes its shard of the
-    # tensor to an all-gather. GB/s is what a replica sends by the rule of the
-    # ring, divided by the median time of five runs.
+    # tensor to an all-gather. GB/s is the number of bytes that a replica sends
+    # in a ring collective, divided by the median time of five runs.
     modes = ["tf.function", "eager"]
     if isinstance(strategy, tf.distribute.TPUStrategy):
         modes = modes[:1]  # TPUStrategy.run needs a tf.function.
@@ -143,10 +143,10 @@ TIMEOUT_SECONDS = 60
 # The elements differ, since replicas may get different elements.
 _FACTORS = (1.0, 2.0, 3.0)
 _ADVICE = (
-    "--    Losses: not checked. `fit` divides the losses of rows by the number"
-    " of replicas, but not a loss that returns one number. Wrap such a function"
-    " in tf_xshard.ScalarLoss, and divide the loss yourself in a custom"
-    " train_step."
+    "--    Losses: not checked. `fit` divides a loss that returns a value for"
+    " each row by the number of replicas, but not a loss that returns one"
+    " number. Wrap a function that returns one number in tf_xshard.ScalarLoss."
+    " In a custom train_step, divide the loss yourself."
 )
 
 
@@ -156,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth",
         action="store_true",
-        help="also measure what each path gives, in GB/s; takes minutes."
+        help="also measure each path's bandwidth in GB/s; takes minutes."
         " `mpiexec -n 4 tf-xshard doctor --bandwidth` measures MPI",
     )
     parser.set_defaults(run=run)
@@ -280,7 +280,7 @@ def _check_processes(measures: bool) -> bool:
     except subprocess.TimeoutExpired:
         return _report(
             False,
-            "MultiWorkerMirroredStrategy: not finished after"
+            "MultiWorkerMirroredStrategy: did not finish within"
             f" {timeout_seconds} s. Is the loopback interface up, and are"
             " ports free?",
         )
@@ -325,7 +325,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         except (ValueError, exchange.JobError) as error:
             return 0 if _report(False, str(error)) else 1
         return 0 if _check_as_worker(options.bandwidth) else 1
-    # The checks below are of this machine alone.
+    # The checks below use only this machine.
     os.environ[engines.ALONE] = "1"
     print(
         f"tf_xshard {tf_xshard.__version__}, TensorFlow {tf.__version__}, Keras"

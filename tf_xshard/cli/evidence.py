@@ -113,7 +113,10 @@ def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
     y = x.sum(-1, keepdims=True) + 3 * rng.normal(size=(*shape[:3], 1))
 
     def rows(num_kept: int) -> tuple[np.ndarray, np.ndarray]:
-        flat = [np.concatenate(a[:, :num_kept].reshape(-1, *a.shape[2:])) for a in (x, y)]
+        flat = [
+            np.concatenate(a[:, :num_kept].reshape(-1, *a.shape[2:]))
+            for a in (x, y)
+        ]
         return flat[0], flat[1].astype("float32")
 
     def difference(weights, others) -> float:
@@ -121,9 +124,13 @@ def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
         return max(float(np.abs(a - b).max()) for a, b in pairs)
 
     has_gpu = "GPU" in strategy.extended.worker_devices[0]
-    one_device = tf.distribute.OneDeviceStrategy("GPU:0" if has_gpu else "CPU:0")
+    one_device = tf.distribute.OneDeviceStrategy(
+        "GPU:0" if has_gpu else "CPU:0"
+    )
     batch_size = num_replicas * _ROWS_PER_REPLICA
-    one = _trained(one_device, _WRAPPERS[_PLAIN], rows(num_replicas), batch_size)
+    one = _trained(
+        one_device, _WRAPPERS[_PLAIN], rows(num_replicas), batch_size
+    )
     found = {
         name: difference(
             _trained(strategy, wrap, rows(num_replicas), batch_size), one
@@ -151,7 +158,9 @@ def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
                 rows(num_replicas),
                 batch_size,
             ),
-            _trained(one_device, _WRAPPERS[_PLAIN], rows(half), batch_size // 2),
+            _trained(
+                one_device, _WRAPPERS[_PLAIN], rows(half), batch_size // 2
+            ),
         )
     return found
 
@@ -236,10 +245,7 @@ def _times(strategy: tf.distribute.Strategy, width: int) -> str:
     wrappers = {**_WRAPPERS, again: _WRAPPERS[_PLAIN]}
     seconds = _seconds(
         strategy,
-        {
-            name: _step(strategy, wrap, width)
-            for name, wrap in wrappers.items()
-        },
+        {name: _step(strategy, wrap, width) for name, wrap in wrappers.items()},
     )
     lines = ["| step | ms | of plain Keras' (quartiles) |", "|---|---|---|"]
     for name in (_PLAIN, again, *list(_WRAPPERS)[1:]):
@@ -252,13 +258,16 @@ def _times(strategy: tf.distribute.Strategy, width: int) -> str:
 def _sums(strategy: tf.distribute.Strategy, sizes: list[int]) -> str:
     num_replicas = strategy.num_replicas_in_sync
     lines = [
-        "| MB | ms | GB/s sent by a replica | of the strategy's own sum's time |",
+        "| MB | ms | GB/s sent | of the strategy's own sum (quartiles) |",
         "|---|---|---|---|",
     ]
     for size in sizes:
         seconds = _seconds(
             strategy,
-            {name: _sum(strategy, name == "ours", size) for name in ("theirs", "ours")},
+            {
+                name: _sum(strategy, name == "ours", size)
+                for name in ("theirs", "ours")
+            },
         )
         median = np.median(seconds["ours"])
         sent = 2 * (num_replicas - 1) / num_replicas * size / 1e3 / median
@@ -288,14 +297,14 @@ def report(
     _progress("3 of 4: timing steps")
     times = _times(strategy, width)
     _progress("4 of 4: timing sums")
+    verdict = "All numbers are right." if right else "SOME NUMBERS ARE WRONG."
     return right, "\n".join(
         [
             f"# {_devices(strategy)}",
             "",
             f"tf_xshard {tf_xshard.__version__}, TensorFlow {tf.__version__},"
             f" Keras {keras.__version__}, Python {platform.python_version()},"
-            f" {platform.system()} {platform.machine()}."
-            f" {'All numbers are right.' if right else 'SOME NUMBERS ARE WRONG.'}",
+            f" {platform.system()} {platform.machine()}. {verdict}",
             "",
             "## Group sums, compared with NumPy",
             "",
@@ -327,7 +336,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("--width and --megabytes must be positive")
     strategy = logical_devices.best_strategy(_MAX_REPLICAS)
     if "CPU" in strategy.extended.worker_devices[0]:
-        _progress("This machine has no TPU and fewer than two GPUs: using CPUs.")
+        _progress(
+            "This machine has no TPU and fewer than two GPUs: using CPUs."
+        )
     right, text = report(strategy, options.width, options.megabytes)
     if options.output:
         options.output.write_text(text)

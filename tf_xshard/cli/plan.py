@@ -1,4 +1,4 @@
-"""Prints what the first model that a script compiles would communicate."""
+"""Prints the communication plan of the first model that a script compiles."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gigabytes-per-second",
         type=_speeds,
         metavar="GB",
-        help="the speed of a link, to show times: a number, or two with a comma"
-        " between them, within a host and across hosts",
+        help="the speed of a link in GB/s, to show times; one number, or two"
+        " separated by a comma (within a host and across hosts)",
     )
     parser.add_argument(
         "--rows-per-step",
         type=int,
         metavar="ROWS",
-        help="how many different rows of an Embedding a replica's batch has",
+        help="the number of different Embedding rows in a replica's batch",
     )
-    parser.add_argument("script", help="the script, which does not train")
+    parser.add_argument(
+        "script", help="the script, which runs until it compiles a model"
+    )
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
@@ -51,8 +53,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     model = _first_model(options.script, options.arguments)
     if model is None:
         parser.error(
-            f"{options.script} ended without compiling a model. A training loop"
-            " of your own can call tf_xshard.communication_plan(optimizer,"
+            f"{options.script} ended without compiling a model. In a custom"
+            " training loop, call tf_xshard.communication_plan(optimizer,"
             " variables)."
         )
     print(
@@ -71,7 +73,7 @@ def _speeds(text: str) -> tuple[float, float]:
         return float(within), float(across or within)
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"must be a number, or two with a comma between them, got {text!r}"
+            f"must be a number, or two separated by a comma, got {text!r}"
         ) from error
 
 

@@ -18,7 +18,7 @@ its `Channel`. Imports `distribute` and above.
 - `transport`: `Transport`, the base class of every path, and its `Channel`:
   groups, settings and number.
 - `subgroups`: `CollectiveReduceV2` and others, with one group key per group.
-- `mpi`: messages by mpi4py, with one communicator per group.
+- `mpi`: sends messages with mpi4py, with a communicator per channel and group.
 - `merge_call`: sums over groups in `merge_call`.
 - `one_hot`: sums over groups with the strategy's own all-reduce.
 - `cross_replica_sum`: `CrossReplicaSum`, and the dtypes that TPUs can sum.
@@ -55,10 +55,10 @@ def transport_for(
 def _path(
     site: site_lib.Site, channel: transport.Channel
 ) -> type[transport.Transport]:
-    # A graph that a Session runs lacks what collectives need of a tf.function.
+    # Collectives need features of a tf.function that a Session's graph lacks.
     in_session = not tf.compat.v1.executing_eagerly_outside_functions()
     eager = tf.executing_eagerly() or in_session
-    if not in_session and mpi.is_chosen(site, channel.communication):
+    if mpi.is_chosen(site, channel.communication):
         return mpi.MPI
     if site.kind == "mirrored":
         return merge_call.MergeCall if eager else subgroups.Subgroups

@@ -90,7 +90,7 @@ _in_python = Totals()
 
 
 def count_in_python(cost: recorder.Cost) -> None:
-    """Counts a collective that runs in Python, where none waits for others."""
+    """Counts a collective that runs in Python, where no collective waits."""
     global _in_python
     with _lock:
         _in_python = added(
@@ -99,7 +99,7 @@ def count_in_python(cost: recorder.Cost) -> None:
 
 
 def counted_in_python() -> Totals:
-    """Returns what `count_in_python` has counted on all replicas."""
+    """Returns the totals of `count_in_python` on all replicas."""
     return _in_python
 
 

@@ -1,8 +1,8 @@
-"""Sums over replicas of a TPU with its own operation, `CrossReplicaSum`.
+"""Sums over replicas of a TPU with TPUs' own operation, `CrossReplicaSum`.
 
-Over all replicas, it is the strategy's own all-reduce. Over groups, it is the
-same operation with a group assignment. Gradients are summed one by one, since
-the TPU compiler combines all-reduces itself. There is no timeout, since the
+Over all replicas, the strategy's own all-reduce sums. Over groups, the same
+operation gets a group assignment. Gradients are summed one by one, since the
+TPU compiler combines all-reduces itself. There is no timeout, since the
 interconnect does not support timeouts.
 """
 
@@ -34,7 +34,7 @@ def check_dtype(dtype: tf.DType) -> None:
 
 
 class _CrossReplicaSum(transport.Transport):
-    """The base class of `OverAllReplicas` and `InGroups`."""
+    """Holds the methods that `OverAllReplicas` and `InGroups` share."""
 
     def check_dtype(self, dtype: tf.DType) -> None:
         """See `Transport.check_dtype`."""
@@ -46,7 +46,7 @@ class _CrossReplicaSum(transport.Transport):
 
 
 class OverAllReplicas(_CrossReplicaSum):
-    """The transport of one group of all replicas."""
+    """Communicates in one group of all replicas."""
 
     name = "the strategy's all_reduce (CrossReplicaSum)"
 
@@ -58,7 +58,7 @@ class OverAllReplicas(_CrossReplicaSum):
 
 
 class InGroups(_CrossReplicaSum):
-    """The transport of groups; a device assignment must fix XLA's numbering."""
+    """Communicates in groups; a device assignment must fix XLA's numbering."""
 
     name = "CrossReplicaSum with a group assignment"
 

@@ -18,7 +18,7 @@ from tf_xshard.collectives import transport
 
 
 class MergeCall(transport.Transport):
-    """A transport that runs in this process and thread, without a timeout."""
+    """Communicates in this process and thread, without a timeout."""
 
     name = "sum per group in merge_call"
     spans_groups = True

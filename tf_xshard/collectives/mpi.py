@@ -1,18 +1,19 @@
 """Sums over groups of processes that an MPI launcher has started.
 
 A collective is a Python function in the graph that calls mpi4py. All processes
-run the same ones in the same order, since a `tf.function` runs such functions
-in the order of its code. Each group has a communicator of its own.
+run the same collectives in the same order, since a `tf.function` runs such
+functions in the order of its code. Each channel has a communicator for each
+group, so that messages of two optimizers can't mix.
 
-Processes send messages to each other, each of a group to all others:
+Each process of a group sends messages to all other processes of the group:
 
 sum of           [a0 b0]  [a1 b1]
 send parts       a0 + a1 on rank 0, b0 + b1 on rank 1
 send sums        [a b]    [a b]
 
-On one host that is faster than MPICH's own all-reduce (benchmarks/README.md).
-Calls do not block: they are polled, so that a process that is missing is an
-error after `Communication.timeout_seconds`.
+On one host, these messages are faster than MPICH's own all-reduce
+(benchmarks/README.md). Calls do not block, but are polled. A missing process
+therefore raises an error after `Communication.timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ from tf_xshard.distribute import engines
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.tensorflow import runtime
 
-# A process that waits gives its core to others, and then sleeps.
+# A waiting process first yields its core to others, and later sleeps.
 _POLLS_BEFORE_SLEEP = 50
 _SECONDS_OF_SLEEP = 100e-6
-# A process that was stopped meanwhile does not count the time.
+# The time in which this process is stopped does not count as waiting.
 _MOST_SECONDS_BETWEEN_POLLS = 1.0
 _SECONDS_TO_ASK_WHO_WAITS = 3.0
+_SECONDS_BETWEEN_QUESTIONS_WHO_ENDED = 2.0
 _MAX_TAG = 32767
-# MPI's own algorithms are better for these, where latency counts.
+# Below this size, latency matters, and MPI's own algorithms are faster.
 _SMALL_BYTES = 16 << 10
-# TensorFlow's of tensors, in bytes.
+# TensorFlow's alignment of tensors, in bytes.
 _ALIGNMENT = 64
 _NOT_INSTALLED = "mpi4py is not installed (pip install 'tf_xshard[mpi]')"
 
 
 class MPI(transport.Transport):
-    """The transport of this process's group by MPI."""
+    """Communicates in this process's group with MPI."""
 
     name = "MPI"
     packs = True
@@ -168,10 +170,11 @@ class MPI(transport.Transport):
             collective,
             f"{kind} of shape {tensor.shape}",
             members,
+            self.channel.number,
             site.rank,
             seconds,
         )
-        # NumPy has no bfloat16 of its own.
+        # NumPy has no bfloat16.
         dtype = tensor.dtype
         if dtype == tf.bfloat16:
             tensor = tf.bitcast(tensor, tf.uint16)
@@ -190,10 +193,10 @@ def _has_16_bits(tensor: tf.Tensor) -> bool:
     return tensor.dtype in (tf.bfloat16, tf.float16)
 
 
-# The collectives: each yields requests to wait for, and returns its result.
+# Each collective yields requests to wait for, and returns its result.
 
 _Collective = Generator[list[Any], None, np.ndarray]
-# One for each process of the group.
+# One array for each process of the group.
 _Arrays = Sequence[np.ndarray] | np.ndarray
 
 
@@ -249,14 +252,14 @@ def _add(
     received = [np.empty_like(total) for _ in range(comm.size)]
     received[comm.rank] = parts[comm.rank]
     yield _exchange(comm, parts, received)
-    # In the order of the ranks.
+    # Add in the order of the ranks, so that each run gets the same bits.
     np.add(received[0], received[1], out=total)
     for one in received[2:]:
         np.add(total, one, out=total)
 
 
 def _exchange(comm: Any, sent: _Arrays, received: _Arrays) -> list[Any]:
-    """Starts to send an array to each other process, and to receive one."""
+    """Starts sending arrays to all other processes, and receiving theirs."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     return [
         *(comm.Irecv(_bytes(received[rank]), rank) for rank in others),
@@ -284,13 +287,14 @@ def _run(
     collective: Callable[[Any, np.ndarray], _Collective],
     what: str,
     members: tuple[int, ...],
+    number: int,
     rank: int,
     seconds: float,
     array: np.ndarray,
 ) -> np.ndarray:
-    """Runs a collective of a group, in all its processes."""
-    found = _group(members, rank, seconds)
-    # Python hands 0-d arrays over as scalars.
+    """Runs a collective of a group. All processes of the group must call it."""
+    found = _group(members, number, rank, seconds)
+    # TensorFlow passes 0-d arrays as scalars.
     array = np.ascontiguousarray(array).reshape(np.shape(array))
     if _failures:
         raise TimeoutError(_failures[0])
@@ -304,24 +308,27 @@ def _run(
         found.wait(requests, what, seconds)
 
 
-# Errors after which this process can't communicate, and the requests that MPI
-# has not finished, in whose buffers it may still write.
+# Errors after which this process can't communicate. MPI may still write to the
+# buffers of requests that it has not finished, so keep these requests.
 _failures: list[str] = []
 _open_requests: list[Any] = []
 
 
 class _Group:
-    """The processes of a group, and their communicator."""
+    """Holds the processes of a group, and their communicator."""
 
-    def __init__(self, members: tuple[int, ...], rank: int, comm: Any) -> None:
+    def __init__(
+        self, members: tuple[int, ...], number: int, rank: int, comm: Any
+    ) -> None:
         self.comm = comm
         self.num_started = 0
-        self._members, self._rank = members, rank
+        self._members, self._number, self._rank = members, number, rank
 
     def wait(self, requests: list[Any], what: str, seconds: float) -> None:
         """Waits for all requests; raises TimeoutError after a time."""
         waited, last = 0.0, time.monotonic()
         num_polls = 0
+        next_question = _SECONDS_BETWEEN_QUESTIONS_WHO_ENDED
         is_told = False
         test_all = _mpi().Request.Testall
         while not test_all(requests):
@@ -333,28 +340,44 @@ class _Group:
             waited += min(now - last, _MOST_SECONDS_BETWEEN_POLLS)
             last = now
             if waited > seconds / 2 and not is_told:
-                # Those whose timeout comes first know who waits as well.
+                # The processes that time out first then know who else waits.
                 self._tell_that_this_waits()
                 is_told = True
+            if waited > next_question:
+                next_question += _SECONDS_BETWEEN_QUESTIONS_WHO_ENDED
+                if ended := _ended(self._members):
+                    self._fail(
+                        requests,
+                        f"MPI's {what} can't be completed: ranks {ended} of"
+                        f" {list(self._members)} have ended. Restart the"
+                        " program.",
+                    )
             if waited > seconds:
-                _open_requests.extend(requests)
-                # MPI can't end regularly with a collective that is open.
-                atexit.register(_mpi().COMM_WORLD.Abort, 1)
-                _failures.append(
+                self._fail(
+                    requests,
                     f"MPI's {what} waited longer than {seconds:g} seconds"
                     " (Communication.timeout_seconds) for ranks"
                     f" {self._missing()} of {list(self._members)}. They have"
                     " ended, hang, or run different steps. Restart the"
-                    " program."
+                    " program.",
                 )
-                raise TimeoutError(_failures[0])
+
+    def _fail(self, requests: list[Any], message: str) -> None:
+        _open_requests.extend(requests)
+        # MPI can't shut down normally while a collective is open.
+        atexit.register(_mpi().COMM_WORLD.Abort, 1)
+        _failures.append(message)
+        raise TimeoutError(message)
 
     @property
     def _key(self) -> str:
-        return f"tf_xshard/mpi/waits/{self._members}/{self.num_started}"
+        return (
+            f"tf_xshard/mpi/waits/{self._number}/{self._members}"
+            f"/{self.num_started}"
+        )
 
     def _tell_that_this_waits(self) -> None:
-        # The store is gone if rank 0 is.
+        # Rank 0 holds the store, so it is gone if rank 0 has ended.
         with contextlib.suppress(tf.errors.OpError):
             runtime.publish(f"{self._key}/{self._rank}", "")
 
@@ -372,26 +395,53 @@ class _Group:
         return missing
 
 
+_ENDED = "tf_xshard/mpi/ended"
+
+
+def _tell_that_this_ends(rank: int) -> None:
+    # Rank 0 holds the store, so it is gone if rank 0 has ended.
+    with contextlib.suppress(tf.errors.OpError):
+        runtime.publish(f"{_ENDED}/{rank}", "")
+
+
+def _ended(ranks: Sequence[int]) -> list[int]:
+    """Asks which processes have come to the end of their program."""
+    ended = []
+    for rank in ranks:
+        with contextlib.suppress(tf.errors.DeadlineExceededError):
+            try:
+                runtime.lookup(f"{_ENDED}/{rank}", timeout_seconds=0.001)
+                ended.append(rank)
+            except tf.errors.UnavailableError:
+                return [0]  # Rank 0 holds the store.
+    return ended
+
+
 _lock = threading.Lock()
-_groups: dict[tuple[int, ...], _Group] = {}
+_groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
 
 
-def _group(members: tuple[int, ...], rank: int, seconds: float) -> _Group:
-    """Returns a group of processes; all of them must call it."""
+def _group(
+    members: tuple[int, ...], number: int, rank: int, seconds: float
+) -> _Group:
+    """Returns a channel's group. All processes of the group must call it."""
     with _lock:
-        if members not in _groups:
-            # Creating a communicator blocks. It does not, once all are here.
-            key = f"tf_xshard/mpi/group/{members}"
+        if not _groups:
+            atexit.register(_tell_that_this_ends, rank)
+        if (number, members) not in _groups:
+            # Creating a communicator blocks until all processes do so. Wait for
+            # them here, with a timeout.
+            key = f"tf_xshard/mpi/group/{number}/{members}"
             runtime.exchange(key, "", members, rank, seconds)
             mpi = _mpi()
             group = mpi.COMM_WORLD.Get_group().Incl(members)
-            tag = zlib.crc32(str(members).encode()) % _MAX_TAG
+            tag = zlib.crc32(f"{number}/{members}".encode()) % _MAX_TAG
             comm = mpi.COMM_WORLD.Create_group(group, tag)
-            _groups[members] = _Group(members, rank, comm)
-        return _groups[members]
+            _groups[number, members] = _Group(members, number, rank, comm)
+        return _groups[number, members]
 
 
-# Which steps run over MPI.
+# The choice of the steps that communicate with MPI.
 
 
 def is_chosen(
@@ -404,6 +454,14 @@ def is_chosen(
     choice = communication.transport
     if choice == "tensorflow":
         return False
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        # The counters need features that a Session's graph lacks.
+        if choice == "mpi":
+            raise ValueError(
+                'Communication(transport="mpi") can\'t be used: a TF1 session'
+                ' runs this graph. Use "auto" or "tensorflow".'
+            )
+        return False
     if choice == "auto" and (
         site.kind != "multi_worker" or not engines.is_started_by_mpi()
     ):
@@ -411,8 +469,9 @@ def is_chosen(
     reason = _reason_against(site, float(communication.timeout_seconds))
     if reason and choice == "mpi":
         raise ValueError(
-            f'Communication(transport="mpi") can\'t be used: {reason}. Use'
-            ' "auto", which takes MPI where it can, or "tensorflow".'
+            f'Communication(transport="mpi") can\'t be used: {reason}. Pass'
+            ' transport="auto", which uses MPI where it can, or'
+            ' transport="tensorflow".'
         )
     if reason:
         logging.log_first_n(
@@ -426,7 +485,7 @@ def is_chosen(
 
 
 def _reason_against(site: site_lib.Site, seconds: float) -> str | None:
-    """Says why MPI can't be used, or returns None; agreed by all processes."""
+    """Returns why MPI can't be used, or None, the same in all processes."""
     own = _own_reason(site)
     if site.kind != "multi_worker" or recorder.is_recording():
         return own
@@ -449,19 +508,19 @@ def _reason_against(site: site_lib.Site, seconds: float) -> str | None:
         return _agreed[size]
 
 
-# What the processes have agreed on, by their number.
+# Maps a number of processes to the reason on which they have agreed.
 _agreed: dict[int, str | None] = {}
 
 
 def _own_reason(site: site_lib.Site) -> str | None:
     if site.kind != "multi_worker":
         return (
-            "it is for MultiWorkerMirroredStrategy, and the replicas here are"
-            f" those of {type(site.strategy).__name__}"
+            "it is for MultiWorkerMirroredStrategy, but this code runs under"
+            f" {type(site.strategy).__name__}"
         )
     if site.num_local_replicas > 1 or "CPU" not in site.device:
         return (
-            "it needs one CPU replica per process, and this process has"
+            "it needs one CPU replica per process, but this process has"
             f" {site.num_local_replicas} on {site.device}"
         )
     if importlib.util.find_spec("mpi4py") is None:
@@ -475,7 +534,7 @@ def _own_reason(site: site_lib.Site) -> str | None:
         return (
             f"this process is rank {site.rank} of {site.num_processes} in"
             f" TF_CONFIG, but rank {world.rank} of {world.size} in MPI. Start"
-            " the processes by mpiexec or srun, and call tf_xshard.connect()"
+            " the processes with mpiexec or srun, and call tf_xshard.connect()"
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         return "this MPI allows calls from one thread only"
@@ -489,7 +548,7 @@ def _mpi() -> types.ModuleType:
     before = sys.excepthook
 
     def end_the_job(*args: Any) -> None:
-        # Else the others wait for this process until their timeout.
+        # Otherwise, the others wait for this process until their timeout.
         before(*args)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,7 +2,7 @@
 
 The stack's shape is [num_groups, ...]. A replica fills only its group's slot,
 so the sum over all replicas has each group's sum in that group's slot. The sums
-are correct under any replica numbering, but take num_groups times the bytes.
+are correct under any replica numbering, but need num_groups times the bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tf_xshard.collectives import watchdog
 
 
 class OneHot(transport.Transport):
-    """A transport that works wherever the strategy's all-reduce works."""
+    """Communicates wherever the strategy's all-reduce works."""
 
     name = "one-hot stack through the strategy's all_reduce"
     spans_groups = True
@@ -72,7 +72,7 @@ class OneHot(transport.Transport):
 
 
 class OneHotOnTPU(OneHot):
-    """The same transport on a TPU, whose interconnect has no timeouts."""
+    """Communicates in the same way on a TPU, which has no timeouts."""
 
     def _all_reduce(self, stacks: list[tf.Tensor]) -> list[tf.Tensor]:
         for position, one in enumerate(stacks):

@@ -59,11 +59,11 @@ class ProcessGather:
             except tf.errors.OpError as error:
                 runtime.withdraw(own)
                 raise RuntimeError(
-                    f"{what}: worker {rank} did not do so within"
+                    f"{what}: worker {rank} did not call this method within"
                     f" {timeout_seconds} seconds (Communication."
-                    "timeout_seconds). Each worker holds a part, so all of"
-                    " them have to: call it on every worker, not only on the"
-                    " chief. If that worker has ended, see its output."
+                    "timeout_seconds). Each worker holds a part of the state,"
+                    " so call it on every worker, not only on the chief. If"
+                    f" worker {rank} has ended, see its output."
                 ) from error
         with _lock:
             _rounds[what] = number + 1
@@ -72,7 +72,7 @@ class ProcessGather:
             runtime.withdraw(f"{prefix}/{number - 1}/{self.rank}")
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Gathers a payload from every process, by rank; all must call it."""
+        """Gathers a payload from every process, by rank. Collective."""
         if self.num_processes == 1:
             return [payload]
         sizes = self._all_gather(np.array([len(payload)], np.int64))

@@ -1,7 +1,8 @@
 """Records what a step communicates, while the step is traced.
 
-Every transport records a collective where it creates the operation. So the
-record is what will run, not a copy of the rules that lead to it.
+Every transport records a collective where it creates the operation. The record
+therefore shows the operations that will run, without a copy of the rules that
+choose them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Collective:
 
 
 def bytes_sent(operation: str, num_bytes: Any, group_size: int) -> Any:
-    """Returns the bytes that a replica sends by the rule of the ring."""
+    """Returns the bytes that a replica sends in a ring collective."""
     others = group_size - 1
     if operation == ALL_GATHER:
         return num_bytes * others

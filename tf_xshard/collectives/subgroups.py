@@ -4,10 +4,10 @@ TensorFlow chooses NCCL (GPUs) or a ring (CPUs, hosts). Needs a `tf.function`;
 works inside `tf.cond`, `tf.while_loop` and with steps_per_execution > 1.
 
 A group key names a set of devices. An instance key names an operation of that
-set. Both keys are hashes of what they name, not counters. So processes that
-created their optimizers in a different order have the same keys, and a retrace
-on one worker can't shift the other workers' keys. Calls are paired by each
-device's program order, which the ordering tokens enforce.
+set. Both keys are hashes of the devices or the operation, not counters.
+Processes that created their optimizers in a different order therefore have the
+same keys. A retrace on one worker can't shift the other workers' keys. Calls
+are paired by each device's program order, which the ordering tokens enforce.
 
 Within one process, optimizers have separate instance keys and tokens, since
 several threads may train at the same time. Across processes, optimizers share
@@ -46,7 +46,7 @@ def _hash(*parts: Any) -> int:
 
 
 class Subgroups(transport.Transport):
-    """The transport of this replica's group in a `tf.function`."""
+    """Communicates in this replica's group, in a `tf.function`."""
 
     name = "subgroup collectives (CollectiveReduceV2)"
     packs = True
@@ -195,8 +195,8 @@ class Subgroups(transport.Transport):
         # Each device has its own token. Otherwise, automatic control
         # dependencies would serialize the collectives of all devices, which
         # would then wait for each other.
-        # A GPU has one token for all channels, since a step may use several (an
-        # optimizer's and a GlobalMean's) without an order of their own.
+        # A GPU has one token for all channels, since a step may use several
+        # channels (an optimizer's and a GlobalMean's) in no fixed order.
         token_lane = "0_0" if "GPU" in device else lane
         token = runtime_variables.handle(
             device, f"tf_xshard_ordering_token_{token_lane}", tf.float32

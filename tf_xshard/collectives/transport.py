@@ -23,10 +23,10 @@ _taken: set[int] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """Groups of replicas, how they communicate, and a number.
+    """Holds groups of replicas, their communication settings, and a number.
 
     No other channel in use has the same `number`, which comes from
-    `number_for`. It is 0 for collectives that only run while no others do.
+    `number_for`. It is 0 for collectives that run only while no others run.
     """
 
     groups: group_assignment_lib.GroupAssignment
@@ -62,7 +62,7 @@ _observers: list[Callable[[Transport, Sequence[tf.Tensor]], None]] = []
 
 
 class Transport(abc.ABC):
-    """A path of communication, bound to one replica and its groups.
+    """Communicates on one path, for one replica and its groups.
 
     Every replica calls the same methods, with its own tensors.
 
@@ -71,7 +71,8 @@ class Transport(abc.ABC):
       spans_groups: True if replicas of other groups take part in the same
         operation. All replicas must then pass the same list of tensors.
       packs: True if tensors should be packed into buckets.
-      gathers: True if it has `gather`. If not, IndexedSlices are made dense.
+      gathers: True if the path has `gather`. Otherwise, IndexedSlices are made
+        dense.
     """
 
     name: ClassVar[str]
@@ -126,8 +127,8 @@ class Transport(abc.ABC):
         raise ValueError(
             'Communication(dtype="int8") needs an all-to-all, which this path'
             f" does not have: {self.name}. Use it under MirroredStrategy, or"
-            " under MultiWorkerMirroredStrategy in a tf.function; elsewhere"
-            ' dtype="bfloat16".'
+            " under MultiWorkerMirroredStrategy in a tf.function. Elsewhere,"
+            ' use dtype="bfloat16".'
         )
 
     def position(self) -> int | tf.Tensor:

@@ -2,9 +2,9 @@
 
 TensorFlow's own `timeout_seconds` starts two threads per collective. They sleep
 for the whole timeout, even after the collective has completed. At 300 seconds
-and 1,000 collectives per second, hundreds of thousands of threads sleep. Here,
-one variable for each function, device and lane is odd while a collective waits,
-and the thread polls these variables.
+and 1,000 collectives per second, hundreds of thousands of threads sleep. In
+this module, one variable for each function, device and lane is odd while a
+collective waits, and one thread polls these variables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tf_xshard.private.tensorflow import runtime
 
 _LOOKS_PER_TIMEOUT = 20
 _MAX_SECONDS_BETWEEN_LOOKS = 5.0
-# On a busy machine, a sleep may take this many times as long.
+# On a busy machine, a sleep may take this many times the requested time.
 _MOST_PER_SLEEP = 3
 
 
@@ -52,7 +52,7 @@ class _Clock:
 
 @dataclasses.dataclass(eq=False)
 class _Lane:
-    """The collectives of one lane of one device."""
+    """Holds the counters and the timeout of one lane of one device."""
 
     counters: counters.Counters
     name: str
@@ -67,8 +67,9 @@ class _Waiting:
 
     A function runs a lane's collectives one after another, so at most one of
     them waits. Each adds 1 to a variable when it begins and when it ends. A
-    step that fails may leave the variable odd. So the function makes it even
-    when it begins, and `is_overdue` ignores functions that do not run.
+    step that fails may leave the variable odd. The function therefore makes the
+    variable even when it begins, and `is_overdue` ignores functions that do not
+    run.
     """
 
     def __init__(
@@ -118,9 +119,9 @@ class _Waiting:
         """Returns True if a collective has waited longer than the timeout."""
         count = self._read()
         # A step that fails on one replica cancels the other replicas'
-        # collectives, which leaves counts odd. What runs now may be another
-        # function, or the next call of this function, which has not yet made
-        # the count even.
+        # collectives, which leaves counts odd. The function that runs now may
+        # be another function, or the next call of this function, which has not
+        # yet made the count even.
         runs = self._graph is None or runtime.a_function_uses(self._count)
         if count != self._last or not runs:
             self._last, self._since = count, now
@@ -135,7 +136,7 @@ class _Waiting:
 
 @dataclasses.dataclass(eq=False)
 class WatchedBatch:
-    """A batch of several processes, with a timeout.
+    """Gives a batch of several processes a timeout.
 
     TensorFlow's own waits have no timeout, such as waiting to hear whether
     other workers have data. If no collective ends within `timeout_seconds`, all
@@ -163,7 +164,7 @@ class WatchedBatch:
 
 
 class Watchdog:
-    """The watched lanes and batches of this process, and their thread."""
+    """Watches the lanes and batches of this process, in one thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -253,7 +254,7 @@ class Watchdog:
         while True:
             context = runtime.context()
             with self._lock:
-                # Variables of a context that was reset can no longer be read.
+                # Variables of a context that was reset can't be read anymore.
                 self._waiting = {
                     key: one
                     for key, one in self._waiting.items()

@@ -1,4 +1,4 @@
-"""TF1's optimizers, adapted to the stages of `reduction` and `optimizers`.
+"""Adapts TF1's optimizers to the stages of `reduction` and `optimizers`.
 
 Enters: TF1 graphs, `tf.function`s and eager code with optimizers of
 `tf.compat.v1.train`. Leaves: the operations or updates that TF1 documents.

@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping
 # Where no engine gives the port at which rank 0 listens.
 DEFAULT_PORT = 7777
 _LOOPBACK = "127.0.0.1"
-# Set to 1 where processes that an engine started are to train alone.
+# Set to 1 if each process that an engine started should train alone.
 ALONE = "TF_XSHARD_ALONE"
 
-# The process that `connect` has joined to those of an engine. Its children get
-# the variable as well.
+# Names the process that `connect` has joined to an engine's other processes.
+# Its children also get the variable.
 _CONNECTED = "TF_XSHARD_CONNECTED"
 # The variables with which MPI's launchers give a process its rank.
 _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-# The names of the engines that are an MPI's.
+# The names of the engines that are MPI launchers.
 MPI_ENGINES = ("Open MPI", "MPI")
 
 Variables = Mapping[str, str]
@@ -33,16 +33,16 @@ Variables = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of this process among those that an engine started.
+    """Describes the place of this process among an engine's processes.
 
     Attributes:
       engine: The engine's name, for messages.
-      rank: From 0.
+      rank: The process's rank, from 0.
       size: The number of processes; None if the engine does not tell.
       leader: The host of rank 0; None if the engine does not tell.
-      port: Where rank 0 listens during the exchange; None if the engine
-        does not tell.
-      restart: How often the engine has restarted the job.
+      port: The port at which rank 0 listens during the exchange; None if the
+        engine does not tell.
+      restart: The number of times that the engine has restarted the job.
       job: A text that is equal in all processes of a job, and differs between
         jobs as far as the engine allows.
     """
@@ -57,14 +57,14 @@ class Place:
 
 
 def _torchrun(variables: Variables) -> Place | None:
-    """torchrun, and whatever else sets RANK and WORLD_SIZE."""
+    """Detects torchrun, and everything else that sets RANK and WORLD_SIZE."""
     return _of_torch(
         variables, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     )
 
 
 def _kubeflow(variables: Variables) -> Place | None:
-    """Kubeflow's variables for a torchrun on each node, without torchrun."""
+    """Detects Kubeflow's variables for torchrun, without a torchrun."""
     if variables.get("PET_NPROC_PER_NODE", "1") not in ("1", "auto"):
         return None
     return _of_torch(
@@ -93,7 +93,7 @@ def _of_torch(
             variables,
             "TORCHELASTIC_RUN_ID",
             "TORCHELASTIC_RESTART_COUNT",
-            # Not the address: processes may have different names for it.
+            # Omit the address, for which processes may have different names.
             port,
         ),
         _integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -109,17 +109,17 @@ def _open_mpi(variables: Variables) -> Place | None:
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        # Open MPI 5; 4 has a number for each job.
+        # Open MPI 5 has a namespace, and Open MPI 4 has a number for each job.
         _joined(variables, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     )
 
 
 def _pmi(variables: Variables) -> Place | None:
-    """MPICH, Intel MPI, and others that PMI starts."""
+    """Detects MPICH, Intel MPI, and others that PMI starts."""
     if not {"PMI_RANK", "PMI_SIZE"} <= set(variables):
         return None
-    # All processes of a host have one launcher. It is not the same on another
-    # host, where the job is known by MASTER_ADDR and MASTER_PORT.
+    # All processes of a host have the same launcher. Other hosts have another
+    # launcher; MASTER_ADDR and MASTER_PORT then identify the job.
     parent = "" if "MASTER_ADDR" in variables else str(_launcher("PMI_RANK"))
     return _of_mpi(
         variables,
@@ -170,7 +170,7 @@ def _launcher(variable: str) -> int:
             # The fields after the program's name, which may contain anything.
             status = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
             pid = int(status[1])
-    except OSError:  # Only Linux tells, and only of this user's processes.
+    except OSError:  # Only Linux has /proc, for this user's processes.
         pass
     return pid
 
@@ -181,8 +181,8 @@ def _text(path: str) -> str:
 
 
 def _slurm(variables: Variables) -> Place | None:
-    # The variables of the step, since those of the job (SLURM_NTASKS) are also
-    # set where a batch script runs Python by itself.
+    # Read the step's variables, since the job's variables (SLURM_NTASKS) are
+    # also set if a batch script runs Python without srun.
     needed = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
     if not needed <= set(variables):
         return None
@@ -208,7 +208,10 @@ def _sagemaker(variables: Variables) -> Place | None:
     hosts = sorted(json.loads(variables["SM_HOSTS"]))
     own = variables["SM_CURRENT_HOST"]
     if own not in hosts:
-        raise ValueError(f"SM_CURRENT_HOST={own} is not in SM_HOSTS={hosts}.")
+        raise ValueError(
+            f"SM_CURRENT_HOST={own} is not in SM_HOSTS={hosts}. Unset both if"
+            " they are left over from another job."
+        )
     return Place(
         "SageMaker",
         hosts.index(own),
@@ -220,11 +223,11 @@ def _sagemaker(variables: Variables) -> Place | None:
 
 
 def _kubernetes(variables: Variables) -> Place | None:
-    """A pod of an indexed Job with a headless service."""
+    """Detects a pod of an indexed Job with a headless service."""
     if "JOB_COMPLETION_INDEX" not in variables:
         return None
     rank = _integer(variables, "JOB_COMPLETION_INDEX")
-    # The pod's name is JOB-INDEX, followed in DNS by the service's.
+    # The pod's name is JOB-INDEX. In DNS, the service's name follows.
     full_name = socket.getfqdn(variables.get("HOSTNAME", ""))
     match = re.fullmatch(rf"(.*)-{rank}(\..*)?", full_name)
     leader = f"{match[1]}-0{match[2] or ''}" if match else None
@@ -233,8 +236,8 @@ def _kubernetes(variables: Variables) -> Place | None:
     )
 
 
-# From the innermost to the outermost, since an engine may start another:
-# Slurm starts one MPI daemon per host, and Kubernetes starts torchrun.
+# From the innermost to the outermost, since an engine may start another. Slurm
+# starts one MPI daemon per host, and Kubernetes starts torchrun.
 DETECTORS: tuple[Callable[[Variables], Place | None], ...] = (
     _torchrun,
     _kubeflow,
@@ -280,7 +283,7 @@ def place(variables: Variables = os.environ) -> Place | None:
 
 
 def connected() -> dict[str, str]:
-    """Returns the variables that say that this process has connected."""
+    """Returns the variables that mark this process as connected."""
     return {_CONNECTED: str(os.getpid())}
 
 
@@ -294,7 +297,7 @@ def is_started_by_mpi(variables: Variables = os.environ) -> bool:
 def size_of_step(variables: Variables = os.environ) -> tuple[str, int]:
     """Returns the engine and the number of processes that it started.
 
-    `("", 1)` if the variables name no such engine.
+    Returns `("", 1)` if the variables name no such engine.
     """
     own = _given(variables)
     for detector in _WITH_SIZE:
@@ -322,7 +325,7 @@ def task(variables: Variables = os.environ) -> Task | None:
 
 
 def _given(variables: Variables) -> Variables:
-    """Leaves out empty variables, which shells use for "not set"."""
+    """Omits empty variables, which shells use for "not set"."""
     return {name: value for name, value in variables.items() if value}
 
 
@@ -345,7 +348,7 @@ def _joined(variables: Variables, *names: str) -> str:
 
 
 def _first_host(hosts: str) -> str:
-    """Returns the first of Slurm's host list: "n[01-02],m" gives "n01"."""
+    """Returns the first host of Slurm's list, as "n01" of "n[01-02],m"."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     assert match is not None  # It may be empty.
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0])

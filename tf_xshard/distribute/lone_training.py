@@ -1,4 +1,4 @@
-"""Refuses to train alone in one of several processes that were started."""
+"""Raises an error if one of several started processes would train alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_evaluator() -> bool:
 
 
 def num_started() -> tuple[str, int]:
-    """Returns who started this process, and how many that train together."""
+    """Returns the engine of this process, and the number that train."""
     if os.environ.get(engines.ALONE) == "1":
         return "", 1
     task = engines.task()
@@ -31,18 +31,18 @@ def num_started() -> tuple[str, int]:
 
 
 def refuse(strategy: tf.distribute.Strategy, what: str) -> None:
-    """Raises RuntimeError if a process trains alone that should not."""
+    """Raises RuntimeError if this process would train alone by mistake."""
     if site.spans_processes(strategy):
         return
     escape = (
         "If this process is to train alone, call tf_xshard.connect(alone=True)"
-        f" before, or set {engines.ALONE}=1."
+        f" first, or set {engines.ALONE}=1."
     )
     if is_evaluator() and os.environ.get(engines.ALONE) != "1":
         raise RuntimeError(
-            f"{what} in an evaluator (the task of TF_CONFIG), which is not one"
-            " of the workers. Call model.evaluate in the evaluator. Train and"
-            f" save in the workers. {escape}"
+            f"{what} in an evaluator (the task type in TF_CONFIG), which is not"
+            " one of the workers. Call model.evaluate in the evaluator. Train"
+            f" and save in the workers. {escape}"
         )
     engine, size = num_started()
     if size > 1:
@@ -53,8 +53,8 @@ def refuse(strategy: tf.distribute.Strategy, what: str) -> None:
         )
         raise RuntimeError(
             f"{what} in one of {size} processes ({engine}), but {own} has only"
-            " this one: each process would train alone, and write the same"
+            " this one: each process would train alone and write the same"
             " files. Call tf_xshard.connect() at the start of the program, and"
-            " make the model in the scope of"
+            " create the model in the scope of"
             f" tf.distribute.MultiWorkerMirroredStrategy(). {escape}"
         )

@@ -24,10 +24,10 @@ _OF_TENSORFLOW = ("tensorflow.", "keras.src.")
 
 
 class _Guard:
-    """The methods of a replica context that raise on a reduction.
+    """Overrides methods of a replica context, to raise on a reduction.
 
-    `culprit` names the optimizer's class, `lifted_sums` the sums that this
-    package has made meanwhile. `base` is TensorFlow's class of the context.
+    `culprit` names the optimizer's class, and `lifted_sums` the sums that
+    tf_xshard has made meanwhile. `base` is TensorFlow's class of the context.
     """
 
     culprit: str
@@ -59,7 +59,7 @@ class _Guard:
 
 
 class _Extended:
-    """A strategy's `extended` that raises on a reduction."""
+    """Replaces a strategy's `extended`, to raise on a reduction."""
 
     def __init__(
         self, extended: tf.distribute.StrategyExtended, culprit: str
@@ -80,7 +80,7 @@ class _Extended:
 
 
 class _Strategy:
-    """A strategy that raises on a reduction."""
+    """Replaces a strategy, to raise on a reduction."""
 
     def __init__(self, strategy: tf.distribute.Strategy, culprit: str) -> None:
         self._strategy = strategy

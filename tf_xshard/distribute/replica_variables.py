@@ -160,7 +160,7 @@ def tensorflow_variable(variable: Any) -> Any:
 
 
 def _handle(variable: Any) -> tf.Tensor:
-    # In replica context a distributed variable's handle is this replica's.
+    # In replica context, a distributed variable has this replica's handle.
     return tensorflow_variable(variable).handle
 
 
@@ -184,7 +184,7 @@ def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
 def may_differ(variables: Sequence) -> bool:
     """Returns True if replicas may hold different values of any variable.
 
-    Values of other processes are not read, but assumed to differ.
+    Does not read values of other processes, but assumes that they differ.
     """
     for variable in variables:
         if isinstance(variable, keras_shards.Sharded):

@@ -18,7 +18,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The split of a tensor of `shape` over the replicas of each group."""
+    """Splits a tensor of `shape` over the replicas of each group."""
 
     shape: tuple[int, ...]
     groups: group_assignment_lib.GroupAssignment

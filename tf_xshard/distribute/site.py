@@ -121,7 +121,7 @@ def _default_strategy() -> tf.distribute.Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """The strategy, replica and process on which the calling code runs.
+    """Holds the strategy, replica and process on which the calling code runs.
 
     Attributes:
       strategy: The current `tf.distribute.Strategy`.
@@ -250,17 +250,17 @@ def _replica_graph() -> tf.Graph | None:
             # A collective's key contains the name of its loop, which differs
             # between replicas. The replicas would wait forever.
             raise RuntimeError(
-                "Replicas cannot communicate inside a loop (tf.while_loop, or"
+                "Replicas can't communicate inside a loop (tf.while_loop, or"
                 " `for` over tf.range) in the replica function, where gradients"
                 " are applied. Put the loop around strategy.run() instead."
             )
         if not getattr(graph, "is_control_flow_graph", False):
             raise RuntimeError(
-                "Replicas cannot communicate inside a tf.function that is"
+                "Replicas can't communicate inside a tf.function that is"
                 " called in the replica function, where gradients are applied."
                 " Decorate the function that calls strategy.run() with"
                 " tf.function instead, and remove the decorator from the inner"
-                " one."
+                " function."
             )
         graph = graph.outer_graph
     return graph

@@ -1,4 +1,4 @@
-"""Says what a variable's gradient is, and what may be done with it."""
+"""Defines how a variable's gradient is reduced, and which stages apply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tf_xshard.distribute import replica_variables
 
 @dataclasses.dataclass(frozen=True)
 class VariableRole:
-    """One of the four roles of a variable.
+    """Describes one of the four roles of a variable.
 
     Attributes:
       name: `"trained"`, `"overwritten"`, `"local"` or `"unreduced"`.

@@ -6,7 +6,7 @@ extra `[testing]`. The data are part of scikit-learn.
 
 - `one_device_numbers`: compares eight replicas with one device.
 - `ensemble`: trains four models in one `fit`.
-- `custom_loop`: trains in a loop of your own.
+- `custom_loop`: trains in a custom loop.
 - `padded_text`: counts tokens instead of rows.
 - `sharded_adamw`: divides AdamW's state over the replicas.
 - `local_sgd`: averages models every 10 steps.

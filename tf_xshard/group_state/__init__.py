@@ -4,7 +4,7 @@ Enters: a model, or other holders of variables. Leaves: one value per group,
 files, tables. Each call makes an `inventory.Catalog`, a snapshot of the model;
 reading changes nothing. Imports `optimizers`, `multi_worker` and above.
 
-- `state`: `GroupState`, the class that users call; it checks their arguments.
+- `state`: `GroupState`, the class that users call, which checks arguments.
 - `inventory`: finds the variables, optimizers and groups of a model.
 - `replica_io`: reads and writes each replica's values, across processes.
 - `merge`: averages, converts and compares values in NumPy.

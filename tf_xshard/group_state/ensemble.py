@@ -1,4 +1,4 @@
-"""The ensemble of all groups, as a Keras model."""
+"""Defines the ensemble of all groups, as a Keras model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tf_xshard.private.keras import fit_internals
 
 
 class Ensemble(keras.Model):
-    """A model that averages its members' outputs and regularization losses."""
+    """Averages its members' outputs and regularization losses, as a model."""
 
     def __init__(self, model: keras.Model, num_members: int) -> None:
         super().__init__(name=f"{model.name}_ensemble")

@@ -22,7 +22,7 @@ from tf_xshard.private.keras import optimizer_state
 
 @dataclasses.dataclass(frozen=True)
 class StateVariable:
-    """A variable of the state.
+    """Describes a variable of the state.
 
     Attributes:
       part: The part that holds the variable, `"model"`, `"optimizer"`, or a
@@ -73,7 +73,7 @@ class StateVariable:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """An object that a user gave, with everything that it holds."""
+    """Holds an object that a user gave, with everything in it."""
 
     holder: Any
     # Paths and objects, at any depth.
@@ -99,8 +99,8 @@ def parts_of(holder: Any) -> dict[str, Part]:
         parts = {"variables": list(holder)}
     else:
         raise TypeError(
-            "GroupState needs a keras.Model, a dict of variable holders, or a"
-            f" list of variables, got {type(holder).__name__}."
+            "GroupState needs a keras.Model, a dict of objects that hold"
+            f" variables, or a list of variables, got {type(holder).__name__}."
         )
     return {name: _part(part) for name, part in parts.items()}
 
@@ -142,7 +142,7 @@ def _optimizers_of(
 
 
 def held(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of all that an object holds, at any depth."""
+    """Yields the path and value of everything in an object, at any depth."""
     waiting, seen = [("", holder)], set()
     for path, one in waiting:
         if id(one) in seen:
@@ -189,7 +189,8 @@ def variables_of(
         if replica_variables.copies(variable)[0].dtype == tf.string:
             raise TypeError(
                 f"GroupState: {variable.name!r} of {name!r} holds strings,"
-                " which can't be compared or saved."
+                " which can't be compared or saved. Pass a dict of objects"
+                " without string variables."
             )
         path = getattr(variable, "path", None) or variable.name
         return StateVariable(name, path, variable, kind)
@@ -294,7 +295,7 @@ def _joined_groups(
         raise ValueError(
             "GroupState: optimizers have different groups,"
             f" { {n: g.to_list() for n, g in found.items()} }. Pass"
-            " group_assignment, or create one GroupState for each."
+            " group_assignment, or create one GroupState for each optimizer."
         )
     return first
 
@@ -329,7 +330,7 @@ Optimizers = tuple[keras.optimizers.Optimizer, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Catalog:
-    """A snapshot of all that a model, or another object of the user, holds.
+    """Holds a snapshot of everything in a model or another user's object.
 
     Attributes:
       holders: The user's objects, by the names of parts. A model's optimizers
@@ -389,7 +390,7 @@ class Catalog:
         return int(group)
 
     def check_built(self, is_model: bool) -> None:
-        """Raises ValueError if a part is not built, or without variables."""
+        """Raises ValueError if a part is not built or has no variables."""
         for name, part in self.holders.items():
             if getattr(part, "built", True):
                 continue

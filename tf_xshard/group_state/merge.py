@@ -135,7 +135,7 @@ def merge_weights(
         or not weights.sum() > 0
     ):
         raise ValueError(
-            f"merge() needs {num_groups} weights, one for each"
-            f" group, finite, nonnegative and not all 0, got {how!r}."
+            f"merge() needs {num_groups} weights, one for each group, got"
+            f" {how!r}. Weights must be finite and nonnegative, and not all 0."
         )
     return (weights / weights.sum()).tolist()

@@ -1,4 +1,4 @@
-"""Reads and writes each replica's own value, bit by bit, outside of a step."""
+"""Reads and writes each replica's own value, bit for bit, outside a step."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class ReplicaValues:
     def _held(
         self, variables: Sequence, wanted: Sequence[Sequence[int]]
     ) -> Iterator[list[np.ndarray]]:
-        """Yields what replicas hold of each variable, values or shards."""
+        """Yields the values or shards of each variable that replicas hold."""
         if self.num_processes == 1:
             for variable, replica_ids in zip(variables, wanted, strict=True):
                 local = self._copies(variable)

@@ -1,4 +1,4 @@
-"""`GroupState`, which reads, saves, restores and merges groups' values."""
+"""Defines `GroupState`, which reads, saves, restores and merges groups."""
 
 from __future__ import annotations
 
@@ -44,32 +44,34 @@ class GroupState:
     ```
 
     A group's value of a variable is the value that its replicas share. If the
-    replicas differ bitwise (moving statistics, AGN's local slot variables), it
-    is their mean, or the first replica's value of a counter, which has no mean.
-    The weights of a model that AGNOptimizer trains are the center.
+    replicas differ bitwise (moving statistics, AGN's local slot variables), the
+    group's value is their mean. A counter has no mean, so the group's value is
+    the first replica's value. If AGNOptimizer trains the model, its weights are
+    the center.
 
-    Each call reads the model as it is then, even after another `compile`, and
-    reading changes nothing. `save`, `restore`, `set_weights` and `merge` build
+    Each call reads the model's current state, even after another `compile`.
+    Reading changes nothing. `save`, `restore`, `set_weights` and `merge` build
     the model's optimizer if it has not been built.
 
-    Call it outside of `strategy.run`. With several processes
-    (MultiWorkerMirroredStrategy), call it in all of them, since the strategy's
-    collectives communicate the values. Only `save` and `restore` need a
-    directory that all processes share.
+    Call the methods outside `strategy.run`. With several processes
+    (MultiWorkerMirroredStrategy), call them in all processes, since the
+    strategy's collectives communicate the values. Only `save` and `restore`
+    need a directory that all processes share.
 
     Args:
-      model: A built `keras.Model`, whose optimizer is then included. For custom
-        training loops, a list of variables, or a dict from names to objects
-        that hold variables (models, layers, optimizers, metrics, variables,
-        `tf.Module`s, random number generators, and lists of these).
+      model: A built `keras.Model`, including its optimizer. For a custom
+        training loop, pass a list of variables, or a dict from names to objects
+        that hold variables. Such objects are models, layers, optimizers,
+        metrics, variables, `tf.Module`s, random number generators, and lists of
+        these objects.
       group_assignment: A `GroupAssignment`, or a `[num_groups,
         replicas_per_group]` nested list of replica ids. Default: None, the
         groups of the model's optimizer, combined if wrappers are nested.
 
     Raises:
       TypeError: If `model` holds no variables.
-      ValueError: If variables belong to different strategies, or the groups do
-        not fit the strategy.
+      ValueError: If variables belong to different strategies, or if the groups
+        do not fit the strategy.
 
     Example:
 
@@ -109,7 +111,7 @@ class GroupState:
 
     @property
     def group_assignment(self) -> group_assignment_lib.GroupAssignment:
-        """The group assignment of the model, as it is compiled now."""
+        """The group assignment of the model as currently compiled."""
         return self._given_groups or inventory.groups_of(
             self._holder, self.replicas.strategy
         )
@@ -149,7 +151,8 @@ class GroupState:
         site_lib.refuse_replica_context("GroupState")
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "GroupState is used inside a tf.function. Use it outside."
+                "GroupState is used inside a tf.function, where it can't read"
+                " values. Call it between steps, or in a callback."
             )
         catalog = inventory.of(self._holder, self._given_groups)
         catalog.check_built(isinstance(self._holder, keras.Model))
@@ -175,8 +178,8 @@ class GroupState:
         Args:
           kinds: Kinds of `StateVariable`, such as "weight", "slot" and
             "statistic". Default: None, all kinds.
-          each_once: Whether to list a variable of several parts only once, in
-            the first part. Default: True.
+          each_once: Whether to list a variable that belongs to several parts
+            only once, in the first part. Default: True.
 
         Returns:
           A list of `StateVariable`, in a deterministic order.
@@ -197,7 +200,7 @@ class GroupState:
           moving statistics, and `"optimizer"` has the order of
           `optimizer.variables`. Otherwise the names are the keys of the dict
           given to the constructor, or `"variables"` for a list. An optimizer
-          that has not been built is left out.
+          that has not been built is omitted.
 
         Raises:
           ValueError: If there is no such group, or something is not built.
@@ -231,11 +234,11 @@ class GroupState:
 
         Args:
           group: The group's index.
-          weights: A dict as from `get_weights`. Parts can be left out.
+          weights: A dict as `get_weights` returns it. Parts can be omitted.
 
         Raises:
           ValueError: If the group, a part, a dtype, a shape or the number of
-            values does not match. Then nothing is changed.
+            values does not match. In that case, nothing is changed.
 
         Example:
 
@@ -253,7 +256,7 @@ class GroupState:
         if unknown:
             raise ValueError(
                 f"set_weights got {sorted(unknown)}, but the parts are"
-                f" {list(catalog.holders)}."
+                f" {list(catalog.holders)}. Nothing was changed."
             )
         assignments = []
         for part, values in weights.items():
@@ -271,7 +274,7 @@ class GroupState:
                 if value.shape != one.shape:
                     raise ValueError(
                         f"{one.name!r} has shape {one.shape}, got a value of"
-                        f" shape {value.shape}."
+                        f" shape {value.shape}. Nothing was changed."
                     )
                 assignments.append((one.variable, value))
                 # AGN's replicas continue from the center.
@@ -324,16 +327,17 @@ class GroupState:
         ):
             raise ValueError(
                 f"{variable.name!r} was created outside of the strategy's"
-                " scope: all replicas share one value."
+                " scope: all replicas share one value. Create it in the scope."
             )
         self.replicas.assign_groups(variable, groups, dict(enumerate(values)))
 
     def merge(self, how: str | int | Sequence[float] = "mean") -> None:
         """Makes all replicas of all groups equal.
 
-        Weights, moving statistics and all optimizer state become the groups'
-        (weighted) mean. Counters and random states have no mean, and take the
-        values of the group with the largest weight, or of the first group.
+        Weights, moving statistics and all optimizer state become the (weighted)
+        mean over the groups. Counters and random states have no mean. They take
+        the values of the group with the largest weight, or of the first such
+        group.
 
         Args:
           how: `"mean"` (default), the index of the group whose values all
@@ -374,22 +378,24 @@ class GroupState:
     ) -> None:
         """Saves every variable of every replica, atomically.
 
-        A save holds all that a training step reads: weights, moving statistics,
-        random states, metrics and all optimizer state. Equal values of several
-        replicas are saved once. A crash leaves the previous save or this save.
+        A save holds everything that a training step reads: weights, moving
+        statistics, random states, metrics and all optimizer state. Equal values
+        of several replicas are saved once. After a crash, the directory holds
+        the previous save or this save.
 
         Args:
           directory: A path that all processes share, created if missing. It
             holds only the latest save.
           epoch: The number of completed epochs. Default: 0.
           step: The number of completed steps of the next epoch. Default: 0.
-          shared: False if each process passes a directory of its own, whose
-            files something else, such as Ray, puts into one directory before
-            `restore`. A process then writes only what it holds. Default: True.
+          shared: Whether all processes share the directory. If False, each
+            process passes a separate directory, and writes only the values that
+            it holds. Another program, such as Ray, must then put all files into
+            one directory before `restore`. Default: True.
 
         Raises:
           OSError, tf.errors.OpError or ValueError: If the directory can't be
-            written, or the processes do not share it. The previous save is
+            written, or if the processes do not share it. The previous save is
             kept, and the other processes raise a RuntimeError.
           RuntimeError: In an evaluator, or in one of several processes that
             train alone (see `connect`).
@@ -423,17 +429,17 @@ class GroupState:
         *,
         regroup: str | Mapping[int, int] | None = None,
     ) -> checkpoint.Position:
-        """Restores a save on every replica, bit by bit.
+        """Restores a save on every replica, bit for bit.
 
-        Everything is read and checked before anything changes. Metrics are left
-        out if they are not built yet, or if `regroup` is given.
+        `restore` reads and checks everything before it changes anything. It
+        omits metrics if they are not built yet, or if `regroup` is given.
 
         Args:
           directory: The directory of the save.
           regroup: None (default) if the save has the same groups and replicas.
             `"mean"` gives every group the mean of the saved groups, and
             `"first"` the values of the first saved group. A dict {group: saved
-            group} gives every group the values of the saved group.
+            group} gives each group the values of its saved group.
 
         Returns:
           A `Position` with the `epoch` and `step` given to `save`.
@@ -457,7 +463,7 @@ class GroupState:
 
     @staticmethod
     def position(directory: str | os.PathLike) -> checkpoint.Position:
-        """Returns how far training was when a state was saved.
+        """Returns the position of training when a state was saved.
 
         An input pipeline can start at this position. No model is needed.
 
@@ -497,12 +503,13 @@ class GroupState:
         """Computes each group's metrics on the same complete data.
 
         All replicas evaluate one group after another with `model.evaluate`.
-        Then the model's values are restored.
+        Afterwards, the model's values are restored.
 
         Args:
           data: A `tf.data.Dataset`, arrays, or a tuple `(x, y)` or `(x, y,
-            sample_weight)`. Not a generator, which can be read only once. With
-            `steps`, the order of the data must be the same each time.
+            sample_weight)`. A generator raises TypeError, since it can be read
+            only once. With `steps`, the data must have the same order each
+            time.
           y: The targets, if `data` is arrays of inputs.
           batch_size: See `keras.Model.evaluate`.
           sample_weight: See `keras.Model.evaluate`.
@@ -568,8 +575,8 @@ class GroupState:
     ) -> Any:
         """Computes the predictions of a group, or of all groups' ensemble.
 
-        All replicas compute with the group's weights. Then the model's values
-        are restored.
+        All replicas compute with the group's weights. Afterwards, the model's
+        values are restored.
 
         Args:
           data: The inputs, as for `keras.Model.predict`.
@@ -627,12 +634,13 @@ class GroupState:
         """Measures how far replicas have diverged, variable by variable.
 
         Returns:
-          A list with a row per variable, which prints as a table. For trainable
-          weights, slot variables and AGN's center, `within_group` is the
-          largest absolute difference between replicas of one group (expected to
-          be 0), and `between_groups` between groups. `local` (what AGN trains,
-          open rounds of towers) and `statistic` (moving statistics) are the
-          differences within a group of state that differs by design.
+          A list with a row per variable, which prints as a table. Columns hold
+          the largest absolute differences. For trainable weights, slot
+          variables and AGN's center, `within_group` compares replicas of one
+          group (0 is expected), and `between_groups` compares groups. For state
+          that differs by design, `local` (AGN's local variables, open rounds of
+          towers) and `statistic` (moving statistics) compare replicas of one
+          group.
 
         Example:
 
@@ -648,7 +656,8 @@ class GroupState:
         The file loads without a strategy or tf_xshard. The model is compiled
         with the optimizer inside the wrappers (for AGN, the local optimizer)
         and the group's optimizer state. With several processes, the chief
-        writes. An earlier file is replaced when the new file is complete.
+        writes the file. It replaces an earlier file when the new file is
+        complete.
 
         Args:
           group: The group's index.

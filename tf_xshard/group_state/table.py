@@ -1,4 +1,4 @@
-"""Rows of results that print as a table."""
+"""Prints rows of results as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tf_xshard import text_table
 
 
 class Table(list):
-    """A list of dicts with the same keys that prints as a table.
+    """Holds a list of dicts with the same keys, and prints as a table.
 
     Example:
 

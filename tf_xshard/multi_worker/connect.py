@@ -1,4 +1,4 @@
-"""Joins the processes that an engine started: sets TF_CONFIG in each."""
+"""Joins the processes that an engine started, and sets TF_CONFIG in each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tf_xshard.multi_worker import exchange
 from tf_xshard.multi_worker import local_cluster
 
 TIMEOUT_SECONDS = 300.0
-# More than a host name, a port and a token.
+# Enough for a host name, a port and a token.
 _MPI_BYTES = 512
 _SECONDS_BETWEEN_TESTS = 0.01
 
@@ -36,35 +36,39 @@ def connect(
     """Joins the processes that `srun`, `mpiexec`, torchrun or a Job started.
 
     Call it at the start of the program, before
-    `tf.distribute.MultiWorkerMirroredStrategy()`. It finds rank and size in
-    the variables of the engine, exchanges addresses by way of rank 0, and sets
-    TF_CONFIG. The engines are Slurm, Open MPI, MPICH and other MPIs with PMI,
-    torchrun (and everything that sets RANK and WORLD_SIZE), SageMaker and
-    Kubernetes' indexed Jobs. If TF_CONFIG is set, or no engine started this
-    process, it does nothing, so a script can always call it.
+    `tf.distribute.MultiWorkerMirroredStrategy()`. It reads the rank and the
+    size from the engine's environment variables, exchanges addresses through
+    rank 0, and sets TF_CONFIG. The engines are Slurm, Open MPI, MPICH and other
+    MPIs with PMI, torchrun (and everything that sets RANK and WORLD_SIZE),
+    SageMaker and Kubernetes' indexed Jobs. If TF_CONFIG is set, or if no engine
+    started this process, `connect` does nothing, so a script can always call
+    it.
 
-    Processes of one machine share its cores: unless it is set,
-    TF_NUM_INTRAOP_THREADS gets a process's share. On Linux, a process that
-    has joined others keeps freed memory for its next step, as under
+    Processes on one machine share its cores. If TF_NUM_INTRAOP_THREADS is not
+    set, `connect` sets it to a process's share. On Linux, a process that has
+    joined others keeps freed memory for its next step, as under
     `python -m tf_xshard launch`.
 
     Args:
-      timeout_seconds: How long to wait for the other processes. Default: 300.
-      num_workers: The number of processes. Needed in a Kubernetes Job, whose
-        pods do not know its `completions`. With other engines it is checked.
-        Default: None, as the engine says.
-      leader: The host name or IPv4 address of rank 0. Default: None, as the
-        engine says.
-      port: The port at which rank 0 listens until all have connected. Default:
-        None, as the engine says, or else a number derived from the job.
-      alone: True if each process is to train by itself, such as the runs of a
-        sweep: it joins none, and training alone is not refused. Default: False.
+      timeout_seconds: The seconds to wait for the other processes. Default:
+        300.
+      num_workers: The number of processes. Required in a Kubernetes Job, whose
+        pods do not know the Job's `completions`. With other engines, it must
+        equal the engine's number. Default: None, the engine's number.
+      leader: The host name or IPv4 address of rank 0. Default: None, the host
+        that the engine names.
+      port: The port at which rank 0 listens until all processes have connected.
+        Default: None, the engine's port, or else a number derived from the job.
+      alone: Whether each process trains alone, as in the runs of a sweep. If
+        True, the process joins no others, and training alone does not raise an
+        error. Default: False.
 
     Raises:
       TypeError, ValueError: If an argument is invalid or contradicts the
-        engine, or the engine does not tell what is needed.
-      RuntimeError: In all processes that take part, if one does not connect in
-        time, two have one rank, or their sizes differ. Names them.
+        engine, or if the engine does not provide a required value.
+      RuntimeError: In all processes that take part, if a process does not
+        connect in time, two processes have the same rank, or their sizes
+        differ. The message names these processes.
 
     Example:
 
@@ -82,10 +86,14 @@ def connect(
         os.environ[engines.ALONE] = "1"
         return
     if os.environ.get(engines.ALONE) == "1":
-        logging.info("tf_xshard.connect: alone, as %s=1 says", engines.ALONE)
+        logging.info(
+            "tf_xshard.connect: trains alone, since %s=1 is set", engines.ALONE
+        )
         return
     if engines.task() is not None:
-        logging.info("tf_xshard.connect: TF_CONFIG is set, and left as it is.")
+        logging.info(
+            "tf_xshard.connect: TF_CONFIG is set already; nothing was changed"
+        )
         return
     place = found_place(num_workers, leader, port)
     if place is None:
@@ -112,17 +120,18 @@ def found_place(
     leader: str | None = None,
     port: int | None = None,
 ) -> engines.Place | None:
-    """Returns this process's place, completed by arguments that are given.
+    """Returns this process's place, completed by the given arguments.
 
-    None for a process that is alone. The leader and the port may be None.
+    Returns None for a process that runs alone. The place's leader and port may
+    be None.
     """
     place = engines.place()
     if place is None:
         if num_workers not in (None, 1):
             raise ValueError(
                 f"num_workers={num_workers}, but the environment variables name"
-                " no engine that started this process, and so no rank. Start it"
-                " by srun, mpiexec or torchrun, or by `python -m tf_xshard"
+                " no engine that started this process, so it has no rank. Start"
+                " it with srun, mpiexec, torchrun or `python -m tf_xshard"
                 " launch`, or set RANK, WORLD_SIZE, MASTER_ADDR and"
                 " MASTER_PORT."
             )
@@ -130,14 +139,14 @@ def found_place(
     if place.size is None and num_workers is None:
         raise ValueError(
             f"{place.engine} does not tell a process how many there are. Pass"
-            " the number, such as a Job's completions:"
-            " tf_xshard.connect(num_workers=4); or"
-            " tf_xshard.connect(alone=True) if each trains by itself."
+            " the number of processes, such as a Job's completions:"
+            " tf_xshard.connect(num_workers=4). If each process trains alone,"
+            " call tf_xshard.connect(alone=True)."
         )
     if num_workers not in (None, place.size) and place.size is not None:
         raise ValueError(
             f"num_workers={num_workers}, but {place.engine} started"
-            f" {place.size} processes."
+            f" {place.size} processes. Leave num_workers out."
         )
     place = dataclasses.replace(
         place,
@@ -148,27 +157,27 @@ def found_place(
     if place.rank >= (place.size or 1):
         raise ValueError(
             f"num_workers={num_workers}, but {place.engine} gives this process"
-            f" rank {place.rank}. Pass the number of all processes."
+            f" rank {place.rank}. Pass the total number of processes."
         )
     return place if place.size != 1 else None
 
 
 def refuse_without_leader(place: engines.Place) -> None:
-    """Raises ValueError if it is not known where rank 0 is."""
+    """Raises ValueError if the address of rank 0 is unknown."""
     if place.leader is None or place.port is None:
         raise ValueError(
             f"{place.engine} does not tell where rank 0 is. Set MASTER_ADDR"
-            " (its host) and MASTER_PORT, or pass"
-            " tf_xshard.connect(leader=..., port=...), the same in all"
-            " processes. Processes of MPI that call tf_xshard.connect() need"
-            " only mpi4py."
+            " (its host) and MASTER_PORT, or call"
+            " tf_xshard.connect(leader=..., port=...), with the same values in"
+            " all processes. If MPI started the processes, you can instead"
+            " install mpi4py and call tf_xshard.connect()."
         )
 
 
 def _completed_by_mpi(
     place: engines.Place, timeout_seconds: float
 ) -> engines.Place:
-    """Asks MPI where rank 0 is, if MPI started the processes."""
+    """Asks MPI for the address of rank 0, if MPI started the processes."""
     is_mpi = place.engine in engines.MPI_ENGINES
     if not is_mpi or importlib.util.find_spec("mpi4py") is None:
         refuse_without_leader(place)
@@ -178,9 +187,9 @@ def _completed_by_mpi(
         raise ValueError(
             f"{place.engine} started this process as rank {place.rank} of"
             f" {place.size}, but it is rank {world.rank} of {world.size} for"
-            " mpi4py, which was built with another MPI. Build it with this one"
-            " (pip install --no-binary mpi4py mpi4py), or set MASTER_ADDR and"
-            " MASTER_PORT."
+            " mpi4py, which was built with another MPI. Build mpi4py with this"
+            " MPI (pip install --no-binary mpi4py mpi4py), or set MASTER_ADDR"
+            " and MASTER_PORT."
         )
     with socket.socket() as one:
         one.bind(("", 0))
@@ -194,7 +203,7 @@ def _completed_by_mpi(
             raise exchange.JobError(
                 f"MPI did not tell rank {place.rank} of {place.size} where rank"
                 f" 0 is within {timeout_seconds:g} s. Some processes have not"
-                " called tf_xshard.connect()."
+                " called tf_xshard.connect(). Call it in all of them."
             )
         time.sleep(_SECONDS_BETWEEN_TESTS)
     leader, port, job = json.loads(buffer)
@@ -204,7 +213,7 @@ def _completed_by_mpi(
 def environment(
     place: engines.Place, members: Sequence[exchange.Member]
 ) -> dict[str, str]:
-    """Returns the variables of one of the processes that have connected."""
+    """Returns the environment variables of a process that has connected."""
     own = members[place.rank]
     # Slurm and MPI may have given each process its own cores.
     num_sharing = sum(
@@ -218,6 +227,6 @@ def environment(
         "TF_CONFIG": local_cluster.tf_config(
             [one.address for one in members], place.rank
         ),
-        # As `launch` counts.
+        # `launch` also counts restarts in this variable.
         "TF_XSHARD_RESTART": str(place.restart),
     }

@@ -1,4 +1,4 @@
-"""Tells every process of a job the addresses of all, by way of rank 0.
+"""Tells every process of a job the addresses of all, through rank 0.
 
 Rank 0 listens, and each other process sends it one line of JSON and gets one
 back. Nothing that arrives is run or unpickled. A line without the job's token
@@ -31,10 +31,10 @@ _MARGIN_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A process of a job, as rank 0 describes it to all.
+    """Describes a process of a job, as rank 0 tells all processes.
 
     Attributes:
-      address: `host:port`, where TensorFlow is to listen.
+      address: `host:port`, where TensorFlow will listen.
       host: The name of the machine.
       cores: The numbers of the cores that the process may use.
     """
@@ -59,7 +59,7 @@ class _Hello:
 
 
 class JobError(RuntimeError):
-    """The processes of the job did not find each other."""
+    """Says that the processes of the job did not find each other."""
 
 
 def exchange(
@@ -70,19 +70,19 @@ def exchange(
     """Returns all processes of a job, in the order of their ranks.
 
     Args:
-      place: With a size, a leader and a port.
-      timeout_seconds: How long to wait for the other processes.
+      place: This process's place, with a size, a leader and a port.
+      timeout_seconds: The seconds to wait for the other processes.
       addresses: `host:port` of all processes. By default, each takes a free
         port.
 
     Raises:
-      JobError: In all processes that take part, if one is missing in time or
-        contradicts another.
+      JobError: In all processes that take part, if a process does not connect
+        in time or contradicts another process.
     """
     deadline = time.monotonic() + timeout_seconds
     with socket.socket() as reserved:
-        # It stays bound until all have answered, so that two processes of a
-        # machine do not choose one port.
+        # The port stays bound until all processes have answered, so that two
+        # processes of a machine do not choose the same port.
         reserved.bind(("", 0))
         token = f"{place.engine} {place.job}".encode()
         own = _Hello(
@@ -131,7 +131,7 @@ def _lead(
     with server, contextlib.ExitStack() as connections:
         while not _are_complete(peers, own.size):
             try:
-                # Programs that connect again and again must not prolong it.
+                # Programs that keep connecting must not extend the deadline.
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError
@@ -150,7 +150,7 @@ def _lead(
                 continue
             waiting.append(connection)
             if found := _contradiction(own, hello, peers):
-                # Those that come a little later are told as well.
+                # Processes that connect a little later also get the answer.
                 problem = problem or found
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             else:
@@ -168,9 +168,10 @@ def _lead(
 
 @dataclasses.dataclass(frozen=True)
 class _Peer:
-    """A process that waits for rank 0's answer.
+    """Holds a process that waits for rank 0's answer.
 
-    `address` is its own, and `here` is the one at which it found rank 0.
+    `address` is the process's address, and `here` is the address at which it
+    found rank 0.
     """
 
     hello: _Hello
@@ -190,7 +191,7 @@ class _Peer:
 
 
 def _are_complete(peers: dict[int, _Peer], size: int) -> bool:
-    """Returns True if all peers wait; drops those that do not."""
+    """Returns True if all peers wait; drops peers that do not wait."""
     if len(peers) < size - 1:
         return False
     for rank in [rank for rank, peer in peers.items() if peer.has_left()]:
@@ -206,27 +207,27 @@ def _plain(host: str) -> str:
 def _contradiction(
     own: _Hello, other: _Hello, peers: Mapping[int, _Peer]
 ) -> str | None:
-    """Says why a process does not fit those that came before."""
+    """Says why a process does not fit the processes that connected before."""
     if other.size != own.size:
         return (
             f"rank {other.rank} on {other.host} was started as one of"
             f" {other.size} processes, but rank 0 on {own.host} as one of"
-            f" {own.size}. Start all with the same number."
+            f" {own.size}. Start all ranks with the same number of processes."
         )
     peer = peers.get(other.rank)
-    # It may have been started again.
+    # The process may have been started again.
     is_twice = peer is not None and not peer.has_left()
     if other.rank == 0 or is_twice:
         first = peer.hello if peer is not None else own
         return (
             f"two processes have rank {other.rank}: on {first.host} and on"
-            f" {other.host}. Give each its own rank."
+            f" {other.host}. Give each process its own rank."
         )
     if other.addresses != own.addresses:
         return (
             f"rank {other.rank} on {other.host} was given the addresses"
             f" {other.addresses}, but rank 0 on {own.host} was given"
-            f" {own.addresses}. Give all the same."
+            f" {own.addresses}. Pass the same addresses to all processes."
         )
     return None
 
@@ -237,7 +238,7 @@ def _missing(
     num_strangers: int,
     timeout_seconds: float,
 ) -> str:
-    """Says which ranks did not come."""
+    """Says which ranks did not connect."""
     size = place.size or 1
     here = {rank: one for rank, one in peers.items() if not one.has_left()}
     missing = [rank for rank in range(1, size) if rank not in here]
@@ -250,18 +251,18 @@ def _missing(
     text = (
         f"ranks {missing} of {size} did not connect to rank 0 ({_where(place)})"
         f" within {timeout_seconds:g} s; came: {', '.join(came) or 'none'}."
-        " Start them all, and check that they can reach this address."
+        " Start all ranks, and check that they can reach rank 0's address."
     )
     if not _is_here(place.leader or ""):
         text += (
             f" This machine, {socket.gethostname()}, does not have the address"
-            f" {place.leader}: is it rank 0's?"
+            f" {place.leader}. Check that it is rank 0's address."
         )
     return text
 
 
 def _is_here(host: str) -> bool:
-    """Returns False if a host's address is none of this machine's."""
+    """Returns False if a host's address does not belong to this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0)[0]
         with socket.socket(family) as one:
@@ -274,15 +275,15 @@ def _is_here(host: str) -> bool:
 def _members(
     own: _Hello, peers: Mapping[int, _Peer]
 ) -> list[tuple[str, str, list[int]]]:
-    """Returns address, host and cores of every rank."""
+    """Returns the address, host and cores of every rank."""
     in_order = [peers[rank] for rank in sorted(peers)]
     hellos = [own, *(peer.hello for peer in in_order)]
     if own.addresses is not None:
         addresses = own.addresses
     else:
-        # How the others see this machine, and this machine sees the others.
-        # Processes of this machine may come over the loopback interface, at
-        # which other machines do not find them.
+        # Use addresses at which other machines can find the processes.
+        # Processes of this machine may connect through the loopback interface,
+        # which other machines can't reach.
         others = [one for one in in_order if not _is_loopback(one.address)]
         here = others[0].here if others else "127.0.0.1"
         hosts = [here] + [
@@ -311,8 +312,8 @@ def _taken(place: engines.Place, own: _Hello, error: OSError) -> dict[str, Any]:
             return answer
     return {
         "error": f"rank 0 can't listen at {_where(place)}: {error.strerror}."
-        " If another program has the port, choose another with connect(port=)"
-        " or MASTER_PORT, the same in all processes."
+        " If another program has the port, choose another port with"
+        " connect(port=...) or MASTER_PORT, the same in all processes."
     }
 
 
@@ -356,7 +357,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 
 def _send(connection: socket.socket, content: dict[str, Any]) -> None:
-    # If the peer has ended since, TensorFlow will miss it.
+    # If the peer has ended meanwhile, TensorFlow will report it as missing.
     with contextlib.suppress(OSError):
         connection.settimeout(_SECONDS_PER_TRY)
         connection.sendall(_line(content))

@@ -79,7 +79,7 @@ _active: list[communication_lib.Communication] = []
 
 
 class MultiWorkerFit:
-    """The result of `multi_worker_fit`, a context manager with `undo`."""
+    """Undoes `multi_worker_fit`, by `undo` or as a context manager."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
@@ -105,38 +105,39 @@ def multi_worker_fit(
     `evaluate` of Keras 3.12 to 3.15 fail in two places. This function replaces
     both until `undo` is called or the `with` block ends. Metrics then cover all
     workers, and the last batch need not divide evenly between workers. Nothing
-    changes for other strategies. If Keras has fixed a place, it stays
-    unchanged, and the log says so.
+    changes for other strategies. If Keras has fixed a place, this function
+    leaves it unchanged, and the log says so.
 
     Workers other than the chief print nothing unless `verbose` is given, and
     skip `CSVLogger`, `TensorBoard` and `RemoteMonitor`. They write the files of
     `ModelCheckpoint` to a temporary directory, since reading a variable can be
     a collective of all workers. `BackupAndRestore` gets a separate directory on
     each of these workers, ending in `_worker_1` and so on. A crash between two
-    workers' writes leaves the workers at different epochs, which
-    `GroupCheckpoint` never does.
+    workers' writes leaves the workers at different epochs. `GroupCheckpoint`
+    never does.
 
     If `fit` shuffles arrays, and the processes have different seeds or none,
-    all shuffle by the chief's, so that each row is trained on once per epoch.
+    all processes use the chief's seed. Each row is then trained on once per
+    epoch.
 
     A batch that waits longer than the timeout for data or for a hanging worker
-    ends with an error, as a collective does. The timeout is the longer timeout
-    of `communication` and the optimizer.
+    ends with an error, as a collective does. `communication` and the optimizer
+    each have a timeout, and the longer timeout applies.
 
     Args:
       communication: A `Communication` for summing metrics at each step, each
         in its own dtype (integers in float32). Its timeout applies to the
-        metrics and to a batch.
-        Default: None, the enclosing call's `communication`, or else
-        `Communication()`.
+        metrics and to a batch. Default: None, the enclosing call's
+        `communication`, or else `Communication()`.
 
     Returns:
       A `MultiWorkerFit`, which is a context manager and has `undo()`.
 
     Raises:
       RuntimeError: If this version of Keras has changed these places in an
-        unknown way, or if their source can't be read. When `fit` begins, in one
-        of several processes that would train alone (see `connect`).
+        unknown way, or if their source can't be read. When `fit` begins, if
+        several processes were started and this process would train alone (see
+        `connect`).
 
     Example:
 
@@ -214,7 +215,7 @@ def _is_shuffled(arguments: dict[str, Any]) -> bool:
 def _take_the_chief_s_seed(
     strategy: tf.distribute.Strategy,
 ) -> runtime.GlobalSeed:
-    """Makes all processes shuffle alike; returns the seed to restore."""
+    """Makes all processes shuffle identically; returns the seed to restore."""
     # Keras shuffles by TensorFlow's global seed. Each process trains on its own
     # part of every batch, so different orders repeat rows and leave out others.
     before = runtime.GlobalSeed()
@@ -252,7 +253,7 @@ class _Watched(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Restores the seed, which the data have taken up.
+        """Restores the seed, which the data pipeline has read by now.
 
         Args:
           logs: From Keras; not used.
@@ -263,7 +264,8 @@ class _Watched(keras.callbacks.Callback):
 
     def _begin(self, batch: int = 0, **_: Any) -> None:
         if not batch:
-            # The iterator over the data, which exists by now, has undone it.
+            # TensorFlow has just made the data's iterator, which resets these
+            # settings.
             local_cluster.keep_freed_memory()
         self.batch.begin()
 

@@ -27,15 +27,15 @@ from tf_xshard.multi_worker import local_cluster
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALS = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _LINES_SHOWN = 60
-# Workers may run on after a signal from outside, to save, and after another
-# worker has failed, when they can no longer communicate.
+# Workers may run on for this long after a signal from outside, to save, or
+# after another worker has failed, when they can't communicate anymore.
 GRACE_SECONDS = 30.0
 GRACE_AFTER_FAILURE_SECONDS = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class Signals:
-    """A context manager that receives this process's signals for workers."""
+    """Receives this process's signals for workers, as a context manager."""
 
     def __init__(self) -> None:
         # The first signal that ends a program.
@@ -73,7 +73,7 @@ class Signals:
 
 
 class Worker:
-    """A worker's process, whose output is printed with its rank in front."""
+    """Runs a worker's process, and prints its output with its rank in front."""
 
     def __init__(
         self, rank: int, program: Sequence[str], environment: Mapping[str, str]
@@ -132,7 +132,7 @@ class Worker:
         """Returns True if the process has ended, after killing its children."""
         if self.process.poll() is None:
             return False
-        # Do so now, while no other process group can have the process's id.
+        # Kill now, while no other process group can have the process's id.
         self.send(signal.SIGKILL)
         return True
 
@@ -148,8 +148,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=int,
-        help="how many processes to start on this machine; with --from-env, how"
-        " many there are, where the engine does not tell (Kubernetes)",
+        help="the number of processes to start on this machine; with"
+        " --from-env, the total number of processes, if the engine does not"
+        " tell it (Kubernetes)",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -160,10 +161,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--from-env",
         action="store_true",
-        help="run the script in this process, as one of those that srun,"
-        " mpiexec, torchrun or a Kubernetes Job has started",
+        help="run the script in this process, if srun, mpiexec, torchrun or a"
+        " Kubernetes Job has started all processes",
     )
-    parser.add_argument("--rank", type=int, help="this machine's, with --hosts")
+    parser.add_argument(
+        "--rank", type=int, help="the index of this machine in --hosts"
+    )
     parser.add_argument(
         "--connect-timeout",
         type=float,
@@ -206,7 +209,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             _say(f"restart {restart} of {options.max_restarts}")
         if hosts and not _all_have_started(hosts, options):
             return 1
-        # Signals received before were for workers that have ended.
+        # Earlier signals were for workers that have ended.
         received.new.clear()
         with received:
             job = _Job(
@@ -228,7 +231,7 @@ def _run_from_environment(
     options: argparse.Namespace,
     parser: argparse.ArgumentParser,
 ) -> int:
-    """Becomes the script's process, joined to those of the engine."""
+    """Becomes the script's process, joined to the engine's processes."""
     added: dict[str, str] = {}
     try:
         place = connect.found_place(options.workers)
@@ -257,8 +260,8 @@ def _all_have_started(
     hosts: Sequence[str], options: argparse.Namespace
 ) -> bool:
     """Waits until every host is ready to start its worker."""
-    # Each host gets here only when its old worker has ended. So no new worker
-    # connects to an old one.
+    # Each host gets here only after its old worker has ended. A new worker
+    # therefore never connects to an old worker.
     host, _, port = hosts[0].rpartition(":")
     place = engines.Place(
         "launch",
@@ -282,7 +285,7 @@ def _all_have_started(
 def _checked_hosts(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> list[str] | None:
-    """Returns the addresses of --hosts, or None without."""
+    """Returns the addresses of --hosts, or None without --hosts."""
     if options.max_restarts < 0:
         parser.error(
             f"--max-restarts {options.max_restarts}: must be 0 or more"
@@ -301,11 +304,12 @@ def _checked_hosts(
         parser.error(f"--workers {options.workers}: must be at least 1")
     if options.hosts is None:
         if options.rank is not None:
-            parser.error("--rank is for --hosts")
+            parser.error("--rank needs --hosts")
         if options.from_env:
             if options.max_restarts:
                 parser.error(
-                    "--max-restarts is not for --from-env: the engine restarts"
+                    "--max-restarts can't be combined with --from-env: the"
+                    " engine restarts the processes"
                 )
         elif options.workers is None:
             parser.error("--workers, --hosts or --from-env is required")
@@ -313,7 +317,7 @@ def _checked_hosts(
             _refuse_a_step_of_several(options, parser)
         return None
     if options.workers is not None:
-        parser.error("--workers is not for --hosts")
+        parser.error("--workers can't be combined with --hosts")
     hosts = options.hosts.split(",")
     for host in hosts:
         if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", host):
@@ -347,7 +351,8 @@ def _refuse_a_step_of_several(
         parser.error(
             f"--workers {options.workers} in each of the {size} processes that"
             f" {engine} started would train {size} times. Use --from-env to"
-            f" train once, with one worker in each; or set {engines.ALONE}=1."
+            " train once, with one worker per process. To train separately in"
+            f" each process, set {engines.ALONE}=1."
         )
 
 
@@ -356,7 +361,7 @@ def _say(text: str) -> None:
 
 
 class _Job:
-    """The workers that this machine starts and waits for."""
+    """Starts the workers of this machine, and waits for them."""
 
     def __init__(
         self,

@@ -16,16 +16,16 @@ def rank(strategy: tf.distribute.Strategy | None = None) -> int:
     """Returns this process's number among the processes of a strategy.
 
     Args:
-      strategy: The strategy that trains. None (default) for the current one.
+      strategy: The strategy that trains. Default: None, the current strategy.
 
     Returns:
       An int from 0 (the chief) to the number of processes - 1.
 
     Raises:
-      RuntimeError: In an evaluator, or if the strategy has only one of several
-        processes that were started (see `connect`).
-      ValueError: If the strategy is not supported, or there is none in one of
-        several processes.
+      RuntimeError: In an evaluator, or if several processes were started and
+        the strategy has only this process (see `connect`).
+      ValueError: If the strategy is not supported, or if several processes were
+        started and there is no strategy.
 
     Example:
 
@@ -41,22 +41,23 @@ def is_chief(strategy: tf.distribute.Strategy | None = None) -> bool:
     """Returns True in the process that writes shared files.
 
     Args:
-      strategy: The strategy that trains. None (default) for the current one.
+      strategy: The strategy that trains. Default: None, the current strategy.
 
     Returns:
       True if this process's rank is 0. False in an evaluator.
 
     Raises:
       RuntimeError: See `rank`.
-      ValueError: If the strategy is not supported, or there is none in one of
-        several processes.
+      ValueError: If the strategy is not supported, or if several processes were
+        started and there is no strategy.
 
     Example:
 
     >>> tf_xshard.is_chief()
     True
 
-    Source: `TF_CONFIG`, whose first worker is the chief if no task is named so.
+    Source: `TF_CONFIG`, whose first worker is the chief if no task is named
+    "chief".
     """
     if lone_training.is_evaluator():
         return False
@@ -69,20 +70,21 @@ def barrier(
 ) -> None:
     """Waits until every process has called `barrier`.
 
-    For example, the chief saves a file, all processes call `barrier`, and all
-    load the file. With one process it does nothing.
+    For example, the chief saves a file, all processes call `barrier`, and then
+    all processes load the file. With one process, `barrier` does nothing.
 
     Args:
-      strategy: The strategy that trains. None (default) for the current one.
-      timeout_seconds: How long to wait for other processes. Default: 300.
+      strategy: The strategy that trains. Default: None, the current strategy.
+      timeout_seconds: The seconds to wait for other processes. Default: 300.
 
     Raises:
       RuntimeError: In replica context; also see `rank`.
-      TypeError, ValueError: If an argument is invalid, the strategy is not
-        supported, or there is none in one of several processes.
-      tf.errors.OpError: If another process does not call it in time: a
-        DeadlineExceededError, or an UnknownError over MPI. This process's
-        collectives then fail, so restart the process.
+      TypeError, ValueError: If an argument is invalid, if the strategy is not
+        supported, or if several processes were started and there is no
+        strategy.
+      tf.errors.OpError: If another process does not call `barrier` in time. The
+        error is a DeadlineExceededError, or an UnknownError with MPI. This
+        process's collectives then fail, so restart the process.
 
     Example:
 
@@ -126,8 +128,8 @@ def _checked(
     if size > 1 and site_lib.is_default(strategy):
         raise ValueError(
             f"{caller}() is called outside of a strategy's scope, where each of"
-            f" the {size} processes ({engine}) would be alone. Pass the"
-            f" strategy, {caller}(strategy)."
+            f" the {size} processes ({engine}) would act alone. Pass the"
+            f" strategy: {caller}(strategy)."
         )
     lone_training.refuse(strategy, f"{caller}() is called")
     return strategy

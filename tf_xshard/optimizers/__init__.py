@@ -1,11 +1,11 @@
-"""The Keras optimizers CrossShardOptimizer, TowerOptimizer and AGNOptimizer.
+"""Defines CrossShardOptimizer, TowerOptimizer and AGNOptimizer for Keras.
 
 Takes gradients and variables, from `fit` or a training loop, in replica
 context. Updates the variables on this replica. Each `_step` follows the drawing
 of its class in named stages; the arithmetic is in `reduction`. May import
 `reduction` and the folders above it.
 
-- `base`: what all three share, such as `apply`, `build` and forwarding.
+- `base`: the base class of all three, with `apply`, `build` and forwarding.
 - `cross_shard`: CrossShardOptimizer, which reduces over groups, between the
   user's `pre_reduce` and `post_reduce`.
 - `tower`: TowerOptimizer, with rounds, `apply_towers` and `reset`.
@@ -16,6 +16,6 @@ of its class in named stages; the arithmetic is in `reduction`. May import
 - `arguments`: checks the arguments that all three take.
 - `accumulator`: sums gradients over calls, before communication (tower, agn).
 - `update`: updates variables with the inner optimizer, whole or sharded.
-- `saving`: nested optimizers in Keras' files, and the warning of lost state.
+- `saving`: nested optimizers in Keras's files, and the warning of lost state.
 - `fit`: `GlobalMean`, `ScalarLoss` and `tower_train_step`.
 """

@@ -1,4 +1,4 @@
-"""Sums of gradients over several calls, for TowerOptimizer and AGNOptimizer.
+"""Sums gradients over several calls, for TowerOptimizer and AGNOptimizer.
 
 Each replica has one accumulator per variable. Where possible, sums of
 IndexedSlices stay IndexedSlices.
@@ -21,7 +21,7 @@ from tf_xshard.distribute import site as site_lib
 
 
 class SeenVariables:
-    """The indices of variables that have had a gradient."""
+    """Records the indices of variables that have had a gradient."""
 
     # Tracing a call shows which variables have a gradient. An update handles
     # only the variables seen by the time it is traced. A function traced later
@@ -48,16 +48,17 @@ class SeenVariables:
         """Records that a variable has a gradient."""
         known = index in self._seen and (sparse or index in self._dense)
         if not known and self._has_other_updates():
-            # Collect functions that can no longer be called; they don't count.
+            # Collect functions that can't be called anymore; they don't count.
             gc.collect()
             if self._has_other_updates():
                 raise ValueError(
                     f"{self._optimizer_name}: {name!r} has"
                     f" {'IndexedSlices' if sparse else 'a dense gradient'} in"
-                    " a tf.function that is traced after another one of this"
-                    " optimizer, whose update does not handle it. Pass that"
-                    " gradient in both (zeros where there is none), or use a"
-                    " separate optimizer for each function."
+                    " a tf.function that is traced after another function of"
+                    " this optimizer. The update in the earlier function does"
+                    " not handle this gradient. Pass the gradient in both"
+                    " functions (zeros where there is none), or use a separate optimizer"
+                    " for each function."
                 )
         self._seen.add(index)
         if not sparse:
@@ -85,7 +86,7 @@ class SeenVariables:
 
 
 class GradientAccumulator:
-    """This replica's sums of gradients over several calls."""
+    """Holds this replica's sums of gradients over several calls."""
 
     # The optimizer owns the variables, and assigns them to attributes whose
     # names checkpoints store.

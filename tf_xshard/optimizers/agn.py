@@ -1,4 +1,4 @@
-"""`AGNOptimizer`, with local steps on each replica and periodic exchanges."""
+"""Defines `AGNOptimizer`, with local steps and periodic exchanges."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Center:
             replica_variables.assign(variable, replica_variables.read(center))
 
     def change_here(self, index: int) -> tf.Tensor:
-        """Returns the change by the local steps, center - local."""
+        """Returns the change that the local steps made, center - local."""
         read = replica_variables.read
         return read(self.variables[index]) - read(self._local[index])
 
@@ -124,11 +124,12 @@ class AGNOptimizer(base.GradientWrapper):
     ```
 
     With `accumulate="updates", normalize=False` and an inner `SGD(1.0)`, this
-    is local SGD (model averaging). With Nesterov momentum, it is DiLoCo.
+    is local SGD (model averaging). With an inner optimizer that has Nesterov
+    momentum, it is DiLoCo.
 
     Between exchanges, the replicas' variables differ, and TensorFlow shows and
-    saves replica 0's. At the end of `fit`, the model gets the center, after an
-    early exchange if steps are pending.
+    saves replica 0's variables. At the end of `fit`, the model gets the center,
+    after an early exchange if steps are pending.
 
     Args:
       inner_optimizer: The `keras.optimizers.Optimizer` of the center.
@@ -138,19 +139,19 @@ class AGNOptimizer(base.GradientWrapper):
       local_optimizer: The optimizer of the replicas' own variables. Its slot
         variables are never reset. Default: a copy of the inner optimizer. For
         a legacy `.h5` file, the two optimizers need different names.
-      accumulate: `"gradients"` (default), or `"updates"` for the change by the
-        local steps, center - local.
+      accumulate: `"gradients"` (default), or `"updates"` for the change that
+        the local steps made, center - local.
       normalize: Whether to divide the accumulation by the number of local
         steps, as in the paper. Default: True.
       reduction: `"mean"` (default) or `"sum"` over the replicas of a group.
       group_assignment: See `CrossShardOptimizer`. Inside another wrapper, None
         (default) takes the wrapper's groups.
       loss_normalization: See `CrossShardOptimizer`.
-      skip_nonfinite: Whether to skip what is nan or infinite. A replica skips
-        a local step if one of its own gradients is nan or infinite. All
-        replicas skip an exchange, and go back to the center, if any gradient is
-        nan or infinite before or after the sum over replicas. None (default):
-        see `CrossShardOptimizer`.
+      skip_nonfinite: Whether to skip local steps and exchanges with nan or
+        infinite values. A replica skips a local step if one of its own
+        gradients is nan or infinite. All replicas skip an exchange, and go back
+        to the center, if any gradient is nan or infinite before or after the
+        sum over replicas. For None (default), see `CrossShardOptimizer`.
       max_consecutive_skips: The number of exchanges that may be skipped in a
         row. See `CrossShardOptimizer`.
       communication: A `Communication`. None (default) for its defaults.
@@ -158,8 +159,8 @@ class AGNOptimizer(base.GradientWrapper):
 
     Raises:
       TypeError: If an argument has the wrong type.
-      ValueError: If an argument is invalid, a LossScaleOptimizer or a
-        tf_xshard optimizer is inside, or the strategy is not supported.
+      ValueError: If an argument is invalid, if a LossScaleOptimizer or a
+        tf_xshard optimizer is inside, or if the strategy is not supported.
 
     Example:
 
@@ -238,7 +239,7 @@ class AGNOptimizer(base.GradientWrapper):
     def center_variables(self) -> list[keras.Variable]:
         """The center variables, in the order of the trainable variables.
 
-        While the model holds the center, they hold the local values.
+        While the model holds the center, these variables hold the local values.
         """
         return list(self._center) if self.built else []
 
@@ -258,7 +259,8 @@ class AGNOptimizer(base.GradientWrapper):
     def skipped_local_steps(self) -> int:
         """The number of local steps that replicas skipped, over all replicas.
 
-        Call it outside `strategy.run`; with several processes, in all of them.
+        Read it outside `strategy.run`. With several processes, read it in all
+        of them.
         """
         if self._local_skips is None:
             return 0
@@ -284,7 +286,7 @@ class AGNOptimizer(base.GradientWrapper):
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """A local MultiOptimizer's optimizers. Else raises AttributeError."""
+        """A local MultiOptimizer's optimizers; AttributeError for others."""
         return self.local_optimizer.optimizers
 
     @property
@@ -399,10 +401,10 @@ class AGNOptimizer(base.GradientWrapper):
         for one in stack.descendants(self.inner_optimizer):
             moving_averages.refuse_swapped_averages(
                 one,
-                "SwapEMAWeights can't be used with AGNOptimizer: the averages"
-                " are those of the center, not of the variables in the model."
-                " Use tf_xshard.SwapCenterWeights to evaluate the center; at"
-                " the end of fit the model gets the averages.",
+                "SwapEMAWeights can't be used with AGNOptimizer, which averages"
+                " the center instead of the model's variables. To evaluate the"
+                " center, use tf_xshard.SwapCenterWeights. At the end of fit,"
+                " the model gets the averages.",
             )
 
     def _step(
@@ -480,7 +482,8 @@ class AGNOptimizer(base.GradientWrapper):
             raise RuntimeError(
                 f"{self.name} was created in the scope of"
                 f" {type(strategy).__name__} but is applied outside of it,"
-                " where there are no workers. Apply it in strategy.run()."
+                " where there are no workers. Apply gradients inside"
+                " strategy.run()."
             )
         return super()._checked_site()
 
@@ -496,7 +499,7 @@ class AGNOptimizer(base.GradientWrapper):
         self._seen.note_update()
         local = optimizer_state.trainable_variables(self)
         weight = self._reduction.weight(groups.group_size)
-        # Skip variables that are frozen and not among the call's.
+        # Skip variables that are frozen and not among the call's variables.
         totals = [
             self._accumulated(index, num_steps, weight)
             if index in indices or getattr(variable, "trainable", True)
@@ -690,8 +693,8 @@ def _check_arguments(
         if num_worker != found:
             raise ValueError(
                 f"num_worker is {num_worker}, but the strategy has {found}"
-                " replicas. Leave it out, or create the optimizer in the"
-                " scope of the strategy that trains."
+                " replicas. Leave num_worker out, or create the optimizer in"
+                " the scope of the strategy that trains."
             )
     if accumulate not in _ACCUMULATIONS:
         raise ValueError(
@@ -714,7 +717,7 @@ def _check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
     if getattr(inner_optimizer, "built", False):
         raise ValueError(
             f"The inner optimizer {inner_optimizer.name!r} has been built for"
-            " variables that are not the center. Pass a new one."
+            " variables that are not the center. Pass a new optimizer."
         )
     if local_optimizer is None:
         return
@@ -726,7 +729,7 @@ def _check_optimizers(inner_optimizer: Any, local_optimizer: Any) -> None:
     if local_optimizer.built:
         raise ValueError(
             f"The local optimizer {local_optimizer.name!r} has been built, so"
-            " its slots may be those of other variables. Pass a new one."
+            " its slots may belong to other variables. Pass a new optimizer."
         )
     arguments.check_same_scope(
         "AGNOptimizer",
@@ -767,8 +770,9 @@ def _refuse_inside(optimizer: Any) -> None:
     for one in stack.descendants(optimizer):
         if stack.is_wrapper(one):
             raise ValueError(
-                f"{type(one).__name__} is inside AGNOptimizer, which reduces by"
-                " itself. Pass the optimizer that it wraps instead."
+                f"{type(one).__name__} is inside AGNOptimizer, which already"
+                f" reduces gradients. Pass the optimizer that"
+                f" {type(one).__name__} wraps instead."
             )
         if isinstance(one, keras.optimizers.LossScaleOptimizer) or (
             one.loss_scale_factor
@@ -776,5 +780,6 @@ def _refuse_inside(optimizer: Any) -> None:
             raise ValueError(
                 "AGNOptimizer does not support loss scaling: the replicas'"
                 " loss scales would diverge between exchanges. Use bfloat16"
-                " (mixed_bfloat16), which needs none."
+                " (the dtype policy mixed_bfloat16), which needs no loss"
+                " scaling."
             )

@@ -1,4 +1,4 @@
-"""Checks of the arguments that all of tf_xshard's Keras optimizers take."""
+"""Checks the arguments that all of tf_xshard's Keras optimizers take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of CrossShardOptimizer, TowerOptimizer and AGNOptimizer."""
+"""Defines the base class of tf_xshard's Keras optimizers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _forwarded(name: str) -> property:
         return getattr(self._updating_optimizer, name)
 
     def set_(self: Any, value: Any) -> None:
-        # Ignore the defaults that the base class' constructor sets before there
-        # is an inner optimizer.
+        # Ignore the defaults that the base class's constructor sets before
+        # there is an inner optimizer.
         if "inner_optimizer" in self.__dict__:
             setattr(self._updating_optimizer, name, value)
 
@@ -53,7 +53,7 @@ def _forwarded(name: str) -> property:
 
 
 class GradientWrapper(wrapper_internals.WrapperInternals):
-    """An optimizer that passes reduced gradients to an inner optimizer."""
+    """Passes reduced gradients to an inner optimizer."""
 
     # Subclasses override `_create_state`, `_step` and `get_config`. The inner
     # optimizer's settings act on the gradients that `_step` passes to it. Each
@@ -163,7 +163,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         """The normalization of the loss, one for a stack of wrappers.
 
         With `"global"`, the loss was divided by the number of replicas, as in
-        Keras and TF2. With `"replica"`, it was not.
+        Keras and TF2. With `"replica"`, it was not divided.
         """
         return stack.StackPlan(self).loss_normalization
 
@@ -171,13 +171,13 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def skip_nonfinite(self) -> bool:
         """True if steps with nan or infinite gradients are skipped.
 
-        One setting for a stack of wrappers.
+        All wrappers of a stack share this setting.
         """
         return stack.StackPlan(self).skip_nonfinite
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that this optimizer, or one inside, skipped."""
+        """The number of steps that this or an inner optimizer skipped."""
         return sum(
             int(one._skipped.numpy())
             for one in stack.wrappers(self)
@@ -203,7 +203,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """An inner MultiOptimizer's optimizers. Else raises AttributeError."""
+        """An inner MultiOptimizer's optimizers; AttributeError for others."""
         return self._updating_optimizer.optimizers
 
     @property
@@ -387,8 +387,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         if len(grads) != len(variables):
             raise ValueError(
                 f"{self.name} got {len(grads)} gradients for"
-                f" {len(variables)} variables. Pass one for each, None where"
-                " there is no gradient."
+                f" {len(variables)} variables. Pass one gradient for each"
+                " variable, or None where there is no gradient."
             )
         if not self.built:
             with self._creating_variables():
@@ -397,8 +397,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         if unknown:
             raise ValueError(
                 f"Unknown variable: {unknown[0]!r}. {self.name} was built with"
-                " other variables, and has no state for it. Make another"
-                " optimizer, or build one with all variables:"
+                " other variables, and has no state for it. Create another"
+                " optimizer, and build it with all variables:"
                 " optimizer.build(variables)."
             )
         return variables
@@ -436,8 +436,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
           RuntimeError: If the optimizer was created in another strategy's
             scope.
           ValueError: If a LossScaleOptimizer wraps the optimizer on several
-            replicas, or if one is inside and a LossScaleOptimizer or a
-            MultiOptimizer wraps the optimizer.
+            replicas. If a LossScaleOptimizer is inside and another
+            LossScaleOptimizer or a MultiOptimizer wraps the optimizer.
 
         Example:
 
@@ -450,9 +450,9 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             self._refuse_loss_scale_optimizer_above(plan)
             self._refuse_multi_optimizer_above(plan)
             variables = list(variables)
-            # Keras' loader of legacy .h5 files passes the model's own variables
-            # without its layers' variables, so none. The weights that it sets
-            # next must wait.
+            # Keras's loader of legacy .h5 files passes the model's own
+            # variables without its layers' variables, so `variables` is empty.
+            # The weights that the loader sets next must wait.
             if self.built or not variables:
                 return
             if tf.distribute.has_strategy():
@@ -570,7 +570,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
                 "keras.optimizers.MultiOptimizer(...)))."
             )
         # On one replica, a LossScaleOptimizer around this wrapper sees all
-        # gradients, so raise only if another one inside scales the loss, too.
+        # gradients, so raise only if a second one inside also scales the loss.
         if plan.root is not self or (
             self._strategy.num_replicas_in_sync == 1
             and not stack.has_loss_scale_optimizer(self.inner_optimizer)
@@ -600,11 +600,12 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         name = type(self).__name__
         num_replicas = self._strategy.num_replicas_in_sync
         why = (
-            "There is another one inside, and both scale the loss."
+            "Another LossScaleOptimizer is inside, and both scale the loss."
             if stack.has_loss_scale_optimizer(self.inner_optimizer)
             else (
-                f"It checks the gradients of replica 0 only, of {num_replicas},"
-                " so an overflow on another replica would reach the weights."
+                "It checks only the gradients of replica 0, not of all"
+                f" {num_replicas} replicas, so an overflow on another replica"
+                " would reach the weights."
             )
         )
         remedy = (
@@ -613,13 +614,14 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             if self._supports_loss_scaling
             else (
                 f"{name} does not support loss scaling: use the dtype policy"
-                " mixed_bfloat16, which needs none, or"
+                " mixed_bfloat16, which needs no loss scaling, or"
             )
         )
         return (
             f"A LossScaleOptimizer wraps {name}. {why} (Under the dtype policy"
-            " mixed_float16 model.compile() adds a LossScaleOptimizer by"
-            f" itself.) {remedy} model.compile(..., auto_scale_loss=False)."
+            " mixed_float16, model.compile() adds a LossScaleOptimizer"
+            " automatically.)"
+            f" {remedy} model.compile(..., auto_scale_loss=False)."
         )
 
     # Saving and loading.
@@ -633,8 +635,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
           weights: One array per variable, in the order of `variables`.
 
         Raises:
-          ValueError: If the number of arrays or a shape differs. Nothing is
-            changed then.
+          ValueError: If the number of arrays or a shape differs. In that case,
+            nothing is changed.
         """
         # Copy the weights, because a loader closes its file before `build`.
         weights = [np.array(weight) for weight in weights]
@@ -662,14 +664,14 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             raise ValueError(
                 f"{self.name} has {len(variables)} variables, got"
                 f" {len(weights)} weights. Was it saved with another inner"
-                " optimizer?"
+                " optimizer? Nothing was changed."
             )
         for variable, weight in zip(variables, weights, strict=True):
             if tuple(variable.shape) != weight.shape:
                 raise ValueError(
                     f"{self.name}: variable {variable.path!r} has shape"
                     f" {tuple(variable.shape)}, got a weight of shape"
-                    f" {weight.shape}."
+                    f" {weight.shape}. Nothing was changed."
                 )
 
     def save_own_variables(self, store: Any) -> None:
@@ -687,8 +689,9 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def load_own_variables(self, store: Any) -> None:
         """Loads the state of this optimizer and of the optimizers inside.
 
-        The file may come from other wrappers or from plain Keras. Warns of
-        optimizers that start fresh, and of state that fits no optimizer.
+        The file may come from other wrappers or from plain Keras. Warns about
+        optimizers that start without saved state, and about state that fits no
+        optimizer.
 
         Args:
           store: A dict-like object, from Keras.

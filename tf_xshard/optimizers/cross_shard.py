@@ -1,4 +1,4 @@
-"""`CrossShardOptimizer`, which reduces gradients over groups of replicas."""
+"""Defines `CrossShardOptimizer`, which reduces gradients over groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GradientFunction = Callable[[list[tuple]], Sequence[tuple]]
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """The `pre_reduce` or `post_reduce` argument of an optimizer."""
+    """Holds the `pre_reduce` or `post_reduce` argument of an optimizer."""
 
     # The argument's name, for errors.
     name: str
@@ -91,8 +91,8 @@ class Hook:
         ):
             raise ValueError(
                 f"{self.name} must return (gradient, variable) pairs for the"
-                f" {len(given)} variables that it was given, in the same order;"
-                f" it returned {len(returned)} that do not match."
+                f" {len(given)} variables that it was given, in the same order,"
+                f" but it returned {len(returned)} pairs that do not match."
             )
         result = list(batch.values)
         # The function may return other IndexedSlices, with repeated indices.
@@ -114,7 +114,7 @@ class CrossShardOptimizer(base.GradientWrapper):
     """Reduces gradients over groups of replicas for an inner optimizer.
 
     Use it to train several replicas like one device with the global batch, up
-    to rounding, or to train groups of replicas independently (ensembles,
+    to rounding. You can also train groups of replicas independently (ensembles,
     populations, teams). Do not use it under ParameterServerStrategy, whose
     workers are not synchronized.
 
@@ -129,59 +129,60 @@ class CrossShardOptimizer(base.GradientWrapper):
     weights                  w             w             v             v
     ```
 
-    Gradients are reduced once. The inner optimizer's clipping, weight decay,
-    moving averages, accumulation and loss scaling act on the reduced gradient,
-    on each replica, without another reduction.
+    The wrapper reduces gradients once. The inner optimizer's clipping, weight
+    decay, moving averages, accumulation and loss scaling act on the reduced
+    gradient, on each replica, without another reduction.
 
     Args:
       inner_optimizer: A `keras.optimizers.Optimizer` that gets the reduced
         gradients, created in the same strategy scope. It then belongs to the
-        wrapper and no longer reduces gradients.
+        wrapper and does not reduce gradients itself.
       reduction: `"mean"` (default) or `"sum"` of the losses of a group's
-        replicas. `MEAN` and `SUM` of `tf.compat.v1.losses.Reduction` work, too.
+        replicas. `MEAN` and `SUM` of `tf.compat.v1.losses.Reduction` also work.
       group_assignment: A `GroupAssignment`, or a `[num_groups,
         replicas_per_group]` nested list of replica ids. None (default) for one
-        group of all replicas. Several groups train different variables, and
-        TensorFlow shows and saves replica 0's only.
-      loss_normalization: The normalization of the differentiated loss. With
-        `"global"`, it was divided by the number of replicas, as by `fit`,
-        `keras.losses` objects under a strategy and
-        `tf.nn.compute_average_loss`. With `"replica"`, it was not, and each
-        replica's loss is its own mean. None (default) is `"global"`, or the
-        setting of another wrapper in the stack.
+        group of all replicas. Several groups train different values of the
+        variables. TensorFlow shows and saves only replica 0's values.
+      loss_normalization: The normalization of the differentiated loss.
+        `"global"` means that the loss was divided by the number of replicas.
+        `fit`, `keras.losses` objects under a strategy and
+        `tf.nn.compute_average_loss` do so. `"replica"` means that it was not
+        divided, so each replica's loss is its own mean. None (default) means
+        `"global"`, or the setting of another wrapper in the stack.
       skip_nonfinite: Whether all replicas of all groups skip a step in which a
         gradient of any replica is nan or infinite, before or after the
-        reduction. Variables, slots, `iterations`, moving averages and residuals
-        then do not change, and a TowerOptimizer discards its round. Each such
-        step adds 1 to `skipped_steps`, and each replica with such a gradient
-        prints the first variable that has one (not in programs that XLA
-        compiles, so not on TPUs). The check sums two numbers over all replicas.
-        None (default) is False, or the setting of another wrapper in the stack.
+        reduction. A skipped step does not change variables, slots,
+        `iterations`, moving averages or residuals. It adds 1 to
+        `skipped_steps`, and makes a TowerOptimizer discard its round. Each
+        replica with such a gradient prints the first variable that has one,
+        except in programs that XLA compiles, such as all programs on TPUs. The
+        check sums two numbers over all replicas. None (default) means False, or
+        the setting of another wrapper in the stack.
       max_consecutive_skips: The number of steps that may be skipped in a row,
         an int >= 1. The next step that would be skipped raises
         tf.errors.InvalidArgumentError. Raises ValueError under TPUStrategy.
         None (default) for no limit.
       pre_reduce: A callable that gets each replica's list of (gradient,
         variable) pairs before the reduction, and returns a list of pairs for
-        the same variables. Gradients arrive unscaled (1/N undone, the loss
-        scale of an inner `LossScaleOptimizer` divided out), and 16-bit
-        gradients as float32. None (default) does nothing. See
-        `tf_xshard.clip_by_global_norm`.
+        the same variables. The gradients are unscaled. The division by the
+        number of replicas is undone, and the loss scale of an inner
+        `LossScaleOptimizer` is divided out. 16-bit gradients arrive as float32.
+        None (default) does nothing. See `tf_xshard.clip_by_global_norm`.
       post_reduce: A callable like `pre_reduce`, for the reduced gradients.
       communication: A `Communication`. None (default) for its defaults.
-      shard_update: Whether each replica of a group of g replicas updates 1/g of
-        the variables and holds 1/g of the slot variables, instead of repeating
-        the whole update. A reduce-scatter of the gradients and an all-gather of
-        the variables replace the all-reduce. Results are the same up to
-        rounding. The inner optimizer must compute element by element, see
-        `tf_xshard.elementwise`. All workers must save together, since each
-        worker holds a part. Default: False.
-      local: Variables whose gradients are not reduced: variables, layers, and
-        regular expressions that are found in a variable's path, one or a list.
-        Each replica trains its own copy of them with its own gradients. Hooks
-        do not get these gradients. Default: None.
-      scale_local_gradients: Whether to differentiate the group's loss by a
-        local variable. With `"mean"`, this gradient is the gradient of the
+      shard_update: Whether the g replicas of a group share the update, instead
+        of repeating it. Each replica then updates 1/g of the variables and
+        holds 1/g of the slot variables. A reduce-scatter of the gradients and
+        an all-gather of the variables replace the all-reduce. Results are the
+        same up to rounding. The inner optimizer must compute element by element
+        (see `tf_xshard.elementwise`). All workers must save together, since
+        each worker holds a part. Default: False.
+      local: The variables whose gradients are not reduced. Pass a variable, a
+        layer, a regular expression to search for in variables' paths, or a list
+        of these. Each replica trains its own copy of such a variable with its
+        own gradients. Hooks do not get these gradients. Default: None.
+      scale_local_gradients: Whether a local variable gets the gradient of the
+        group's loss. With `"mean"`, this gradient is the gradient of the
         replica's own loss divided by the group's size. If False, the gradient
         of the replica's own loss is not divided. Default: True.
       name: The optimizer's name.
@@ -190,11 +191,11 @@ class CrossShardOptimizer(base.GradientWrapper):
       TypeError: If an argument has the wrong type, or `inner_optimizer` is not
         a Keras optimizer.
       ValueError: If an argument is invalid or belongs on the inner optimizer,
-        or if the inner optimizer can't have `shard_update`. If `local` matches
-        no variable, or is combined with `shard_update`, with `global_clipnorm`
-        or with another optimizer that reduces. If `group_assignment` is for a
-        different number of replicas than the strategy has, or the strategy is
-        not supported.
+        or if the inner optimizer does not support `shard_update`. If `local`
+        matches no variable, or is combined with `shard_update`, with
+        `global_clipnorm` or with another optimizer that reduces. If
+        `group_assignment` is for a different number of replicas than the
+        strategy has, or if the strategy is not supported.
 
     Example:
 
@@ -207,13 +208,12 @@ class CrossShardOptimizer(base.GradientWrapper):
     >>> history = model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
 
     Limits: An Embedding's gradient has several values for a row that occurs
-    several times in a batch. tf_xshard sums these values first, which Keras'
-    Adam and other optimizers do not. Results are as with the dense gradient,
-    not as in plain Keras. `"mean"` is the mean over the global batch if the
-    loss is a `tf_xshard.GlobalMean`, else only if the replicas' shards have
-    equal size. As in plain Keras,
-    `keras.layers.BatchNormalization` keeps statistics of each replica's own
-    shard, and Dropout masks are the same on all replicas.
+    several times in a batch. tf_xshard sums these values first, but Keras's
+    Adam and other optimizers do not. Results therefore match the dense
+    gradient, not plain Keras. `"mean"` is the mean over the global batch if the
+    loss is a `tf_xshard.GlobalMean`, or if the replicas' shards have equal
+    size. As in plain Keras, `keras.layers.BatchNormalization` keeps statistics
+    of each replica's own shard, and Dropout masks are the same on all replicas.
 
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
     """
@@ -300,9 +300,10 @@ class CrossShardOptimizer(base.GradientWrapper):
         if inner.built:
             raise ValueError(
                 f"{self.name} has shard_update=True, but its inner optimizer"
-                f" {inner.name!r} has been built with whole variables. Pass one"
-                " that has not been built; to keep the state, build this"
-                " optimizer and call set_weights, or load the file it is in."
+                f" {inner.name!r} has been built with whole variables. Pass an"
+                " inner optimizer that has not been built. To keep the state,"
+                f" build {self.name} and call set_weights, or load the state"
+                " from a file."
             )
         with self._named():
             update = sharded.ShardedUpdate(
@@ -349,9 +350,9 @@ class CrossShardOptimizer(base.GradientWrapper):
         site: site_lib.Site,
         plan: stack.StackPlan,
     ) -> tuple[gradients_lib.GradientBatch, Any, reducer_lib.Carry]:
-        """Reduces gradients as their variables' roles say.
+        """Reduces gradients according to their variables' roles.
 
-        Also returns the loss scale and what was lost, for error feedback.
+        Also returns the loss scale and the rounding errors, for error feedback.
         """
         inner, groups = self.inner_optimizer, plan.groups(self, site)
         roles = [self._unreduced.role_of(v) for v in batch.variables]
@@ -506,7 +507,7 @@ class CrossShardOptimizer(base.GradientWrapper):
 
 
 def implicit(optimizer: keras.optimizers.Optimizer) -> CrossShardOptimizer:
-    """Wraps an optimizer, to reduce if no wrapper around or inside reduces."""
+    """Wraps an optimizer, to reduce if no other wrapper of the stack does."""
     result = CrossShardOptimizer(optimizer)
     result._set_untracked("is_implicit", True)
     return result

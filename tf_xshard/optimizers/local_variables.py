@@ -17,7 +17,7 @@ _PATH = "path"
 
 
 class LocalVariables:
-    """The `local` argument: variables, layers and patterns of paths."""
+    """Holds the `local` argument: variables, layers and patterns of paths."""
 
     def __init__(self, given: Any) -> None:
         if given is None:
@@ -54,7 +54,7 @@ class LocalVariables:
         return variable_role.role_of(variable)
 
     def find(self, variables: Sequence) -> None:
-        """Finds the local ones among the variables to train."""
+        """Finds the local variables among the variables to train."""
         found = {}
         for one in self._given:
             matches = [v for v in variables if _matches(one, v)]
@@ -80,7 +80,7 @@ class LocalVariables:
         self._found = found
 
     def get_config(self) -> list[str | dict]:
-        """Returns what stands for the same variables in a config."""
+        """Returns a description of the variables for a config."""
         result: list[str | dict] = []
         for one in self._given:
             if isinstance(one, (str, dict)):
@@ -106,7 +106,7 @@ def _compiled(pattern: str) -> re.Pattern:
 
 def _differs_by_model_name(path: str, variable: Any) -> bool:
     """Compares paths, of which only one begins with the model's name."""
-    # It depends on how the model was created.
+    # A path has the model's name or not, depending on how the model was made.
     here = _path(variable)
     return (
         path.endswith(here)

@@ -1,7 +1,7 @@
-"""Saves the state of nested optimizers in Keras' files, and loads it.
+"""Saves the state of nested optimizers in Keras's files, and loads it.
 
-Keras saves each optimizer under its path. Wrappers come after Keras' optimizers
-in a file, so that it loads into plain Keras and into other wrappers.
+Keras saves each optimizer under its path. Wrappers come after Keras's
+optimizers in a file, so that it loads into plain Keras and into other wrappers.
 
 path in the file                   whose state is there
 optimizer                          LossScaleOptimizer's    as plain Keras has it
@@ -12,7 +12,7 @@ optimizer/inner_optimizer          Adam's
 Loading gives each optimizer the first state with its variables' shapes and
 dtypes, so the file may come from other wrappers or from plain Keras.
 
-A save that holds replica 0 only, and so loses state, logs a warning.
+A save that holds only replica 0, and therefore loses state, logs a warning.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.keras import saving as keras_saving
 from tf_xshard.private.keras import wrapper_internals
 
-# Variables of wrappers that a save may lack, and that are 0 then: the sum of
-# items, created by the first step with a GlobalMean, and the counters of skips.
+# Variables of wrappers that a save may lack, in which case they are 0. The
+# first step with a GlobalMean creates the sum of items. The others count skips.
 ITEMS = "items"
 OPTIONAL = (
     ITEMS,
@@ -49,7 +49,7 @@ def is_optional(path: str) -> bool:
 
 
 class LossySaveWarning(wrapper_internals.OwnPart):
-    """A part of an optimizer that warns when a checkpoint is written."""
+    """Warns when a checkpoint is written, as a part of an optimizer."""
 
     def __init__(
         self,
@@ -68,9 +68,10 @@ class LossySaveWarning(wrapper_internals.OwnPart):
         if lost and not self._has_warned:
             self._has_warned = True
             logging.warning(
-                "%s %s Keras and TensorFlow save those of replica 0 only;"
-                " tf_xshard.GroupState(model).save(directory) keeps all, and"
-                " .export(group, path) saves one group as a model.",
+                "%s %s Keras and TensorFlow save only replica 0's values."
+                " tf_xshard.GroupState(model).save(directory) saves the values"
+                " of all replicas, and .export(group, path) saves one group as"
+                " a model.",
                 self._optimizer_name,
                 lost,
             )
@@ -150,8 +151,8 @@ def load(root: Any, store: Any) -> None:
             f"The file was saved with other optimizers than {root.name}."
             + (f" {fresh} start fresh." if fresh else "")
             + (
-                f" There is no place for {sum(map(len, levels))} variables in"
-                " the file."
+                f" There is no place for {sum(map(len, levels))} of the file's"
+                " variables."
                 if levels
                 else ""
             ),

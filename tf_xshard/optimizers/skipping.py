@@ -16,7 +16,7 @@ from tf_xshard.reduction import loss_scaling
 
 
 class SkipCounter:
-    """The numbers of skipped steps, in all and since the last good one."""
+    """Counts skipped steps, in total and since the last step taken."""
 
     # The optimizer assigns the variables to attributes whose names checkpoints
     # store.
@@ -38,7 +38,8 @@ class SkipCounter:
                 tf.constant(limit, tf.int64),
                 f"{name} has skipped more than max_consecutive_skips={limit}"
                 " steps in a row, since gradients are nan or infinite. Its"
-                " variables are those before the first skipped step.",
+                " variables have their values from before the first skipped"
+                " step.",
             )
 
 
@@ -54,7 +55,7 @@ def report(
 ) -> None:
     """Prints the first variable whose value on this replica is not finite.
 
-    XLA's programs can't print.
+    In programs that XLA compiles, it prints nothing.
     """
     present = [(g, v) for g, v in batch.pairs() if g is not None]
     if site.kind == "tpu" or tracing.in_xla() or not present:

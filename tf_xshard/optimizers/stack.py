@@ -101,7 +101,7 @@ def _unreduced(optimizer: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The part of one wrapper in a stack."""
+    """Describes the part of one wrapper in a stack."""
 
     wrapper: Any
     # Whether the wrapper reduces gradients over replicas.
@@ -112,7 +112,7 @@ class _Part:
 
 
 class StackPlan:
-    """The division of work in the stack of an outermost optimizer."""
+    """Divides the work in the stack of an outermost optimizer."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -160,8 +160,8 @@ class StackPlan:
                 raise ValueError(
                     f"skip_nonfinite=True: {one.name} and {other.name} reduce"
                     " the gradients of different variables, so one could skip a"
-                    " step and the other not. Wrap the MultiOptimizer in one"
-                    " CrossShardOptimizer, and none of its optimizers."
+                    " step that the other takes. Wrap the MultiOptimizer in one"
+                    " CrossShardOptimizer, and don't wrap its optimizers."
                 )
         for one in descendants(self.root):
             if isinstance(one, keras.optimizers.LossScaleOptimizer) and any(
@@ -170,7 +170,7 @@ class StackPlan:
                 raise ValueError(
                     "skip_nonfinite=True: a LossScaleOptimizer is around"
                     f" {wrappers(one)[0].name}, and would not see an overflow"
-                    " of the reduction. Put it inside: CrossShardOptimizer("
+                    " in the reduction. Put it inside: CrossShardOptimizer("
                     "keras.optimizers.LossScaleOptimizer(inner))."
                 )
 
@@ -187,7 +187,7 @@ class StackPlan:
 
     def checks_finite(self, wrapper: Any) -> bool:
         """Returns whether a wrapper checks gradients and counts skips."""
-        # A MultiOptimizer may have created the wrapper since.
+        # A MultiOptimizer may have created the wrapper after this plan.
         part = self._parts.get(id(wrapper))
         return self.skip_nonfinite and part is not None and part.reduces
 
@@ -239,12 +239,12 @@ class StackPlan:
             raise ValueError(
                 f"GlobalMean({loss.name}) is divided by the number of replicas,"
                 f" as Keras' losses are, but {self.root.name} has"
-                ' loss_normalization="replica". Leave that argument out.'
+                ' loss_normalization="replica". Leave loss_normalization out.'
             )
         alone = group_assignment_lib.GroupAssignment.contiguous(
             site.num_replicas, 1
         )
-        # Between exchanges, an AGNOptimizer applies what reaches it.
+        # Between exchanges, an AGNOptimizer applies the gradients that it gets.
         groups = group_assignment_lib.joined(
             [alone]
             + [
@@ -257,8 +257,9 @@ class StackPlan:
             return
         if groups.group_size == 1:
             remedy = (
-                "Each replica's gradient is applied alone, as under"
-                " AGNOptimizer, so pass the loss itself to compile()."
+                "Each replica's gradient is applied separately, as under"
+                " AGNOptimizer, so pass the loss itself to compile(), without"
+                " GlobalMean."
             )
         else:
             remedy = f"Pass GlobalMean(loss, {groups.to_list()})."
@@ -317,8 +318,8 @@ def _setting(root: Any, name: str, default: Any) -> Any:
     if len(given) > 1:
         raise ValueError(
             f"A stack of tf_xshard optimizers has one {name}, got"
-            f" {sorted(given)} in {[one.name for one in stack]}. Pass it to one"
-            " of them."
+            f" {sorted(given)} in {[one.name for one in stack]}. Pass {name} to"
+            " only one of these optimizers."
         )
     return given.pop() if given else default
 
@@ -335,7 +336,7 @@ def _refuse_partial_reduction(inner: Any) -> None:
 
 
 # The plan of the outermost optimizer that is running. Calls of inner optimizers
-# go through Keras' wrappers and MultiOptimizer, which do not pass a plan on.
+# go through Keras's wrappers and MultiOptimizer, which do not pass a plan on.
 _running: contextvars.ContextVar[StackPlan | None] = contextvars.ContextVar(
     "tf_xshard_stack_plan", default=None
 )

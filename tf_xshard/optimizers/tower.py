@@ -1,4 +1,4 @@
-"""`TowerOptimizer`, which applies the gradients of several towers once."""
+"""Defines `TowerOptimizer`, which applies gradients of several towers once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TowerOptimizer(base.GradientWrapper):
     ```
 
     With `tf_xshard.GlobalMean` and `reduction="mean"`, the update uses the mean
-    over the items of all calls, even if the calls' numbers of items differ.
+    over the items of all calls, even if calls have different numbers of items.
 
     The inner optimizer's clipping, moving averages, weight decay, schedules and
     loss scaling act on the aggregated gradient and count updates. With a
@@ -157,7 +157,7 @@ class TowerOptimizer(base.GradientWrapper):
 
     @property
     def weights_by_items(self) -> bool:
-        """True if a round is a mean, which numbers of items can weight."""
+        """True if a round is a mean that numbers of items can weight."""
         return self._num_towers > 1 and self._reduction is reductions.MEAN
 
     @property
@@ -267,17 +267,18 @@ class TowerOptimizer(base.GradientWrapper):
             raise ValueError(
                 f"{self.name} gets gradients without a GlobalMean, but another"
                 " call of apply() in the same tf.function took the number of"
-                " items of one. Compute each gradient directly before it is"
-                " applied, and use a GlobalMean for all losses."
+                " items of a GlobalMean. Compute each gradient directly before"
+                " you apply it, and use a GlobalMean for all losses."
             )
         if self._counts_items not in (None, counts_items):
             names = [f"GlobalMean({one.name})" for one in plan.losses]
             raise ValueError(
                 f"{self.name} gets gradients of {names or 'another loss'},"
                 f" but its earlier gradients were"
-                f" {'not ' if counts_items else ''}a GlobalMean's. The calls of"
-                " a round need losses of one kind. To discard the open round"
-                " and change the kind of loss, call optimizer.reset()."
+                f" {'not ' if counts_items else ''}computed from a GlobalMean."
+                " All calls of a round need losses of one kind. To discard the"
+                " open round and change the kind of loss, call"
+                " optimizer.reset()."
             )
         self._set_untracked("_counts_items", counts_items)
 
@@ -373,8 +374,8 @@ class TowerOptimizer(base.GradientWrapper):
 
         Args:
           towers: `num_towers` lists of gradients, one for each tower. If the
-            losses are a `GlobalMean`, in the order in which the gradients were
-            computed.
+            losses are a `GlobalMean`, list the towers in the order in which
+            their gradients were computed.
           trainable_variables: The gradients' variables. None (default) for the
             variables that `build` got.
           weights: A number or scalar tensor >= 0 for each tower. With
@@ -387,7 +388,7 @@ class TowerOptimizer(base.GradientWrapper):
           ValueError: If the number of towers or weights is wrong, or `weights`
             is given with `reduction="sum"`.
           tf.errors.InvalidArgumentError: If a round is open. XLA has no
-            assertions, so there the open round is left unchanged.
+            assertions, so in XLA programs the open round stays unchanged.
 
         Example:
 
@@ -411,7 +412,7 @@ class TowerOptimizer(base.GradientWrapper):
             raise ValueError(
                 f"{self.name} has {self._num_towers} towers and"
                 f" reduction={self.reduction!r}, got {len(weights)} weights."
-                ' Weights are for reduction="mean", one for each tower.'
+                ' Pass weights only with reduction="mean", one for each tower.'
             )
         for gradients in towers:
             variables = self._checked_variables(gradients, trainable_variables)
@@ -460,7 +461,7 @@ class TowerOptimizer(base.GradientWrapper):
             replica_variables.read(self._tower),
             0,
             "apply_towers() is called while a round of apply() is open."
-            " Complete it, or call reset().",
+            " Complete the round, or call reset().",
         )
         return [] if check is None else [check]
 
@@ -508,8 +509,8 @@ class TowerOptimizer(base.GradientWrapper):
         config = super().get_config()
         inner = config.pop("inner_optimizer")
         if getattr(self.inner_optimizer, "is_implicit", False):
-            # Save what it wraps. The constructor wraps it again, to suit the
-            # optimizers that are then around it.
+            # Save the optimizer that the implicit wrapper wraps. The
+            # constructor wraps it again, to suit the optimizers around it.
             inner = inner["config"]["inner_optimizer"]
         return {
             **config,

@@ -1,7 +1,8 @@
 """Defines `communication_plan`, which traces a step to plan its communication.
 
-The step is the optimizer's own, with the model's kinds of gradients. Transports
-record each collective (`collectives.recorder`). The traced function never runs.
+The traced step is the optimizer's own step, with gradients of the model's
+kinds. Transports record each collective (`collectives.recorder`). The traced
+function never runs.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 @dataclasses.dataclass(frozen=True)
 class PlannedOperation(recorder.Collective):
-    """One collective of a step, as one replica sees it; `num_bytes` is known.
+    """Describes a collective of a step on one replica; `num_bytes` is known.
 
     Attributes:
-      bytes_sent: The bytes that the replica sends, by the rule of the ring.
+      bytes_sent: The bytes that the replica sends, computed for a ring
+        collective.
       seconds: The time at the plan's speed, in seconds; None without a speed.
     """
 
@@ -45,10 +47,10 @@ class PlannedOperation(recorder.Collective):
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationPlan:
-    """A plan of what one replica communicates, by `communication_plan`.
+    """Lists the collectives of a step on one replica; see `communication_plan`.
 
     Averages per step are over a whole update. A collective that runs in one of
-    four steps counts a quarter.
+    four steps counts as a quarter.
 
     Attributes:
       operations: The collectives of a step, `PlannedOperation`s in order.
@@ -82,7 +84,7 @@ class CommunicationPlan:
 
     @property
     def bytes_sent_per_step(self) -> float:
-        """The bytes that a replica sends per step, by the rule of the ring."""
+        """The bytes that a replica sends per step, for ring collectives."""
         return sum(one.bytes_sent / one.every for one in self.operations)
 
     @property
@@ -96,7 +98,8 @@ class CommunicationPlan:
         """Compares this plan with another.
 
         Args:
-          other: A `CommunicationPlan`, such as the same model's with groups.
+          other: A `CommunicationPlan`, such as a plan of the same model with
+            groups.
 
         Returns:
           A `PlanDifference`, which prints as a table.
@@ -114,7 +117,7 @@ class CommunicationPlan:
         """
         if not isinstance(other, CommunicationPlan):
             raise TypeError(
-                "difference() compares with a plan of communication_plan(),"
+                "difference() compares with a plan from communication_plan(),"
                 f" got {other!r}."
             )
         return PlanDifference(self, other)
@@ -140,7 +143,7 @@ class CommunicationPlan:
         return "\n".join(lines)
 
     def totals(self) -> dict[str, float]:
-        """Returns the attributes that are one number, by their names.
+        """Returns all attributes that are a single number, by name.
 
         Returns:
           A dict, with `seconds_per_step` only if the plan has a speed.
@@ -162,7 +165,7 @@ class CommunicationPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanDifference:
-    """Two plans side by side, which print as a table.
+    """Holds two plans side by side, and prints as a table.
 
     Attributes:
       first: A `CommunicationPlan`.
@@ -245,33 +248,33 @@ def communication_plan(
 
     Traces the optimizer's step under its strategy, and records each collective
     as it is created. Builds the optimizer if it has not been built. To build an
-    optimizer of several processes, call the function on all of them.
+    optimizer of several processes, call the function in all of them.
 
     Args:
-      model: A compiled and built model, or one of this package's optimizers.
-        The plan has the model's gradients (dense, IndexedSlices or None), as if
-        each output had a loss, and one call of each `GlobalMean`. Gradients of
-        an optimizer, or of a model without `inputs` (a subclass with its own
+      model: A compiled and built model, or a tf_xshard optimizer. The plan has
+        the model's gradients (dense, IndexedSlices or None), as if each output
+        had a loss, and one call of each `GlobalMean`. Gradients of an
+        optimizer, or of a model without `inputs` (a subclass with its own
         `call`), are assumed to be dense.
       variables: A list of the variables to train, for an optimizer only. None
         (default) for the variables that the optimizer was built with.
       rows_per_step: The number of different rows of an Embedding in a replica's
-        batch, an int >= 1. It is only known when a step runs. None (default) if
-        no gradient is IndexedSlices.
+        batch, an int >= 1. The optimizer knows it only when a step runs. None
+        (default) if no gradient is IndexedSlices.
       gigabytes_per_second: The speed of a link, to show the time without
         compute. A number > 0, or a pair for links within a host and across
         hosts; each process counts as a host. None (default) for no time.
 
     Returns:
       A `CommunicationPlan` with `operations`, `bytes_per_step`,
-      `bytes_sent_per_step`, `slot_bytes`, ...; `print` shows a table.
+      `bytes_sent_per_step`, `slot_bytes` and other attributes. `print` shows it
+      as a table.
 
     Raises:
       RuntimeError: If the function is called inside `strategy.run`.
       TypeError: If an argument has the wrong type.
-      ValueError: If the model is not compiled with an optimizer of this
-        package, has not been built, or has an Embedding and `rows_per_step` is
-        None.
+      ValueError: If the model is not compiled with a tf_xshard optimizer, has
+        not been built, or has an Embedding and `rows_per_step` is None.
 
     Example:
 
@@ -285,7 +288,7 @@ def communication_plan(
     >>> int(plan.bytes_per_step), plan.operations[0].num_variables
     (32, 2)
 
-    Source: Patarasuk and Yuan, 2009, for the bytes of a ring.
+    Source: Patarasuk and Yuan, 2009, for the bytes that a ring sends.
     """
     site_lib.refuse_replica_context("communication_plan()")
     speeds = _speeds(gigabytes_per_second)
@@ -346,7 +349,7 @@ def _checked(model: Any, variables: Sequence | None) -> tuple:
         if variables is not None:
             raise ValueError(
                 "communication_plan(model) plans the model's own variables;"
-                " variables=... is for an optimizer."
+                " pass variables=... only with an optimizer."
             )
         optimizer = getattr(model, "optimizer", None)
         if not model.built or not model.trainable_variables:
@@ -362,8 +365,8 @@ def _checked(model: Any, variables: Sequence | None) -> tuple:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "communication_plan(): a LossScaleOptimizer is around the"
-            f" optimizer {optimizer.inner_optimizer.name!r}; it belongs inside."
-            " Pass auto_scale_loss=False to compile."
+            f" optimizer {optimizer.inner_optimizer.name!r}. Put it inside the"
+            " optimizer, and pass auto_scale_loss=False to compile()."
         )
     if not stack.is_wrapper(optimizer):
         raise ValueError(
@@ -427,7 +430,8 @@ def _planned(
             raise ValueError(
                 "communication_plan(): a gradient is IndexedSlices (an"
                 " Embedding), whose rows are only known when a step runs. Pass"
-                " rows_per_step: how many different rows a replica's batch has."
+                " rows_per_step, the number of different rows in a replica's"
+                " batch."
             )
         # The collective pads the rows to a power of two.
         num_bytes = collective.bytes_per_row * (1 << (rows - 1).bit_length())

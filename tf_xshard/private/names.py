@@ -26,7 +26,7 @@ def attributes(feature: str, *found: str) -> tuple[str, ...]:
 
 
 class PrivateNames:
-    """The private names of one feature, as attributes."""
+    """Holds the private names of one feature, as attributes."""
 
     def __init__(
         self, feature: str, names: Mapping[str, str | tuple[str, ...]]

@@ -8,13 +8,13 @@ all replicas of a group. Imports `collectives` and above.
 - `reducer`: runs the stages below, for all-reduce, reduce-scatter, all-gather,
   and sums the rows of IndexedSlices.
 - `presence`: agrees on which replicas have a gradient, and which have None.
-- `error_feedback`: adds what the last step lost on the wire to the next one.
+- `error_feedback`: adds the last step's rounding errors to the next gradients.
 - `buckets`: packs dense tensors into buckets, and unpacks the results.
 - `wire`: casts buckets to `Communication.dtype`, or has them quantized.
 - `quantization`: rounds float32 numbers to 8-bit integers with scales, and
   sums them by all-to-all and all-gather (`"int8"`).
 - `loss_scaling`: makes all replicas skip a step after an overflow on one.
 - `clipping`: the public hooks `clip_by_global_norm`, `clip_by_norm`, ...
-- `loss_records`: hands a loss' number of items to the optimizer's next step.
+- `loss_records`: passes a loss's number of items to the optimizer's next step.
 - `group_reduce`: the public function that reduces values in a custom loop.
 """

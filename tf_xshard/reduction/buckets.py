@@ -29,7 +29,7 @@ _BYTES_NOT_PACKED = 1 << 20
 
 
 class Reduced(NamedTuple):
-    """Reduced tensors, and what each of this replica's tensors lost.
+    """Holds reduced tensors, and the errors of this replica's tensors.
 
     `lost` is None without `Communication.error_feedback`.
     """

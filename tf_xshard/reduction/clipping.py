@@ -22,7 +22,7 @@ def _ratio(norm: tf.Tensor, bound: float) -> tf.Tensor:
 
 
 class _Clipping:
-    """A callable on (gradient, variable) pairs that Keras can serialize."""
+    """Clips (gradient, variable) pairs, and is serializable by Keras."""
 
     # AutoGraph converts users' hooks. These hooks do not need conversion.
     @tf.autograph.experimental.do_not_convert
@@ -39,7 +39,7 @@ class _Clipping:
 
     @classmethod
     def from_config(cls, config: dict) -> _Clipping:
-        """Creates a hook from what `get_config` returned.
+        """Creates a hook from the dict of `get_config`.
 
         Args:
           config: A dict of the arguments.
@@ -58,7 +58,8 @@ class clip_by_global_norm(_Clipping):
 
     Args:
       norm: The largest joint norm, a float > 0, in units of the gradient of a
-        replica's own loss (1/N undone for N replicas, loss scale divided out).
+        replica's own loss. (The division by the number of replicas is undone,
+        and the loss scale is divided out.)
 
     Returns:
       A callable that takes and returns a list of (gradient, variable) pairs. If

@@ -1,4 +1,4 @@
-"""Adds what communication loses of a replica's gradients to its next ones.
+"""Adds the rounding errors of a replica's gradients to its next gradients.
 
 gradient + residual --> what is sent
 residual            <-- gradient + residual - what the receiver sees of it
@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tf_xshard.distribute import replica_variables
 
-# Maps a variable's `key` to what its next gradient lacks, in the gradient's
-# units. None without error feedback.
+# Maps a variable's `key` to the error to add to its next gradient, in the
+# gradient's units. None without error feedback.
 Carry = dict[int, tf.Tensor] | None
 
 
@@ -30,7 +30,7 @@ def key(variable: Any) -> int:
 def added(
     gradients: Sequence[tf.Tensor], variables: Sequence, carry: Carry
 ) -> list[tf.Tensor]:
-    """Adds to each dense gradient what the carry has for its variable."""
+    """Adds the carry of its variable to each dense gradient."""
     if carry is None:
         return list(gradients)
     return [
@@ -42,14 +42,14 @@ def added(
 
 
 def left(variables: Sequence, lost: Sequence[tf.Tensor] | None) -> Carry:
-    """Makes a carry of what a reduction lost of each variable's gradient."""
+    """Makes a carry of the errors of each variable's gradient."""
     if lost is None:
         return None
     return {key(v): value for v, value in zip(variables, lost, strict=True)}
 
 
 class Residuals:
-    """A residual variable for each trained variable, different by replica."""
+    """Holds a residual variable for each trained variable on each replica."""
 
     def __init__(self, trained: Sequence) -> None:
         self.variables: list[keras.Variable] = [

@@ -17,7 +17,7 @@ SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 @dataclasses.dataclass(frozen=True)
 class GradientBatch:
-    """Gradients, their variables, and a factor that they still lack.
+    """Holds gradients, their variables, and a factor that they still lack.
 
     Undoing 1/N and taking the mean over a group become one multiplication. Two
     multiplications would change bits if N is not a power of two.
@@ -117,7 +117,7 @@ def as_dtype(number: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 def scaled(
     gradient: indexed_slices.Gradient, factor: float | tf.Tensor
 ) -> indexed_slices.Gradient:
-    """Returns `gradient * factor`; unchanged if the factor is the number 1."""
+    """Returns `gradient * factor`, or the gradient if the factor is 1."""
     if not tf.is_tensor(factor) and factor == 1:
         return gradient
     return indexed_slices.map_values(

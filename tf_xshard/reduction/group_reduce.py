@@ -1,4 +1,4 @@
-"""Defines `group_reduce`, which reduces a user's own values over groups."""
+"""Defines `group_reduce`, which reduces a user's values over groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tf_xshard.reduction import reducer
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A stand-in for a variable, with the attributes that a reduction reads."""
+    """Stands in for a variable, with the attributes that a reduction reads."""
 
     name: str
     shape: tf.TensorShape
@@ -46,10 +46,10 @@ def group_reduce(
 
     Use it for gradients or statistics in a custom training loop. It uses the
     collectives of `CrossShardOptimizer`. Call it in replica context, inside
-    `strategy.run`. Without a strategy, it returns the values. It does not undo
-    a division of the loss by the number of replicas; sum the gradients of such
-    a loss. Pass gradients that were reduced here only to an optimizer that does
-    not reduce gradients itself.
+    `strategy.run`. Without a strategy, it returns the values unchanged. It does
+    not undo a division of the loss by the number of replicas, so use
+    `reduction="sum"` for gradients of such a loss. Pass the reduced gradients
+    only to an optimizer that does not reduce gradients itself.
 
     Args:
       values: A nested structure of floating point tensors of known shapes,

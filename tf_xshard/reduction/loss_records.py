@@ -1,4 +1,4 @@
-"""Hands the number of a loss' items from its gradient to the next step.
+"""Passes the number of a loss's items from its gradient to the next step.
 
 An optimizer gets gradients, and not the loss. To combine the gradients of
 several calls, a TowerOptimizer needs the number by which each call's loss was
@@ -24,7 +24,7 @@ from tf_xshard.private.tensorflow import tracing
 
 @dataclasses.dataclass(frozen=True)
 class LossRecord:
-    """A loss that has been differentiated on one replica.
+    """Describes a loss that has been differentiated on one replica.
 
     Attributes:
       name: The name of the loss.
@@ -51,7 +51,7 @@ _lock = threading.Lock()
 
 
 class _OfReplica:
-    """The records of one replica."""
+    """Holds the records of one replica."""
 
     def __init__(self) -> None:
         self.records: collections.deque = collections.deque(
@@ -108,13 +108,13 @@ def were_taken(site: site_lib.Site) -> bool:
 def common_num_items(records: Sequence[LossRecord]) -> tf.Tensor | None:
     """Returns the number of items of the losses of one call.
 
-    None if there are no records, or if the losses are sums.
+    Returns None if there are no records, or if the losses are sums.
     """
     if any(one.graph is not site_lib.function_graph() for one in records):
         raise ValueError(
             f"The gradient of {_names(records)} was computed in another"
-            " tf.function than the one that applies it, where the number of its"
-            " items can't be read. Compute and apply it in one function."
+            " tf.function than the one that applies it, so the number of items"
+            " can't be read. Compute and apply the gradient in one tf.function."
         )
     numbers = [one.num_items for one in records]
     if len(numbers) < 2 or all(one is None for one in numbers):
@@ -129,15 +129,15 @@ def common_num_items(records: Sequence[LossRecord]) -> tf.Tensor | None:
             f" items, but the gradients of this call belong to"
             f" {_names(records)}, whose numbers of items may differ (rows,"
             " masks, weights, or a loss that is a sum). Combine the losses in"
-            " one GlobalMean, or give all the same rows, without masks and"
-            " weights."
+            " one GlobalMean, or compute all of them on the same rows, without"
+            " masks or weights."
         )
     with tf.control_dependencies(_asserted_equal(rows)):
         return tf.identity(numbers[0])
 
 
 def _asserted_equal(rows: Sequence) -> list:
-    """Asserts that losses have equally many rows, except in XLA."""
+    """Asserts that losses have the same number of rows, except in XLA."""
     if tracing.in_xla():
         return []
     checks = [
@@ -145,7 +145,8 @@ def _asserted_equal(rows: Sequence) -> list:
             tf.cast(one, tf.int64),
             tf.cast(rows[0], tf.int64),
             "The losses of a TowerOptimizer's call have different numbers of"
-            " rows, so their numbers of items differ.",
+            " rows, so their numbers of items differ. Compute all of them on"
+            " the same rows.",
         )
         for one in rows[1:]
     ]
@@ -157,7 +158,7 @@ def num_items_of_towers(
 ) -> list[tf.Tensor] | None:
     """Returns `common_num_items` of each tower, for towers in one step.
 
-    The gradients of each tower must be computed before the next tower's.
+    Compute the gradients of each tower before the gradients of the next tower.
     """
     if not records:
         return None

@@ -2,8 +2,8 @@
 
 A LossScaleOptimizer skips a step and halves its scale if a gradient is not
 finite, but checks only one replica's gradients. One flag is therefore summed
-over all replicas, and an overflow on any makes all skip. `skip_nonfinite` skips
-by the same vote.
+over all replicas. An overflow on any replica makes all replicas skip.
+`skip_nonfinite` skips by the same vote.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def votes(
     site: site_lib.Site,
     channel: transport_lib.Channel,
 ) -> list[tf.Tensor]:
-    """Returns on how many replicas of all groups each flag is true."""
+    """Counts, for each flag, the replicas of all groups on which it is true."""
     own = tf.cast(tf.stack(flags), tf.float32)
     if site.num_replicas == 1:
         return tf.unstack(own)

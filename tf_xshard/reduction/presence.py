@@ -1,9 +1,10 @@
 """Agrees on which replica has a gradient for which variable.
 
 A variable may have a gradient on only some replicas of a group. The others must
-still take part in the sum, or the collective hangs. So the replicas first tell
-each other what they hold: None, a dense tensor or IndexedSlices, and its dtype.
-They do so while the step is traced, which costs nothing at run time.
+still take part in the sum, or the collective hangs. The replicas therefore
+first tell each other the kind of gradient that they hold (None, a dense tensor
+or IndexedSlices) and its dtype. They do so while the step is traced, which
+costs nothing at run time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NONE, DENSE, SPARSE = "none", "dense", "sparse"
 
 
 class Entry(NamedTuple):
-    """The gradient that a replica has for one variable, or `NONE`.
+    """Describes the gradient that a replica has for one variable, or `NONE`.
 
     `dtype` is empty for `NONE`; `shape` and `name` are the variable's.
     """
@@ -66,7 +67,7 @@ def own_pattern(gradients: Sequence, variables: Sequence) -> Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Presence:
-    """The kind and dtype in which one variable's gradients are communicated.
+    """Holds the kind and dtype of one variable's communicated gradients.
 
     `kind` is `NONE`, and `dtype` None, if no participant has a gradient.
     `in_group` is True if a replica of this replica's group has a gradient.
@@ -83,7 +84,7 @@ def agreed(
     transport: transport_lib.Transport,
     known: KnownPatterns,
 ) -> list[Presence]:
-    """Decides what a reduction's participants communicate for each variable.
+    """Decides how a reduction's participants communicate each gradient.
 
     Gradients are communicated as dense tensors if any participant holds a dense
     tensor, or if the transport can't gather.
@@ -187,7 +188,7 @@ def _check_consistent(patterns: Sequence[Pattern]) -> None:
             raise ValueError(
                 f"Replica {replica_id} passes {len(pattern)} values but"
                 f" replica 0 passes {len(first)}. All replicas must pass the"
-                " same variables, or the same structure, in one call; for a"
+                " same variables, or the same structure, in one call. For a"
                 " gradient that a replica does not have, pass None to the"
                 " optimizer."
             )

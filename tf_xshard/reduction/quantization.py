@@ -7,9 +7,9 @@ received               integer * scale: within half a scale of x
 
 A block with a number that is not finite is received as nan. Collectives have no
 8-bit types, so four integers are sent as one 32-bit integer. The collectives
-only move these integers; replicas add up what they receive.
+only move these integers, and replicas add up the numbers that they receive.
 
-To sum, each replica of a group sends a row to each other one:
+To sum, each replica of a group sends a row to each other replica:
 
 this replica's rows           one row for each replica of the group
   quantize, all-to-all        each replica's row at this replica's position
@@ -38,7 +38,7 @@ _PER_WORD = 4
 
 
 class Blocks(NamedTuple):
-    """A division of rows of numbers into blocks.
+    """Divides rows of numbers into blocks.
 
     A row has `num_blocks` blocks of `size` numbers each, a multiple of four.
     """
@@ -72,7 +72,7 @@ def quantized(
     keeps_lost: bool = True,
     fused: bool = False,
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Quantizes rows, and returns what is sent and what the rounding loses.
+    """Quantizes rows, and returns the words to send and the rounding errors.
 
     `rows` are float32 of shape [num_rows, blocks.row_size]. `rounding` is
     `"nearest"`, or `"stochastic"`, which rounds up with the probability that
@@ -104,10 +104,10 @@ def quantized(
 def _rounded(
     split: tf.Tensor, scales: tf.Tensor, noise: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the integers, and what the rounding loses."""
+    """Returns the integers, and the rounding errors."""
     integers = _integers(split, scales, noise)
     lost = split - _scaled(integers, scales)
-    # A block that is not finite loses nothing that is worth keeping.
+    # The errors of a block that is not finite are not worth keeping.
     is_finite = tf.math.is_finite(scales)[:, :, tf.newaxis]
     return integers, tf.where(is_finite, lost, tf.zeros_like(lost))
 
@@ -172,7 +172,7 @@ Lost = list[tf.Tensor] | None
 
 
 def padding(num_elements: int, group_size: int) -> int:
-    """Returns how many zeros a tensor must end with for `summed`."""
+    """Returns the number of zeros that `summed` needs at a tensor's end."""
     row_size = blocks_for(-(-num_elements // group_size)).row_size
     return group_size * row_size - num_elements
 
@@ -183,8 +183,9 @@ def scattered(
     """Returns the rows of group sums at this replica's position in its group.
 
     The tensors of a bucket, of shapes [group_size, size], are sent together.
-    Returns float32 sums of shapes [size], and what each tensor lost, or None
-    without error feedback. Raises ValueError if `transport` has no all-to-all.
+    Returns float32 sums of shapes [size], and the rounding errors of each
+    tensor, or None without error feedback. Raises ValueError if `transport` has
+    no all-to-all.
     """
     sizes = [one.shape[1] for bucket in buckets for one in bucket]
     sums, lost = _scattered(

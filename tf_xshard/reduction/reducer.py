@@ -48,8 +48,8 @@ def sum_rows(
         dtype = transport.communication.dtype_of_rows(one.dtype.name)
         tensors.append(tf.cast(one.values, dtype))
         tensors.append(tf.cast(one.indices, tf.int64))
-    # Each variable has two tensors: its rows count as a variable, their indices
-    # do not.
+    # Each variable has two tensors. Its rows count as a variable, and their
+    # indices do not.
     with recorder.labelled(counts=[1, 0] * len(slices)):
         gathered = transport.gather(tensors)
     return [
@@ -80,7 +80,7 @@ Carry = error_feedback.Carry
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """A batch, split by how its gradients are communicated.
+    """Holds a batch, split by how its gradients are communicated.
 
     `tensors` are communicated for the variables at the positions in `dense`,
     `slices` (IndexedSlices) for the variables at the positions in `sparse`.
@@ -107,7 +107,7 @@ class _Parts:
         return self.batch.with_values(values)
 
     def left(self, lost: Sequence[tf.Tensor] | None) -> Carry:
-        """Makes a carry of what communication lost of `tensors`."""
+        """Makes a carry of the errors of communicating `tensors`."""
         return error_feedback.left(
             [self.batch.variables[i] for i in self.dense], lost
         )
@@ -165,7 +165,7 @@ class GradientReducer:
         reduction: reductions.Reduction,
         carry: Carry = None,
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
-        """Returns this replica's dense shards of what `all_reduce` returns.
+        """Returns this replica's dense shards of the result of `all_reduce`.
 
         Groups must have several replicas.
         """
@@ -236,7 +236,7 @@ class GradientReducer:
         transport: transport_lib.Transport,
         carry: Carry,
     ) -> _Parts:
-        """Splits a batch; adds zeros for gradients that only others have."""
+        """Splits a batch; adds zeros for gradients that only others hold."""
         presences = presence.agreed(
             batch.values, batch.variables, transport, self._known_patterns
         )

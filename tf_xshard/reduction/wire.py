@@ -13,7 +13,7 @@ from tf_xshard.reduction import quantization
 
 
 class Received(NamedTuple):
-    """Group sums, and what each of this replica's tensors lost.
+    """Holds group sums, and the errors of this replica's tensors.
 
     `lost` is None without `Communication.error_feedback`.
     """
@@ -23,7 +23,7 @@ class Received(NamedTuple):
 
 
 def padding(num_elements: int, transport: transport_lib.Transport) -> int:
-    """Returns how many zeros a tensor must end with for `summed`."""
+    """Returns the number of zeros that `summed` needs at a tensor's end."""
     if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
         return 0
     return quantization.padding(num_elements, transport.groups.group_size)
@@ -82,7 +82,7 @@ def _lost_by_cast(
         tensor - tf.cast(one, tensor.dtype)
         for tensor, one in zip(tensors, sent, strict=True)
     ]
-    # An element that is not finite loses nothing that is worth keeping.
+    # The error of an element that is not finite is not worth keeping.
     return [
         tf.where(tf.math.is_finite(one), one, tf.zeros_like(one))
         for one in lost

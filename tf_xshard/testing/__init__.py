@@ -8,14 +8,14 @@
 The extra `[testing]` pins the tested versions of jax and libtpu. tensorflow-tpu
 can't be in the same environment.
 
-- `simulated_strategy`: the strategy that users create, its topology and
+- `simulated_strategy`: the strategy that users create, its topology and its
   cluster resolver.
 - `replicated_program`: extracts the replicas' program from a traced graph;
-  refuses operations that the simulated TPU can't execute.
+  raises an error for operations that the simulated TPU can't execute.
 - `stablehlo`: lowers the program to StableHLO, for given shapes, in a syntax
   that every compiler reads.
-- `tpu_operations`: operations of a TPU that the simulated TPU executes; a new
-  operation begins here.
+- `tpu_operations`: TPU operations that the simulated TPU executes; add a new
+  operation here first.
 - `execution`: replaces `strategy.run()`; adds the program's execution to the
   user's graph.
 - `xla_cpu`: executes a program on N devices of XLA:CPU.

@@ -20,7 +20,7 @@ from tf_xshard.testing import requirements
 from tf_xshard.testing import simulated_strategy
 from tf_xshard.testing import stablehlo
 
-# Describes the machine to libtpu, which would ask a metadata server otherwise.
+# Describes the machine to libtpu, which would otherwise ask a metadata server.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -65,18 +65,18 @@ def compile_for_tpu(
       statistics and flops. `print` it for a report.
 
     Raises:
-      ImportError: If libtpu is missing or not of the tested version.
+      ImportError: If libtpu is missing or is not the tested version.
       TypeError: If the first argument is neither a function nor a model, or is
         a ConcreteFunction, or if topology is not a str.
       ValueError: If the function does not call `strategy.run()` exactly once
         under a simulated strategy, or a shape or `step` is unknown. If the
-        model is not compiled or has another strategy, or the batch is missing
-        or can't be split evenly. If the topology is unknown or has another
-        number of cores.
+        model is not compiled or has another strategy, or if the batch is
+        missing or can't be split evenly. If the topology is unknown, or if its
+        number of cores is not the number of replicas.
       NotImplementedError: If the step can't be compiled. The message names the
         construct.
-      jax.errors.JaxRuntimeError: If the TPU compiler refuses the program, for
-        example because it needs more memory than a core has.
+      jax.errors.JaxRuntimeError: If the TPU compiler rejects the program, for
+        example because the program needs more memory than a core has.
 
     Example:
 
@@ -125,9 +125,10 @@ def compile_for_tpu(
     if len(programs) != 1:
         raise ValueError(
             f"The function called strategy.run() {len(programs)} times under a"
-            " strategy of simulated_tpu_strategy(). It must do so once: pass"
-            " compile_for_tpu the function that calls strategy.run(), not the"
-            " one that is passed to strategy.run()."
+            " strategy of simulated_tpu_strategy(). It must call it exactly"
+            " once. Pass compile_for_tpu the function that calls"
+            " strategy.run(), not the function that is passed to"
+            " strategy.run()."
         )
     (extraction,) = programs
     program = extraction.program

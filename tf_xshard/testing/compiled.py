@@ -1,4 +1,4 @@
-"""The TPU compiler's result: its report, and the collectives in its HLO."""
+"""Reports the TPU compiler's result, and finds the collectives in its HLO."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a compiled program.
+    """Describes one collective of a compiled program.
 
     Attributes:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
@@ -151,7 +151,7 @@ def _replica_groups(kind: str, attributes: str) -> tuple[tuple[int, ...], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStatistics:
-    """The memory that a compiled program needs on one core, in bytes.
+    """Lists the memory that a compiled program needs on one core, in bytes.
 
     Attributes:
       argument_bytes: Arguments and variables.
@@ -169,7 +169,7 @@ class MemoryStatistics:
 
     @property
     def peak_bytes(self) -> int:
-        """An upper bound of the memory that is needed at any time."""
+        """An upper bound on the memory that is needed at any time."""
         return (
             self.argument_bytes
             + self.output_bytes
@@ -181,7 +181,7 @@ class MemoryStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledForTPU:
-    """A step that the TPU compiler compiled. It did not run.
+    """Holds the compiler's result for a step, which did not run.
 
     Attributes:
       topology: The topology's name, such as "v5e:2x4".
@@ -194,7 +194,7 @@ class CompiledForTPU:
       memory: The memory that one core needs, a `MemoryStatistics`.
       flops: The compiler's estimate of one replica's floating-point operations,
         or None without an estimate.
-      compile_seconds: How long the compiler ran.
+      compile_seconds: The time that the compiler ran, in seconds.
     """
 
     topology: str

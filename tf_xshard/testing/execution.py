@@ -1,4 +1,4 @@
-"""Runs a replicated program in the user's graph, in place of `strategy.run`.
+"""Runs a replicated program in the user's graph, instead of `strategy.run`.
 
 host's operations -> read variables -> [ lower, compile, execute ] -> assign
                                         tf.numpy_function
@@ -85,8 +85,9 @@ def _bound_to_current_graph(
     # holds the runner only weakly.
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
-        # Keep the runner in each graph up to the outermost. A tf.function that
-        # is traced inside another keeps its trace when the outer graph is gone.
+        # Keep the runner in each graph up to the outermost graph. A tf.function
+        # that is traced inside another tf.function keeps its trace when the
+        # outer graph is gone.
         runners = getattr(graph, "simulated_tpu_runners", [])
         graph.simulated_tpu_runners = [*runners, runner]
         outer = getattr(graph, "outer_graph", None)
@@ -266,8 +267,8 @@ class Runner:
             raise NotImplementedError(
                 "strategy.run() is called inside a"
                 " tf.function(jit_compile=True). TPUStrategy itself compiles"
-                " the function given to run(): take off jit_compile=True (for a"
-                " Keras model: compile(jit_compile=False))."
+                " the function given to run(). Remove jit_compile=True; for a"
+                " Keras model, pass jit_compile=False to compile()."
             )
         traced = tf.__internal__.FuncGraph("replicated")
         with (
@@ -326,7 +327,7 @@ def _without_gradient(value: tf.Tensor) -> tf.Tensor:
     """Prevents a returned value from having a gradient, as on a TPU."""
     return tf.raw_ops.PreventGradient(
         input=value,
-        message="the GradientTape is outside strategy.run(). What a TPU program"
-        " returns has no gradient (TPUReplicatedOutput): open the GradientTape"
-        " in the function given to strategy.run().",
+        message="the GradientTape is outside strategy.run(). The results of a"
+        " TPU program have no gradient (TPUReplicatedOutput). Open the"
+        " GradientTape in the function given to strategy.run().",
     )

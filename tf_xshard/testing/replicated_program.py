@@ -7,7 +7,7 @@
 the attribute `_tpu_replicate`. These operations become a separate GraphDef, in
 which XLA's operations replace operations that only a TPU has.
 
-It raises for operations and resources that the simulated TPU does not have.
+Operations and resources that the simulated TPU does not have raise an error.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def check_operations(inside: Sequence[tf.Operation], graph: tf.Graph) -> None:
             )
 
 
-# These describe the program to a TPU's runtime and compute nothing.
+# These operations describe the program to a TPU's runtime, and compute nothing.
 _METADATA = ("TPUReplicateMetadata", "TPUCompilationResult")
 _unique = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """A variable that the replicas' program captures."""
+    """Describes a variable that the replicas' program captures."""
 
     # The name of the variable's resource in the program's graph.
     name: str
@@ -109,7 +109,7 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedProgram:
-    """One program for all replicas, as TPUStrategy traced it."""
+    """Holds one program for all replicas, as TPUStrategy traced it."""
 
     # The program's operations, in the order of their creation.
     graph_def: tf.compat.v1.GraphDef
@@ -133,7 +133,7 @@ class ReplicatedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Extraction:
-    """A program, and its inputs in the graph that was traced."""
+    """Holds a program, and its inputs in the graph that was traced."""
 
     program: ReplicatedProgram
     # Each argument's tensor on each replica, all of the shape in

@@ -10,7 +10,7 @@ from tf_xshard import dependencies
 # with jax 0.10.2. setup.cfg pins the version.
 [LIBTPU] = {one.version for one in dependencies.specifier("libtpu")}
 
-_INSTALL = "pip install 'tf_xshard[cpu,testing]' in an environment of its own"
+_INSTALL = "pip install 'tf_xshard[cpu,testing]' in a separate environment"
 
 
 def _version(distribution: str) -> str | None:
@@ -25,8 +25,8 @@ def check_jax() -> None:
     if _version("tensorflow-tpu") is not None:
         raise ImportError(
             "tf_xshard.testing can't share an environment with tensorflow-tpu:"
-            f" it needs libtpu {LIBTPU}, tensorflow-tpu needs another version."
-            f" Use {_INSTALL}."
+            f" it needs libtpu {LIBTPU}, but tensorflow-tpu needs another"
+            f" version. Run {_INSTALL}."
         )
     _check("jax")
     _check("jaxlib")
@@ -47,5 +47,5 @@ def _check(distribution: str) -> None:
         where = " for compile_for_tpu (Linux x86-64 only)"
     raise ImportError(
         f"tf_xshard.testing needs {distribution}{tested}{where}, found"
-        f" {found or 'none'}: {_INSTALL}."
+        f" {found or 'none'}. Run {_INSTALL}."
     )

@@ -1,4 +1,4 @@
-"""A real `tf.distribute.TPUStrategy`, whose cores are this process's CPUs."""
+"""Creates a real `tf.distribute.TPUStrategy` whose cores are logical CPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cpu_name(index: int) -> str:
 
 
 class Topology(tf.tpu.experimental.Topology):
-    """A topology whose cores are logical CPUs, numbered across all hosts."""
+    """Describes cores that are logical CPUs, numbered across all hosts."""
 
     def __init__(self, num_replicas: int, num_hosts: int) -> None:
         per_host = num_replicas // num_hosts
@@ -72,7 +72,7 @@ class Topology(tf.tpu.experimental.Topology):
 
 
 class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """The metadata of a `TPUClusterResolver`, all that `TPUStrategy` needs."""
+    """Returns a `TPUClusterResolver`'s metadata, as `TPUStrategy` needs it."""
 
     environment = ""
     tpu_hardware_feature = None
@@ -119,7 +119,7 @@ class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
 
 
 class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
-    """The strategy that `simulated_tpu_strategy` creates.
+    """Executes TPUStrategy's programs with XLA:CPU; see simulated_tpu_strategy.
 
     Args:
       topology: The fabricated TPU.
@@ -127,7 +127,7 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
       xla_numbering: The replica that each XLA replica executes.
 
     Attributes:
-      xla_numbering: As given.
+      xla_numbering: The argument `xla_numbering`, as a tuple.
     """
 
     def __init__(
@@ -157,15 +157,16 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
     ) -> contextlib.AbstractContextManager[list[replicated_program.Extraction]]:
         """Collects the programs of this strategy instead of executing them.
 
-        This context manager is for tests of what a step communicates. It
-        captures what this thread traces, such as with
-        `get_concrete_function()`. An inner `capture()` gets the programs
-        instead of an outer `capture()`.
+        Use this context manager to test a step's communication. It captures the
+        programs that this thread traces, for example with
+        `get_concrete_function()`. If contexts are nested, the inner context
+        gets the programs.
 
         Yields:
-          A list with one `Extraction` for each `strategy.run()` traced inside.
-          Its `program.graph_def` holds the replicas' operations. Inside,
-          `run()` returns zeros, and no variable changes.
+          A list with one `Extraction` for each `strategy.run()` that is traced
+          in the context. Its `program.graph_def` holds the replicas'
+          operations. In the context, `run()` returns zeros, and no variable
+          changes.
         """
         return execution.capture(self._step_runner)
 
@@ -210,7 +211,7 @@ def simulated_tpu_strategy(
     CPUs, so TensorFlow must not have run anything before. TensorFlow is not
     patched, and other strategies work next to this strategy. At the end of a
     `with strategy` block, all simulated strategies free their compiled
-    programs, and compile them again when needed.
+    programs. They compile them again when needed.
 
     Args:
       num_replicas: The number of replicas, a positive int. Default: 8.
@@ -255,7 +256,7 @@ def simulated_tpu_strategy(
     ...     ids_summed())]
     [6, 6, 6, 6]
 
-    Source: `tf.distribute.TPUStrategy`, whose own trace is executed, and
+    Source: `tf.distribute.TPUStrategy`, whose own trace is executed;
     StableHLO's all_reduce with replica groups.
     """
     num_replicas = checks.positive_integer("num_replicas", num_replicas)

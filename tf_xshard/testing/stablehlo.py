@@ -154,7 +154,7 @@ _ELEMENT_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The indices of the results that form one output of the program."""
+    """Holds the indices of the results that form an output of the program."""
 
     # The output's values, which are padded if the output's shape is dynamic.
     data: int
@@ -164,7 +164,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A program in StableHLO."""
+    """Holds a program in StableHLO."""
 
     # The module, whose parameters are first arguments and then variables.
     text: str
@@ -215,7 +215,7 @@ def lower(
         except (tf.errors.OpError, ValueError) as error:
             raise NotImplementedError(
                 "XLA can't compile the function given to strategy.run(). A TPU"
-                " refuses it too, or leaves the operation to its host"
+                " can't compile it either, or runs the operation on its host"
                 " (automatic outside compilation), which is not simulated."
                 f" XLA's error: {error}"
             ) from error

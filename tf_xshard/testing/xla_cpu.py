@@ -27,7 +27,7 @@ def _client(num_replicas: int) -> Any:
 
 
 class Executable:
-    """A compiled program."""
+    """Executes a compiled program."""
 
     def __init__(self, text: str, num_replicas: int) -> None:
         client = _client(num_replicas)
@@ -41,7 +41,7 @@ class Executable:
         )
         with tpu_simulation.make_ir_context():
             module = tpu_simulation.ir.Module.parse(text)
-            # A parameter that aliases a result would have to be donated.
+            # A parameter that aliases a result would need to be donated.
             if "mhlo.input_output_alias" in module.operation.attributes:
                 del module.operation.attributes["mhlo.input_output_alias"]
             self._executable = client.compile_and_load(

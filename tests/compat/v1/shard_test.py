@@ -477,7 +477,7 @@ def _more_variables():
 @pytest.mark.parametrize(
     "computation, error, text",
     [
-        (_in_cond, RuntimeError, "outside of it"),
+        (_in_cond, RuntimeError, "top level of the computation"),
         (_unequal, ValueError, "same number of times"),
         (_fewer, ValueError, "same number of times"),
         (_other_variables, ValueError, "same computation"),

@@ -442,7 +442,7 @@ def _nested(features, mode):
         (_unequal(3, 1), "train", ValueError, r"\[3, 1\] times"),
         (_unequal(1, 2), "train", ValueError, r"\[1, 2\] times"),
         (_not_wrapped, "train", ValueError, "Please wrap"),
-        (_in_cond, "train", RuntimeError, "outside of it"),
+        (_in_cond, "train", RuntimeError, "top level of the model_fn"),
         (_other_metrics, "eval", ValueError, "Expected the same"),
         (_keras_metric, "eval", TypeError, "update operation"),
         (_odd_export, "infer", ValueError, "Supported: PredictOutput"),

@@ -1,7 +1,7 @@
 """Trains a digit classifier, and checks the promises of one optimizer.
 
-- `cross_shard`: compares all replicas, and groups, with one device;
-  with `shard_update=True`, too, and 1/g of the slot variables.
+- `cross_shard`: compares all replicas, and groups, with one device, including
+  with `shard_update=True` and 1/g of the slot variables.
 - `tower`: compares k towers with one batch k times as large.
 - `agn`: compares period 1 with one device, and checks local SGD.
 - `training`: trains the model once, on one device or under a strategy;
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--groups", 2, "the number of groups (for cross_shard)"),
         ("--towers", 4, "the number of towers (for tower)"),
         ("--period", 5, "the steps between two exchanges (for agn)"),
-        ("--epochs", training.DEFAULT_EPOCHS, "the epochs of each run"),
-        ("--seed", 0, "for the weights and the order of the rows"),
+        ("--epochs", training.DEFAULT_EPOCHS, "the number of epochs per run"),
+        ("--seed", 0, "the seed for the weights and the order of the rows"),
     ):
         parser.add_argument(
             name, type=int, default=default, help=f"{text}; default: {default}"

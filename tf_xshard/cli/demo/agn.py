@@ -85,7 +85,7 @@ def _replicas_one_by_one(
 ) -> list[np.ndarray]:
     """Trains local SGD on one device, averaging the replicas in NumPy."""
     print(
-        "\nEach replica by itself on one device, averaged every"
+        "\nEach replica alone on one device, averaged every"
         f" {options.period} steps"
         + (", with the rows of each batch in another order" * permuted),
         flush=True,

@@ -139,8 +139,8 @@ def show(runs: training.Runs) -> training.Promises:
         )
         promises.check_that(
             apart >= MIN_GROUP_DIFFERENCE,
-            f"groups {list(first)} and {list(second)} differ by {apart:.1e}"
-            f" only, expected {MIN_GROUP_DIFFERENCE:.0e} at least",
+            f"groups {list(first)} and {list(second)} differ by only"
+            f" {apart:.1e}, expected at least {MIN_GROUP_DIFFERENCE:.0e}",
         )
     if options.shard_update:
         check(promises, runs, groups, grouped, tolerances)

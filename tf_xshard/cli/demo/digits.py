@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass
 class Digits:
-    """Every batch of every epoch in order, and the validation data.
+    """Holds every batch of every epoch in order, and the validation data.
 
     Attributes:
       x: Images, float32 [num_epochs * steps_per_epoch * batch_size, 8, 8, 1].

@@ -17,7 +17,7 @@ from tf_xshard.cli.demo import digits as digits_lib
 
 
 class Trained:
-    """A finished run; its arrays are `weights[replica][variable]`."""
+    """Holds a finished run's arrays, as `weights[replica][variable]`."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ MIN_ACCURACY = 0.95
 
 
 class Promises:
-    """The rows of the table, and the failures."""
+    """Collects the rows of the table, and the failures."""
 
     def __init__(self, reference: str) -> None:
         self._head = ("run", "accuracy", "moved", f"max |dw| from {reference}")

@@ -1,4 +1,4 @@
-"""The documented TF1 optimizers, which run where the originals cannot.
+"""Runs the documented TF1 optimizers where the originals can't run.
 
 - `optimizers`: CrossShardOptimizer and AGNOptimizer.
 - `sharding`: `shard`, which builds several shards into one graph.

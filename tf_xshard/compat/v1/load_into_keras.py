@@ -47,7 +47,8 @@ def innermost(optimizer: Any) -> keras.optimizers.Optimizer:
     if len(leaves) > 1:
         raise TypeError(
             f"The model has several optimizers, {names}, but a TF1 checkpoint"
-            " has the slots of one. Compile the model with one of them."
+            " has the slots of one optimizer. Compile the model with one"
+            " optimizer."
         )
     # The class's own name decides, since a subclass of another name may have
     # other slots.
@@ -86,7 +87,8 @@ def matched(
         ]
         if len(found) != len(slot_names) or any(t is None for t in targets):
             unplaced.append(
-                f"{slot_names} of {weight.path}, for which there is {found}"
+                f"{slot_names} of {weight.path}, for which the checkpoint has"
+                f" {found}"
             )
             continue
         for key, target in zip(found, targets, strict=True):
@@ -101,7 +103,7 @@ def matched(
 
 
 class _Discarded:
-    """A stand-in for a slot that the Keras optimizer does not have."""
+    """Stands in for a slot that the Keras optimizer does not have."""
 
     def assign(self, value: np.ndarray) -> None:
         """Drops a value of any shape."""
@@ -176,15 +178,17 @@ def load_into_keras(
 ) -> None:
     """Fills a Keras model and its optimizer from a TF1 checkpoint.
 
-    The checkpoint was written by `tf.compat.v1.train.Saver`, after training
-    with an optimizer of `tf.compat.v1.train`, optionally inside a TF1
-    CrossShardOptimizer, TowerOptimizer or AGNOptimizer (the center is loaded).
+    `tf.compat.v1.train.Saver` must have written the checkpoint, after training
+    with an optimizer of `tf.compat.v1.train`. The optimizer may have been
+    inside a TF1 CrossShardOptimizer, TowerOptimizer or AGNOptimizer (the center
+    is loaded).
 
-    A weight gets the variable of its shape whose name is its path. The path can
-    also end with the name ("sequential/dense/kernel" with "dense/kernel"), or
-    the name with the path. Slots follow their variables. `iterations` comes
-    from `global_step`, or from Adam's beta powers if the two disagree, because
-    the powers count updates. Without either, `iterations` does not change.
+    A weight gets the variable that has the same shape and whose name is the
+    weight's path. The path can also end with the name
+    ("sequential/dense/kernel" with "dense/kernel"), or the name with the path.
+    Slots follow their variables. `iterations` comes from `global_step`, or from
+    Adam's beta powers if the two disagree, because the powers count updates.
+    Without either, `iterations` does not change.
 
     Args:
       checkpoint: A checkpoint's path, or a directory that contains checkpoints.
@@ -218,7 +222,7 @@ def load_into_keras(
     >>> model.get_weights()[0].tolist()
     [[2.0]]
 
-    Source: the variables' names of `tf.compat.v1.train`.
+    Source: the variable names of `tf.compat.v1.train`.
     """
     reader = tf.train.load_checkpoint(checkpoint)
     stored = _stored(reader)
@@ -240,10 +244,11 @@ def load_into_keras(
     if left or unplaced:
         raise ValueError(
             f"{checkpoint} does not fit the model, and nothing was changed."
-            f" Without a place: {[(n, tuple(stored[n].shape)) for n in left]}."
-            f" Without a value: {unplaced}. The model's optimizer must be the"
-            " counterpart of the one in the checkpoint; give"
-            " names={path: name} for weights with other names."
+            " Only in the checkpoint:"
+            f" {[(n, tuple(stored[n].shape)) for n in left]}. Only in the"
+            f" model: {unplaced}. The model's optimizer must correspond to the"
+            " checkpoint's optimizer. For weights with other names, pass"
+            " names={path: name}."
         )
     for weight, name in placed:
         weight.assign(stored[name])
@@ -276,14 +281,15 @@ def _weights(
     if unknown:
         raise ValueError(
             f"names has pairs whose path or name does not exist: {unknown}. The"
-            f" model has {sorted(paths)}, and the checkpoint {sorted(stored)}."
+            f" model has {sorted(paths)}, and the checkpoint has"
+            f" {sorted(stored)}."
         )
     placed: list[tuple[keras.Variable, str]] = []
     unplaced: list[Any] = []
     for weight, path in zip(weights, paths, strict=True):
         shape = tuple(weight.shape)
         if paths.count(path) > 1:
-            unplaced.append((path, shape, "a path of several weights"))
+            unplaced.append((path, shape, "several weights have this path"))
             continue
         found = [names[path]] if path in names else _candidates(path, stored)
         found = [n for n in found if stored[n].shape == shape]

@@ -1,4 +1,4 @@
-"""`tensorflow.compat.v1`, plus removed names that TF1's TPU scripts use.
+"""Provides `tensorflow.compat.v1` plus names that TF1's TPU scripts use.
 
 In a script, replace `import tensorflow as tf` (or `tensorflow.compat.v1`) with
 `import tf_xshard.compat.v1.tensorflow as tf`. No other change is needed if the
@@ -23,7 +23,7 @@ from tf_xshard.compat import v1 as _v1
 
 
 class _Names(_types.SimpleNamespace):
-    """A namespace of tf_xshard's names, which can fall back to a module."""
+    """Holds names of tf_xshard, and can fall back to a module."""
 
     def __init__(
         self,

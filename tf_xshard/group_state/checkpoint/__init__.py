@@ -1,6 +1,6 @@
-"""A directory with the variables of every replica.
+"""Saves the variables of every replica to a directory, and restores them.
 
-- `checkpoint`: saves and restores a state, also onto other groups; pairs a
+- `checkpoint`: saves and restores a state, including onto other groups; pairs a
   model's variables with the entries of a save.
 - `files`: locks, writes, checks and atomically replaces a save's files.
 """

@@ -72,9 +72,10 @@ def matched(
         if site != there:
             raise ValueError(
                 f"{directory!r} was saved from another model or optimizer:"
-                f" in place of {one.name!r} of {one.part!r},"
+                f" instead of {one.name!r} of {one.part!r},"
                 f" {one.dtype} {list(one.shape)}, it has {other['name']!r} of"
                 f" {other['part']!r}, {other['dtype']} {other['shape']}."
+                " Nothing was restored."
             )
     if len(own) != len(its):
         longer = (
@@ -84,8 +85,9 @@ def matched(
         )
         raise ValueError(
             f"{directory!r} was saved from another model or optimizer: it has"
-            f" {len(its)} variables, but there are {len(own)} here. The first"
-            f" one missing is {longer[min(len(own), len(its))]!r}."
+            f" {len(its)} variables, but this GroupState has {len(own)}. The"
+            " first missing variable is"
+            f" {longer[min(len(own), len(its))]!r}. Nothing was restored."
         )
     return [
         (one, index, other)
@@ -130,7 +132,7 @@ def _own_name(path: str, of_optimizer: bool) -> str:
 
 
 class Position(NamedTuple):
-    """The progress of training when a state was saved.
+    """Describes the progress of training when a state was saved.
 
     Attributes:
       epoch: The number of completed epochs.
@@ -321,9 +323,9 @@ def _read(
     if own != its:
         raise ValueError(
             f"{directory!r} was saved from other optimizers: it has {its}, but"
-            f" this model has {own} (for nested models and attributes only"
-            " those that are built). Compile it with the same optimizers,"
-            " nested in the same way."
+            f" this model has {own} (in nested models and attributes, only"
+            " built optimizers count). Nothing was restored. Compile the model"
+            " with the same optimizers, nested in the same way."
         )
     pairs = matched(catalog.variables(), manifest["variables"], directory)
     if sources is not None:
@@ -376,7 +378,7 @@ def _sources(
         raise ValueError(
             f"{directory!r} was saved with the groups"
             f" {saved_groups.to_list()} of {saved_groups.num_replicas}"
-            f" replicas, but the groups here are {groups.to_list()} of"
+            f" replicas, but this GroupState has {groups.to_list()} of"
             f' {groups.num_replicas}. Pass regroup="mean", "first" or a dict'
             " {group: saved group} to restore it to other groups."
         )

@@ -1,4 +1,4 @@
-"""A directory that holds a saved state, replaced atomically.
+"""Writes and reads a directory that holds a saved state, atomically.
 
     manifest.json                   what is saved, and the checksums of the rest
     state-<save>-<process>.*        values, in TensorFlow's checkpoint format
@@ -70,7 +70,7 @@ def locked(directory: str) -> Iterator[bool]:
             raise TimeoutError(
                 f"Another job or thread has been saving to {directory!r} for"
                 f" {LOCK_SECONDS:.0f} seconds. Nothing was saved. Give each job"
-                " a directory of its own."
+                " its own directory."
             )
         time.sleep(_SECONDS_BETWEEN_TRIES)
     try:
@@ -158,8 +158,8 @@ def _refuse_foreign(directory: str) -> None:
         content = file.read()
     if not (b'"sha256"' in content and _FORMAT.encode() in content):
         raise ValueError(
-            f"{directory!r} holds a {MANIFEST} that is not of a group state."
-            " Save to another directory."
+            f"{directory!r} holds a {MANIFEST} that no group state wrote."
+            " Nothing was saved. Save to another directory."
         )
 
 
@@ -249,11 +249,14 @@ def read_manifest(directory: str) -> dict[str, Any]:
             " Restore another save."
         )
     if manifest.get("format") != _FORMAT:
-        raise ValueError(f"{path} is not a group state's manifest.")
+        raise ValueError(
+            f"{path} is not a group state's manifest. Restore another save."
+        )
     if manifest.get("version") != _VERSION:
         raise ValueError(
             f"{path} has version {manifest.get('version')}, but this tf_xshard"
-            f" reads version {_VERSION}. Use the tf_xshard that wrote it."
+            f" reads version {_VERSION}. Restore the save with the tf_xshard"
+            " that wrote it."
         )
     return manifest
 
@@ -271,7 +274,8 @@ def read_values(
         path = os.path.join(directory, name)
         if not tf.io.gfile.exists(path):
             raise ValueError(
-                f"{path} is missing: the save is incomplete. Restore another."
+                f"{path} is missing: the save is incomplete. Restore another"
+                " save."
             )
         if _checksum(path) != checksum:
             raise ValueError(
@@ -286,7 +290,8 @@ def read_values(
             values[name] = np.asarray(reader.get_tensor(name))
     if missing := wanted - set(values):
         raise ValueError(
-            f"{directory!r} has no values for {sorted(missing)[:3]}."
+            f"{directory!r} has no values for {sorted(missing)[:3]}. Nothing"
+            " was restored. Restore another save."
         )
     return values
 

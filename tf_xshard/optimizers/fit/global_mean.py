@@ -1,4 +1,4 @@
-"""`GlobalMean`, a loss that is the mean over the items of all replicas."""
+"""Defines `GlobalMean`, a loss averaged over the items of all replicas."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CHOSEN_BY_SHAPE = ("crossentropy", "ce")
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class GlobalMean(keras.losses.Loss):
-    """The mean of a loss over the items of all replicas.
+    """Averages a loss over the items of all replicas.
 
     Keras divides each replica's loss by the replica's own number of items, and
-    by the number of replicas. That is the mean over the global batch only if
-    all replicas have equally many items. With a ragged last batch, padded
-    tokens or sample weights, items of small shards weigh more. This class sums
-    the number of items over the replicas, and divides by the sum.
+    by the number of replicas. The result is the mean over the global batch only
+    if all replicas have the same number of items. With a ragged last batch,
+    padded tokens or sample weights, items of small shards weigh more. This
+    class sums the number of items over the replicas, and divides by the sum.
 
     ```
     replica              0                1
@@ -42,14 +42,14 @@ class GlobalMean(keras.losses.Loss):
     GlobalMean           sum 6            sum 8            (6 + 8) / 4 = 3.5
     ```
 
-    An item is what Keras counts on one device. With the loss' reduction
-    `"sum_over_batch_size"`, it is an element that is not masked. With
-    `"mean_with_sample_weight"`, the sum of the weights is the number of items.
-    A loss with the reduction `"sum"` stays a sum.
+    The class counts items as Keras does on one device. If the loss's reduction
+    is `"sum_over_batch_size"`, an item is an element that is not masked. If it
+    is `"mean_with_sample_weight"`, the number of items is the sum of the
+    weights. A loss with the reduction `"sum"` stays a sum.
 
     In a round of a `TowerOptimizer` with `reduction="mean"`, the mean is over
-    the items of all calls of the round. In `fit`, the reported loss is that of
-    one device. On one device, it is the loss that it wraps.
+    the items of all calls of the round. In `fit`, the reported loss is the loss
+    of one device. On one device, a GlobalMean equals the loss that it wraps.
 
     Each call of the loss sums a vector of two numbers over the replicas. A
     replica without items, or without rows, has a gradient of 0.
@@ -64,14 +64,15 @@ class GlobalMean(keras.losses.Loss):
         replicas.
       communication: A `Communication`. Only its `timeout_seconds` is used, for
         the sum of the numbers of items. None (default) for its defaults.
-      name: The loss' name. None (default) for the name of `loss`.
+      name: The loss's name. None (default) for the name of `loss`.
 
     Raises:
       TypeError: If an argument has the wrong type.
       ValueError: If `loss` is unknown, has the reduction `"none"`, or is a
-        `ScalarLoss` or a `GlobalMean`; when called, if it returns one number,
-        or if the groups do not fit the strategy. The optimizer's `apply` raises
-        ValueError if it has other groups or `loss_normalization="replica"`.
+        `ScalarLoss` or a `GlobalMean`. When called, if `loss` returns one
+        number, or if the groups do not fit the strategy. The optimizer's
+        `apply` raises ValueError if the optimizer has other groups or
+        `loss_normalization="replica"`.
 
     Example:
 
@@ -107,7 +108,7 @@ class GlobalMean(keras.losses.Loss):
         self._reducer = reducer_lib.GradientReducer(
             communication_lib.checked(communication)
         )
-        # A loss that is chosen by shapes has Keras' default reduction.
+        # A loss that is chosen by shapes has Keras's default reduction.
         own_name = "crossentropy" if checked is None else checked.name
         super().__init__(name=name or own_name)
         if checked is not None:
@@ -130,10 +131,10 @@ class GlobalMean(keras.losses.Loss):
     def __call__(
         self, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> Any:
-        """Returns the mean over the group's items, divided as by Keras.
+        """Returns the mean over the group's items, divided as in Keras.
 
-        The value is the same on all replicas of a group. As with Keras' losses,
-        it is divided by the number of replicas, except on one device.
+        The value is the same on all replicas of a group. As with Keras's
+        losses, it is divided by the number of replicas, except on one device.
         """
         loss = self._checked_loss or keras_losses.resolved(
             self._given_loss, y_true, y_pred
@@ -232,10 +233,10 @@ class GlobalMean(keras.losses.Loss):
         return result(own)
 
     def communicate_as_in_a_call(self, site: site_lib.Site) -> None:
-        """Sums what a call of the loss sums, for a communication plan.
+        """Repeats the sum of a call of the loss, for a communication plan.
 
         Args:
-          site: Where the step is traced.
+          site: The site that traces the step.
         """
         if site.num_replicas > 1:
             zero = tf.zeros([], (self._checked_loss or self).dtype)
@@ -285,37 +286,38 @@ class GlobalMean(keras.losses.Loss):
 
 def refuse_beside_other_losses(losses: Sequence[keras.losses.Loss]) -> None:
     """Raises ValueError if only some of a round's losses are a GlobalMean."""
-    # A `train_step` of a user's own is not seen.
+    # The losses of a custom `train_step` are not known here.
     others = [one.name for one in losses if not isinstance(one, GlobalMean)]
     if others and len(others) < len(losses):
         names = [one.name for one in losses if isinstance(one, GlobalMean)]
         raise ValueError(
             f"The losses {names} are a GlobalMean and {others} are not, but a"
-            " TowerOptimizer needs one kind, to weight a round's calls by the"
-            " number of their items. Wrap all of them, or none."
+            " TowerOptimizer needs one kind of loss, since it weights each call"
+            " of a round by its number of items. Wrap all of them, or none."
         )
 
 
 def _checked(loss: Any) -> keras.losses.Loss | None:
-    """Converts a loss; returns None for one that is chosen by shapes."""
+    """Converts a loss; returns None for a loss that shapes choose."""
     if isinstance(loss, str) and loss.lower() in _CHOSEN_BY_SHAPE:
         return None
     if not callable(loss) and not isinstance(loss, str):
         raise TypeError(
             "GlobalMean takes a loss as compile() does: a name, a function or a"
             f" keras.losses.Loss, got {loss!r}. For several outputs, wrap the"
-            " loss of each."
+            " loss of each output."
         )
     found = keras_losses.resolved(loss)
     if isinstance(found, (GlobalMean, scalar_loss.ScalarLoss)):
         raise ValueError(
             f"GlobalMean can't wrap {type(found).__name__}({found.name}). Pass"
-            " the loss that it wraps, which must return a value for each row."
+            f" the loss that {type(found).__name__} wraps. It must return a"
+            " value for each row."
         )
     if found.reduction not in (*_MEANS, "sum"):
         raise ValueError(
             f"GlobalMean({found.name}): the loss has the reduction"
             f" {found.reduction!r}, so Keras does not combine its rows. Use"
-            f" one of {[*_MEANS, 'sum']}."
+            f" one of the reductions {[*_MEANS, 'sum']}."
         )
     return found

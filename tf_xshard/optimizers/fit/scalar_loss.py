@@ -1,4 +1,4 @@
-"""`ScalarLoss`, for losses of one number, which Keras does not divide by N."""
+"""Defines `ScalarLoss`, for losses of one number that Keras does not divide."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tf_xshard.private.keras import fit_internals
 
 @keras.saving.register_keras_serializable("tf_xshard")
 class ScalarLoss(keras.losses.Loss):
-    """A loss whose function returns one number, the mean over its rows.
+    """Wraps a loss function that returns one number, the mean over its rows.
 
     With N replicas, `fit` divides the losses of rows by N, but not a loss that
     is one number. Steps and the reported loss are then N times too large. This
-    class divides the number as well, so that N replicas train like one device.
+    class also divides such a number, so that N replicas train like one device.
 
     Args:
       function: A function of (y_true, y_pred) that returns a scalar tensor.
-      name: The loss' name. Default: the function's name, or "scalar_loss" for a
-        lambda.
+      name: The loss's name. Default: the function's name, or "scalar_loss" for
+        a lambda.
 
     Raises:
       TypeError: If `function` is not callable.
@@ -75,9 +75,9 @@ class ScalarLoss(keras.losses.Loss):
                 f"ScalarLoss({self.name}) got sample_weight of shape"
                 f" {keras.ops.shape(sample_weight)} under {num_replicas}"
                 " replicas. Its function returns one number for all rows, so"
-                " weights of rows can't act as on one device. Pass a loss that"
-                " returns a value for each row to compile(), or multiply by the"
-                " weights in the function."
+                " row weights can't have the same effect as on one device. Pass"
+                " compile() a loss that returns a value for each row, or"
+                " multiply by the weights in the function."
             )
         if sample_weight is not None and not _has_rows(sample_weight):
             # With a scalar weight, Keras would make the row a scalar again.
@@ -98,8 +98,8 @@ class ScalarLoss(keras.losses.Loss):
         if value.shape.rank not in (0, None):
             raise ValueError(
                 f"ScalarLoss({self.name}) needs a function that returns one"
-                f" number, but it returned the shape {value.shape}. Pass such a"
-                " function to compile() itself."
+                f" number, but it returned the shape {value.shape}. Pass the"
+                " function to compile() without ScalarLoss."
             )
         return keras.ops.reshape(value, (1,))
 
@@ -132,9 +132,9 @@ def warn_about_scalar_losses(num_replicas: int) -> None:
             continue
         warnings.warn(
             f"The loss {loss.name!r} returns one number, which Keras does not"
-            f" divide by the number of replicas, as it does other losses:"
-            f" {num_replicas} replicas take steps, and report a loss,"
-            f" {num_replicas} times too large. Wrap its function in"
+            " divide by the number of replicas, unlike other losses. On"
+            f" {num_replicas} replicas, the steps and the reported loss are"
+            f" {num_replicas} times too large. Wrap the loss function in"
             " tf_xshard.ScalarLoss, or return a loss for each row.",
             stacklevel=2,
         )

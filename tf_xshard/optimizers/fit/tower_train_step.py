@@ -1,4 +1,4 @@
-"""A train step that computes a batch's towers, each on its own device."""
+"""Defines `tower_train_step`, which computes towers on separate devices."""
 
 from __future__ import annotations
 
@@ -24,30 +24,32 @@ from tf_xshard.reduction import loss_records
 def tower_train_step(
     devices: Sequence[str] | Callable[[int], Sequence[str]] | None = None,
 ) -> Callable:
-    """Makes a `train_step` that splits each batch over towers.
+    """Makes a `train_step` that splits each batch into towers.
 
     Use it in a `keras.Model` compiled with a `TowerOptimizer`. The batch (under
     a strategy, each replica's batch) is split into `num_towers` parts whose
     sizes differ by at most one row. Each part's loss and gradients are computed
     on its own device and passed to `apply_towers`, which updates once per
-    batch. It is the counterpart of `replicate_model_fn`.
+    batch. This function is the counterpart of `replicate_model_fn`.
 
     With the optimizer's `reduction="mean"`, towers are weighted by their rows,
-    or by the items of a `tf_xshard.GlobalMean`. For losses that are means over
-    rows (Keras' default), the update then equals the unsplit batch's, up to
-    rounding, even if parts differ in size. Losses that divide by another number
-    (masks) need a GlobalMean. With the optimizer's `reduction="sum"`, the
-    towers' losses are summed.
+    or by the items of a `tf_xshard.GlobalMean`. If losses are means over rows
+    (Keras's default), the update equals the unsplit batch's update, up to
+    rounding. This is true even if parts differ in size. Losses that divide by
+    another number (masks) need a GlobalMean. With the optimizer's
+    `reduction="sum"`, the towers' losses are summed.
 
-    Metrics are updated with one tower after the other. So is the state of
-    layers such as BatchNormalization, which normalize by the tower's rows. With
-    fewer rows than towers, some towers are empty. With Keras' own losses, these
-    add nothing, but such layers can't handle them. Use `drop_remainder=True`.
+    Metrics are updated with one tower after another. The state of layers such
+    as BatchNormalization, which normalize by the tower's rows, is updated in
+    the same order. With fewer rows than towers, some towers are empty. With
+    Keras's own losses, empty towers add nothing, but layers such as
+    BatchNormalization can't handle them. Use `drop_remainder=True`.
 
     Args:
-      devices: Device names, reused in turn if there are fewer than towers, or a
-        callable from a replica's id to device names, for several replicas in
-        one process. None (default) for the replica's own device.
+      devices: A list of device names, reused in turn if there are fewer names
+        than towers. For several replicas in one process, a callable from a
+        replica's id to such a list. None (default) for the replica's own
+        device.
 
     Returns:
       A function of a model and the data of `train_step` that returns the
@@ -150,7 +152,9 @@ def _check_names(devices: Any) -> None:
             f" got {devices!r}."
         )
     if not devices:
-        raise TypeError("devices is empty; pass None for the replica's own.")
+        raise TypeError(
+            "devices is empty; pass None for the replica's own device."
+        )
 
 
 def _check_devices(model: keras.Model, site: site_lib.Site) -> None:
@@ -161,8 +165,8 @@ def _check_devices(model: keras.Model, site: site_lib.Site) -> None:
         )
     if model.jit_compile:
         raise ValueError(
-            "XLA puts a whole step on one device. To compute towers on several,"
-            " compile the model with jit_compile=False."
+            "XLA puts a whole step on one device. To compute towers on several"
+            " devices, compile the model with jit_compile=False."
         )
 
 

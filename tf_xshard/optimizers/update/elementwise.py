@@ -1,4 +1,4 @@
-"""The optimizers that compute the same on a shard as on a whole variable."""
+"""Lists optimizers that compute the same on a shard as on a whole variable."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def elementwise(optimizer_class: _Class) -> _Class:
 
     `CrossShardOptimizer(..., shard_update=True)` passes shards to its inner
     optimizer. A shard is a tensor of rank 1 with some of a variable's elements.
-    tf_xshard knows which of Keras' optimizers compute the same on shards. Your
-    own class raises ValueError until this decorator declares it.
+    tf_xshard knows which optimizers of Keras compute the same on shards. For
+    your own class, `shard_update=True` raises ValueError until this decorator
+    declares the class.
 
-    Declare a class if each element of a variable and of its slot variables
-    depends only on the same element of the gradient and on scalars. It must not
-    depend on a norm, mean, shape or random number of a whole tensor. Create
-    slot variables
-    with `add_variable_from_reference` or `add_optimizer_variables`. If a slot
-    variable starts with the variable's value, set it in `build` with
+    Declare a class if each element of a variable and its slot variables depends
+    only on the same element of the gradient and on scalars. It must not depend
+    on a norm, mean, shape or random number of a whole tensor. Create slot
+    variables with `add_variable_from_reference` or `add_optimizer_variables`.
+    If a slot variable starts with the variable's value, set it in `build` with
     `self.assign`.
 
     Args:
@@ -67,7 +67,7 @@ def elementwise(optimizer_class: _Class) -> _Class:
       The class.
 
     Raises:
-      TypeError: If it is not a class of Keras optimizers.
+      TypeError: If `optimizer_class` is not a class of Keras optimizers.
 
     Example:
 

@@ -13,7 +13,7 @@ variables        [w0 w1 w2 w3]
 The inner optimizer is built with the shards, variables of rank 1. Each update
 fills them from the weights first, so only slot variables are state.
 
-Clipping by a norm takes the whole gradients' norms: one small sum per group.
+Clipping by a norm needs the norms of whole gradients, one small sum per group.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _squares(
 
 
 class ShardedUpdate:
-    """The shards of one optimizer's variables, and their update."""
+    """Holds the shards of one optimizer's variables, and updates them."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class ShardedUpdate:
                 one,
                 "SwapEMAWeights can't be used with shard_update=True, since"
                 " each replica holds a shard of the averages. Use"
-                " ema_overwrite_frequency, or evaluate after fit, at whose end"
-                " the model gets the averages.",
+                " ema_overwrite_frequency, or evaluate after fit. At the end of"
+                " fit, the model gets the averages.",
             )
             if not any(stack.children(one)):
                 use(one, self._reducer, self._groups)

@@ -24,7 +24,7 @@ _WHAT = "Reading (saving) the state of an optimizer with shard_update=True"
 
 
 class WholeSlots:
-    """A reader and writer of one optimizer's sharded variables."""
+    """Reads and writes one optimizer's sharded variables."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class WholeSlots:
         self._processes = process_gather.ProcessGather(strategy, communication)
 
     def layout(self, variable: Any) -> shards_lib.Layout:
-        """Returns how a variable is split."""
+        """Returns the split of a variable."""
         return shards_lib.Layout(
             tuple(int(n) for n in variable.shape), self._groups
         )
@@ -64,13 +64,13 @@ class WholeSlots:
             copy.assign(value)
 
     def of_local_replicas(self, slot: keras_shards.Sharded) -> list:
-        """Returns each local replica's whole value, that is, its group's."""
+        """Returns the whole value of each local replica's group."""
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{slot.name!r}, of an optimizer with shard_update=True, is"
                 " read in a graph but outside of strategy.run. Read it outside"
-                " of the tf.function; instead of tf.saved_model.save(model) use"
-                " model.export(), which leaves the optimizer out."
+                " of the tf.function. Instead of tf.saved_model.save(model),"
+                " use model.export(), which leaves the optimizer out."
             )
         self._processes.rendezvous(_WHAT)
         own = [np.asarray(copy) for copy in replica_variables.copies(slot)]

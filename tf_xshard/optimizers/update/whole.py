@@ -63,9 +63,9 @@ def note_summed_rows(optimizer: keras.optimizers.Optimizer) -> None:
 def _log_summed_rows(name: str) -> None:
     logging.warning(
         "tf_xshard sums the gradients of a row that occurs several times in a"
-        " batch (an Embedding) before %s uses them. Keras itself does not, so"
-        " the numbers differ from plain Keras; they equal those of the dense"
-        " gradient, tf.convert_to_tensor(gradient).",
+        " batch (an Embedding) before %s uses them. Plain Keras does not, so"
+        " the results differ from plain Keras. They equal the results with the"
+        " dense gradient, tf.convert_to_tensor(gradient).",
         name,
     )
 

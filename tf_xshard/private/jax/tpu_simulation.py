@@ -156,7 +156,7 @@ _Extended: Any = _TENSORFLOW.Extended
 
 
 class SimulatedTPUExtended(_Extended):
-    """TPUStrategy's own implementation, except for what executes a program."""
+    """Implements TPUStrategy, except for the execution of a program."""
 
     def __init__(
         self,

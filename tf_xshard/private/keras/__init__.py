@@ -5,10 +5,11 @@
 - `wrapper_calls`: whether a wrapper is calling the optimizers inside it.
 - `optimizer_state`: reads and sets private attributes of optimizers.
 - `moving_averages`: the averages of weights that SwapEMAWeights looks for.
-- `shards`: `Sharded`, a variable that is split over replicas, and how Keras'
+- `shards`: `Sharded`, a variable that is split over replicas; lets Keras's
   optimizers create and update it.
-- `saving`: which optimizer's state is under which path of a Keras file.
+- `saving`: finds an optimizer's state under the paths of a Keras file.
 - `fit_internals`: attributes of a model while `fit` runs and while it is saved.
 - `losses`: evaluates a loss with another reduction, and counts its items.
-- `multi_worker_patches`: replaces what fails in `fit` across processes.
+- `multi_worker_patches`: replaces functions of `fit` that fail across
+  processes.
 """

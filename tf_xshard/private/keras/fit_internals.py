@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_xshard.private import frames
 from tf_xshard.private import names
 
-# Keras' own step has the labels and predictions in local variables, and the
+# Keras's own step has the labels and predictions in local variables, and the
 # model has its compiled losses. Present in 3.12 to 3.16.
 _TRAIN_STEP = keras.Model.train_step
 names.attributes(
@@ -47,7 +47,7 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
     def skip(iterator):
         nonlocal remaining
         # Each `fit` has its own history. Another history means that the first
-        # `fit` ended in mid-epoch.
+        # `fit` ended in the middle of an epoch.
         if remaining <= 0 or getattr(model, "history", None) is not history:
             model.train_function = train_function
             return train_function(iterator)

@@ -3,8 +3,8 @@
 Keras sums gradients over all replicas inside every optimizer, after clipping
 and weight decay, and no public switch turns the sum off (keras#19308). A local
 optimizer updates each replica's own copy of the variables, in replica context,
-from the gradients that it is given. So everything that it does also works
-inside `tf.cond`, where Keras' own merge_call fails (gradient accumulation, EMA
+from the gradients that it is given. All its features therefore also work inside
+`tf.cond`, where Keras's own merge_call fails (gradient accumulation, EMA
 overwriting; keras#20582).
 
 The object's type becomes a subclass whose `__class__` returns the original
@@ -43,8 +43,8 @@ _SWAP = names.PrivateNames(
     {
         # Sums over all replicas, which must not happen a second time.
         "all_reduce": _OPTIMIZER + "_all_reduce_sum_gradients",
-        # TensorFlow's versions of these methods use merge_call. The base class'
-        # versions do the same on any variable that they are given.
+        # TensorFlow's versions of these methods use merge_call. The base
+        # class's versions do the same on any variable that they are given.
         "update_step": _OPTIMIZER + "_backend_update_step",
         "weight_decay": _OPTIMIZER + "_apply_weight_decay",
         "increment": _OPTIMIZER + "_backend_increment_gradient_accumulators",
@@ -102,7 +102,7 @@ def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
 def refuse_own_reductions(
     optimizers: Iterable[keras.optimizers.Optimizer],
 ) -> None:
-    """Raises TypeError if an optimizer overrides Keras' sum over replicas."""
+    """Raises TypeError if an optimizer overrides Keras's sum over replicas."""
     for one in optimizers:
         _refuse_own_reduction(one)
 
@@ -154,8 +154,8 @@ def _refuse_call_by_others(optimizer: keras.optimizers.Optimizer) -> None:
         name = optimizer.__class__.__name__
         raise RuntimeError(
             f"The {name} {optimizer.name!r} is inside a tf_xshard optimizer,"
-            f" so it no longer sums gradients over the {num_replicas} replicas;"
-            " called directly, it would train them apart."
+            f" so it no longer sums gradients over the {num_replicas} replicas."
+            " If you called it directly, the replicas would diverge."
             f" Call the tf_xshard optimizer, or create another {name}."
         )
 
@@ -166,7 +166,7 @@ class _Local(
     keras_shards.UpdatesShards,
     keras.optimizers.Optimizer,
 ):
-    """A mixin between an optimizer's class and `keras.optimizers.Optimizer`.
+    """Mixes in between an optimizer's class and `keras.optimizers.Optimizer`.
 
     As the last class before the base in the method resolution order, it
     preserves a subclass's overrides (Nadam and Muon have some).
@@ -222,7 +222,7 @@ class _Local(
                 self, trainable_variables
             )
         # At the end of fit, each replica's average is written to its own
-        # variable. Keras' own versions write replica 0's average to all.
+        # variable. Keras's own versions write replica 0's average to all.
         with strategy.scope():
             for variable, average in zip(
                 trainable_variables,
@@ -244,7 +244,7 @@ class _LocalLossScale(
     keras_shards.TracksWholes,
     keras.optimizers.LossScaleOptimizer,
 ):
-    """A LossScaleOptimizer that decides on each replica separately.
+    """Makes a LossScaleOptimizer decide on each replica separately.
 
     Keras decides for all replicas by replica 0's gradients. The wrapper gives
     all replicas non-finite gradients if any replica has them, so all replicas
@@ -276,9 +276,9 @@ class _LocalLossScale(
 
 
 class _ReplicaLocalVariable(keras.Variable):
-    """A counter that each replica increments in its own copy.
+    """Counts on each replica, in the replica's own copy.
 
-    Keras' step counter has the aggregation ONLY_FIRST_REPLICA. Each increment
+    Keras's step counter has the aggregation ONLY_FIRST_REPLICA. Each increment
     reads replica 0 by merge_call, which fails in `tf.cond` and is an AllToAll
     on a TPU. All replicas count the same, so none needs replica 0's value.
     """
@@ -291,7 +291,7 @@ class _ReplicaLocalVariable(keras.Variable):
             or not tf.distribute.has_strategy()
         ):
             return super()._direct_assign(value)
-        # In replica context a distributed variable's handle is this replica's.
+        # In replica context, a distributed variable has this replica's handle.
         tf.raw_ops.AssignVariableOp(
             resource=variable.handle, value=tf.cast(value, variable.dtype)
         )

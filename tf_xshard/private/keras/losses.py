@@ -1,4 +1,4 @@
-"""Evaluates Keras' losses with another reduction, and counts their items."""
+"""Evaluates Keras's losses with another reduction, and counts their items."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resolved(loss: Any, y_true: Any = None, y_pred: Any = None) -> Any:
 
 
 class Evaluated(NamedTuple):
-    """A loss of one batch.
+    """Holds the loss of one batch.
 
     Attributes:
       value: The loss, a scalar tensor.
@@ -46,7 +46,7 @@ def evaluated(
     y_pred: Any,
     sample_weight: Any,
 ) -> Evaluated:
-    """Evaluates a loss with a reduction in place of its own."""
+    """Evaluates a loss with a reduction instead of its own."""
     found = []
 
     def call(y_true: Any, y_pred: Any) -> Any:
@@ -57,8 +57,8 @@ def evaluated(
     if not found or tf.TensorShape(found[0].shape).rank == 0:
         raise ValueError(
             f"GlobalMean({loss.name}) needs a loss that returns a value for"
-            " each row, but it returned one number, in which the number of rows"
-            " can't be seen. Return a value for each row, or use"
+            " each row, but it returned one number, which does not show the"
+            " number of rows. Return a value for each row, or use"
             " tf_xshard.ScalarLoss, which gives each replica the same weight."
         )
     [losses] = found
@@ -96,7 +96,7 @@ def _variant(
     loss: keras.losses.Loss, reduction: str, call: Callable
 ) -> keras.losses.Loss:
     """Returns a copy with another reduction and another `call`."""
-    # copy.copy would make Keras write the loss' config and create a new loss.
+    # copy.copy would make Keras write the loss's config and create a new loss.
     result = object.__new__(type(loss))
     vars(result).update(vars(loss), reduction=reduction, call=call)
     return result

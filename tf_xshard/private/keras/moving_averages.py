@@ -22,7 +22,7 @@ def _forwarded_averages(self: Any) -> list:
 
 
 def _forward_averages(self: Any, value: list) -> None:
-    # The base class' constructor sets a default before there is an inner
+    # The base class's constructor sets a default before there is an inner
     # optimizer.
     if "inner_optimizer" in self.__dict__:
         self._updating_optimizer._model_variables_moving_average = value
@@ -34,7 +34,7 @@ FORWARDED = property(_forwarded_averages, _forward_averages)
 
 
 class Averages:
-    """An optimizer whose averages may not belong to the model's variables."""
+    """Marks an optimizer whose averages may not be the model variables'."""
 
     @property
     def _model_variables_moving_average(self) -> list:

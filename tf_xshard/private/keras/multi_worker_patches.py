@@ -1,4 +1,4 @@
-"""Replaces the functions of Keras' training loops that fail across processes.
+"""Replaces functions of Keras's training loops that fail across processes.
 
 This module recognizes and replaces these functions, which Keras does not
 export. `multi_worker.fit` has the replacements.
@@ -63,7 +63,7 @@ def replace(
     mean_of_replicas: Callable[[Any, tf.distribute.Strategy], Any],
     spans_processes: Callable[[tf.distribute.Strategy], bool],
 ) -> Callable[[], None]:
-    """Replaces what fails across processes; returns a function to undo it."""
+    """Replaces the functions that fail; returns a function to undo it."""
     NAMES.check()
     trainer: Any = names.defining_class(keras.Model, "fit")
     places = {
@@ -87,16 +87,16 @@ def replace(
         states = {"source": f"unknown ({error})"}
     if any(state.startswith("unknown") for state in states.values()):
         raise RuntimeError(
-            "tf_xshard.multi_worker_fit() does not know whether fit works over"
-            f" several processes in Keras {keras.__version__}: {states}. It"
-            f" knows Keras {dependencies.tested_range('keras')}; leave the call"
-            " out to try."
+            "tf_xshard.multi_worker_fit() does not know whether fit works"
+            f" across several processes in Keras {keras.__version__}: {states}."
+            f" It knows Keras {dependencies.tested_range('keras')}. To try fit"
+            " anyway, leave the call out."
         )
     wrong = [name for name, state in states.items() if state == "wrong"]
     for name in set(states) - set(wrong):
         logging.warning(
             "Keras %s has changed %s and removed the wrong call:"
-            " multi_worker_fit() leaves it as it is.",
+            " multi_worker_fit() leaves it unchanged.",
             keras.__version__,
             name,
         )

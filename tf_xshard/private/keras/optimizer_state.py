@@ -1,4 +1,4 @@
-"""Reads and sets attributes of Keras' optimizers, for wrappers."""
+"""Reads and sets attributes of Keras's optimizers, for wrappers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trainable_variables(
 def set_trainable_variables(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Does what the base class' `build` does, without creating variables."""
+    """Does what the base class's `build` does, without creating variables."""
     # `use_ema` and similar settings are forwarded, so `build` would create the
     # inner optimizer's variables twice. A plain assignment would make Keras
     # track the variables as the optimizer's own.
@@ -95,7 +95,7 @@ def own_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
     """Returns the variables that a wrapper has created itself."""
-    # The base class' step counter stays 0, since the inner optimizer counts.
+    # The base class's step counter stays 0, since the inner optimizer counts.
     return [v for v in optimizer._variables if v is not optimizer._iterations]
 
 
@@ -125,7 +125,7 @@ def copy_exclusions(
 def set_iterations(
     optimizer: keras.optimizers.Optimizer, iterations: int
 ) -> None:
-    """Sets how many updates an optimizer has made."""
+    """Sets the number of updates that an optimizer has made."""
     # With accumulation, Keras counts calls, and divides when it reads the
     # count.
     steps = optimizer.gradient_accumulation_steps or 1
@@ -145,8 +145,8 @@ def learning_rate_at(
 def has_caller_of(kind: type, contains: Callable[[Any], bool]) -> bool:
     """Returns True if an optimizer of this `kind` is among the callers.
 
-    An inner optimizer can only find out in `build` what wraps it. The `build`
-    of a LossScaleOptimizer or MultiOptimizer calls the `build` of its inner
+    An inner optimizer can find its wrappers only in `build`. The `build` of a
+    LossScaleOptimizer or MultiOptimizer calls the `build` of its inner
     optimizers. A LossScaleOptimizer directly around an optimizer also sets the
     inner `loss_scale_factor`, so no search is needed.
     """
@@ -156,7 +156,6 @@ def has_caller_of(kind: type, contains: Callable[[Any], bool]) -> bool:
 
 def is_writing_legacy_file() -> bool:
     """Returns True if Keras is currently writing a legacy .h5 file."""
-    # Nothing that Keras' writer calls on an optimizer is specific to the
-    # writer.
+    # Keras's writer calls no method of an optimizer that only the writer calls.
     writer = "save_model_to_hdf5"
     return any(frame.f_code.co_name == writer for frame in frames.callers())

@@ -1,4 +1,4 @@
-"""Reads and writes an optimizer and its inner optimizers in Keras' files.
+"""Reads and writes an optimizer and its inner optimizers in Keras's files.
 
 The store that Keras passes to `load_own_variables` shows one path of the file.
 An optimizer that was saved inside another optimizer is below that path.
@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-# Attributes of Keras' store of an .h5 file: the file, and the current path.
+# Attributes of Keras's store of an .h5 file: the file, and the current path.
 # Present in 3.12 to 3.16. Other stores show one path only.
 _FILE, _PATH = "h5_file", "_h5_entry_path"
 # An AGNOptimizer has its local optimizer where other wrappers have the inner
@@ -55,7 +55,7 @@ def _arrays(store: Any) -> list[np.ndarray]:
 
 
 class _Session:
-    """The requests of wrappers for one file, by ids of inner optimizers.
+    """Holds wrappers' requests for one file, by ids of inner optimizers.
 
     `write_instead` has functions that write a path instead, `skip` the
     optimizers that have been loaded, and `saved` the saved optimizers.
@@ -67,7 +67,7 @@ class _Session:
         self.saved: set[int] = set()
 
 
-# The keys are Keras' stores. A store is one object for a whole file, so its
+# The keys are Keras's stores. A store is one object for a whole file, so its
 # session ends when the file is closed. A call with another store, such as a
 # dict, leaves no session.
 _sessions: weakref.WeakKeyDictionary[Any, _Session] = (
@@ -128,7 +128,7 @@ def saved_variables(optimizer: Any) -> list[Any]:
 
 
 class SavedElsewhere:
-    """An optimizer whose state an outer wrapper may save and load for it."""
+    """Lets an outer wrapper save and load an optimizer's state instead."""
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the optimizer's variables, or what a wrapper saves instead."""

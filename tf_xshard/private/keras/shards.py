@@ -1,9 +1,9 @@
 """Defines Keras variables that are split over replicas.
 
-Inside `strategy.run`, such a variable is this replica's shard, which Keras'
-optimizers update like any other variable. Outside of `strategy.run`, it has the
-whole shape and value, also when it is saved and assigned. So files and
-checkpoints do not show the split.
+Inside `strategy.run`, such a variable is this replica's shard, which Keras's
+optimizers update like any other variable. Outside `strategy.run`, it has the
+whole shape and value, including when it is saved and assigned. Files and
+checkpoints therefore do not show the split.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KEY = "VARIABLE_VALUE"
 
 
 class Store(Protocol):
-    """A reader and writer of whole variables, outside of `strategy.run`."""
+    """Reads and writes whole variables, outside `strategy.run`."""
 
     def read(self, slot: Sharded) -> tf.Tensor:
         """Returns the value in the group of this process's first replica."""
@@ -81,7 +81,7 @@ def is_outside() -> bool:
 
 
 class Sharded(keras.Variable):
-    """A variable that is split over replicas; made by `shard_of`.
+    """Splits a variable over replicas; `shard_of` makes it.
 
     `layout` is a `tf_xshard.distribute.shards.Layout`. `whole` is the weight
     for the shards of a weight, and None for a slot variable.

@@ -2,7 +2,7 @@
 
 A wrapper's node in a tf.train.Checkpoint has the children of the wrapped
 optimizer's node, and one more child with the wrapper's own state. So plain
-Keras' checkpoints load into wrappers, and vice versa:
+Keras's checkpoints load into wrappers, and vice versa:
 
 plain Keras                 CrossShardOptimizer
 optimizer                   optimizer
@@ -145,9 +145,9 @@ class WrapperInternals(keras.optimizers.Optimizer):
         position = next(frames.callers()).f_locals.get(_POSITION)
         if position is None:
             raise RuntimeError(
-                f"TensorFlow {tf.__version__} reads checkpoints in another way"
-                f" than tf_xshard knows, so {self.name} can't be restored from"
-                f" {path}. Tested: TensorFlow"
+                f"TensorFlow {tf.__version__} reads checkpoints in a way that"
+                f" tf_xshard does not support, so {self.name} can't be restored"
+                f" from {path}. Tested: TensorFlow"
                 f" {dependencies.tested_range('tensorflow')}."
             )
         nodes = {

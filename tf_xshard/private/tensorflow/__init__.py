@@ -1,7 +1,7 @@
 """Uses names that TensorFlow does not export.
 
 - `autograph`: keeps AutoGraph from converting this package's code.
-- `tracing`: XLA, replicas, loops and new variables of what is being traced.
+- `tracing`: finds XLA, replicas, loops and new variables in a running trace.
 - `runtime`: which functions TensorFlow runs; aborts its collectives; the
   key-value store of several processes.
 - `iterators`: ends distributed datasets, for `tf_xshard.testing` only.

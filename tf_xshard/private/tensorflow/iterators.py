@@ -1,4 +1,4 @@
-"""Lets a process end that has input pipelines of a simulated TPU."""
+"""Lets a process with input pipelines of a simulated TPU end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorFlow's runtime: its key-value store, its threads, and how it aborts."""
+"""Uses TensorFlow's runtime: its key-value store, its threads, its abort."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def exchange(
             values.append(lookup(f"{key}/{rank}", timeout_seconds))
         except tf.errors.DeadlineExceededError as error:
             raise TimeoutError(
-                f"Worker {rank} did not get to this place ({key}) within"
+                f"Worker {rank} did not reach this point ({key}) within"
                 f" {timeout_seconds:g} seconds (Communication."
                 "timeout_seconds). It has ended, hangs, or runs different"
                 " steps."
@@ -139,15 +139,15 @@ def a_function_uses(handle: tf.Tensor) -> bool:
 
 _SEED = names.PrivateNames(
     "multi_worker_fit, which shuffles alike in all processes",
-    # What TensorFlow derives the seeds of operations from can only be set, not
-    # read or restored.
+    # TensorFlow derives operations' seeds from this context. The public API can
+    # set this state, but can't read or restore it.
     {"context": _PYTHON + "eager.context.context"},
 )
 names.attributes(_SEED.feature, "_seed", "_rng")
 
 
 class GlobalSeed:
-    """TensorFlow's global seed, as it was when this object was made."""
+    """Keeps TensorFlow's global seed from when this object was made."""
 
     def __init__(self) -> None:
         context = _SEED.context()
@@ -161,6 +161,6 @@ class GlobalSeed:
         return copy.deepcopy(self._rng).getrandbits(31)
 
     def restore(self) -> None:
-        """Sets the global seed to what it was."""
+        """Sets the global seed to its earlier value."""
         context = _SEED.context()
         context._seed, context._rng = self.seed, self._rng

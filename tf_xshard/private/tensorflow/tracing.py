@@ -1,4 +1,4 @@
-"""Finds what is being traced: XLA, replicas, loops, new variables."""
+"""Describes the running trace: XLA, replicas, loops, new variables."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def initialize_new_variables() -> None:
 
 
 def in_xla() -> bool:
-    """Returns True if XLA will compile what is being traced."""
+    """Returns True if XLA will compile the function that is being traced."""
     return tf.__internal__.get_enclosing_xla_context() is not None
 
 

@@ -65,7 +65,7 @@ names.attributes("tf_xshard.compat.v1", "_handle_name")
 
 
 def tpu_number_of_shards() -> int | None:
-    """Returns how many shards tf.compat.v1.tpu is building, or None."""
+    """Returns the number of shards that tf.compat.v1.tpu builds, or None."""
     return _V1.tpu_context().number_of_shards
 
 
@@ -144,7 +144,7 @@ def thread_state(
 
 
 class _Extended:
-    """A strategy's `extended` that treats gradients as already summed."""
+    """Replaces a strategy's `extended`, to treat gradients as summed."""
 
     def __init__(self, extended: tf.distribute.StrategyExtended) -> None:
         self._extended = extended
@@ -164,7 +164,7 @@ class _Extended:
 
 
 class _Strategy:
-    """A strategy whose `extended` is `_Extended`."""
+    """Replaces a strategy; its `extended` is `_Extended`."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
@@ -239,7 +239,7 @@ def restore_slot(
 
 
 class WrapperBase(tf.compat.v1.train.Optimizer):
-    """A v1 optimizer that has the slots of the optimizer inside it."""
+    """Shows the slots of an inner optimizer as a v1 optimizer's slots."""
 
     def __dir__(self) -> list[str]:
         # Checkpoint saves the slots of every object that lists this method. A

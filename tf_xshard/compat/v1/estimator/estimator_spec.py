@@ -1,4 +1,4 @@
-"""`TPUEstimatorSpec`, and the specs and modes of TensorFlow's Estimator."""
+"""Defines `TPUEstimatorSpec`, and TensorFlow Estimator's specs and modes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 
 class ModeKeys:
-    """The modes in which a model_fn is called.
+    """Names the modes in which a model_fn is called.
 
     Attributes:
       TRAIN: Training.
@@ -32,7 +32,7 @@ class ModeKeys:
 
 
 class EstimatorSpec(NamedTuple):
-    """The result of a model_fn.
+    """Holds the result of a model_fn.
 
     Args:
       mode: One of `ModeKeys`.
@@ -70,7 +70,7 @@ class EstimatorSpec(NamedTuple):
 
 
 class PredictOutput(NamedTuple):
-    """An exported signature with any outputs.
+    """Describes an exported signature with any outputs.
 
     Args:
       outputs: A tensor or a dict of tensors.
@@ -87,7 +87,7 @@ class PredictOutput(NamedTuple):
 
 
 class ClassificationOutput(NamedTuple):
-    """An exported classification signature.
+    """Describes an exported classification signature.
 
     Args:
       scores: A tensor [batch, num_classes]. Default: None.
@@ -106,7 +106,7 @@ class ClassificationOutput(NamedTuple):
 
 
 class RegressionOutput(NamedTuple):
-    """An exported regression signature.
+    """Describes an exported regression signature.
 
     Args:
       value: A tensor [batch].
@@ -144,7 +144,7 @@ def check_metric(name: str, pair: Any) -> None:
 
 
 class TPUEstimatorSpec(NamedTuple):
-    """The result of a `TPUEstimator`'s model_fn.
+    """Holds the result of a `TPUEstimator`'s model_fn.
 
     `TPUEstimator` checks that a spec has the fields that its mode needs.
 
@@ -159,9 +159,10 @@ class TPUEstimatorSpec(NamedTuple):
       export_outputs: Signatures, not used by `TPUEstimator`. Default: None.
       scaffold_fn: A function without arguments that returns a
         `tf.compat.v1.train.Scaffold`. Default: None.
-      host_call: A pair like `eval_metrics`. In training its function gets the
-        tensors of all shards, concatenated along axis 0. It returns None or an
-        operation (to write summaries) to run once a step. Default: None.
+      host_call: A pair like `eval_metrics`. In training, its function gets the
+        tensors of all shards, concatenated along axis 0. The function returns
+        None, or an operation (to write summaries) that runs once a step.
+        Default: None.
       training_hooks: Training hooks. Default: none.
       evaluation_hooks: Evaluation hooks. Default: none.
       prediction_hooks: Prediction hooks. Default: none.
@@ -191,7 +192,8 @@ class TPUEstimatorSpec(NamedTuple):
     def as_estimator_spec(self) -> EstimatorSpec:
         """Converts this spec to an `EstimatorSpec`, for one device.
 
-        Calls `eval_metrics`, `host_call`, `scaffold_fn` in the current graph.
+        Calls `eval_metrics`, `host_call` and `scaffold_fn` in the current
+        graph.
 
         Returns:
           An `EstimatorSpec`, whose train_op includes `host_call`'s operation.

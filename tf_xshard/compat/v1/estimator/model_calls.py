@@ -27,7 +27,7 @@ _OPTIONAL_ARGUMENTS = ("labels", "mode", "params", "config")
 
 
 class ModelCalls:
-    """A model_fn with the config, params and batch sizes for its calls."""
+    """Holds a model_fn with the config, params and batch sizes of its calls."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class ModelCalls:
         name, size = batch_sizes[_Modes.TRAIN]
         if size is not None and size % num_shards:
             raise ValueError(
-                f"{name}={size} cannot be divided by the {num_shards} shards."
-                " Take a multiple."
+                f"{name}={size} can't be divided by the {num_shards} shards."
+                f" Pass a multiple of {num_shards}."
             )
         self._model_fn = model_fn
         self._accepted = _accepted_arguments(model_fn)
@@ -122,14 +122,14 @@ class ModelCalls:
         return spec
 
     def _check_that_shards_exchange(self) -> None:
-        """Checks that shards exchange; otherwise each would train alone."""
+        """Checks that shards exchange, since otherwise each trains alone."""
         shard_here = traced_shards.current()
         assert shard_here is not None
         if self._num_shards > 1 and not shard_here.num_exchanges:
             raise ValueError(
                 f"model_fn trains on {self._num_shards} shards, but its"
-                " train_op combines nothing over them, so each would train"
-                " alone. Wrap the optimizer: tf_xshard.compat.v1."
+                " train_op combines nothing over them, so each shard would"
+                " train alone. Wrap the optimizer: tf_xshard.compat.v1."
                 "CrossShardOptimizer(optimizer)."
             )
 
@@ -150,7 +150,7 @@ class ModelCalls:
         ):
             raise ValueError(
                 f"input_fn gives a tensor of shape {shape}, whose rows can't be"
-                f" split over {self._num_shards} shards. Give batches, with"
+                f" split over {self._num_shards} shards. Batch the rows with"
                 " dataset.batch(..., drop_remainder=True)."
             )
 
@@ -204,7 +204,7 @@ def _check_scalar(loss: Any) -> None:
 
 
 def _accepted_arguments(model_fn: Callable[..., Any]) -> list[str]:
-    """Lists model_fn's known arguments; refuses unknown required arguments."""
+    """Lists model_fn's known arguments; raises for unknown required ones."""
     if not callable(model_fn):
         raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
     _, *others = inspect.signature(model_fn).parameters.values()
@@ -217,8 +217,8 @@ def _accepted_arguments(model_fn: Callable[..., Any]) -> list[str]:
     ]
     if unknown:
         raise TypeError(
-            f"model_fn has arguments {unknown}, which nothing is passed to."
-            " Expected the features and, after them, any of"
+            f"model_fn has arguments {unknown}, for which TPUEstimator has"
+            " no value. After the features, it can have any of the arguments"
             f" {list(_OPTIONAL_ARGUMENTS)}."
         )
     return _taken(model_fn, _OPTIONAL_ARGUMENTS)

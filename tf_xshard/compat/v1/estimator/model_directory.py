@@ -9,13 +9,14 @@ import tensorflow as tf
 
 
 class ModelDirectory:
-    """The part of TPUEstimator that reads checkpoints."""
+    """Reads checkpoints, as a part of TPUEstimator."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         if not path:
             raise ValueError(
-                "There is no model_dir, where evaluate() and predict() find"
-                " what train() saved. Pass it, or set RunConfig.model_dir."
+                "There is no model_dir. train() saves there, and evaluate() and"
+                " predict() read from there. Pass model_dir, or set"
+                " RunConfig.model_dir."
             )
         self._model_dir = os.fspath(path)
 

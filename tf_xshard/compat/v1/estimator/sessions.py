@@ -1,4 +1,4 @@
-"""A TPUEstimator's graphs, sessions, hooks and summaries."""
+"""Makes a TPUEstimator's graphs, sessions, hooks and summaries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUTS = "tf_xshard_inputs"
 
 
 class Sessions:
-    """A factory of a TPUEstimator's graphs and sessions."""
+    """Makes a TPUEstimator's graphs and sessions."""
 
     def __init__(self, config: tpu_config.RunConfig, directory: str) -> None:
         self._config = config
@@ -108,7 +108,7 @@ class Sessions:
 
 
 class InitHook(tf.compat.v1.train.SessionRunHook):
-    """A hook that initializes the input and a host_call's summary writers."""
+    """Initializes the input and a host_call's summary writers, as a hook."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Runs the initializers in a new session."""
@@ -123,7 +123,7 @@ class InitHook(tf.compat.v1.train.SessionRunHook):
 
 
 class SaverHook(tf.compat.v1.train.SessionRunHook):
-    """A hook that saves before the first step, periodically and at the end."""
+    """Saves before the first step, periodically and at the end, as a hook."""
 
     # TensorFlow's own hook also writes the graph as text, which fails in
     # TensorFlow 2.20 with protobuf 7.34.

@@ -1,4 +1,4 @@
-"""`RunConfig` and `TPUConfig`, and which of their arguments are refused."""
+"""Defines `RunConfig` and `TPUConfig`, and lists unsupported arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OF_RUN_CONFIG = {
     "evaluation_master": "It names a TPU, but the shards run on this machine.",
     "save_checkpoints_secs": "Use save_checkpoints_steps.",
     "keep_checkpoint_every_n_hours": "Use keep_checkpoint_max=0 to keep all.",
-    "train_distribute": "The shards of tpu_config are what distributes.",
+    "train_distribute": "Set the number of shards in tpu_config instead.",
     "eval_distribute": "Evaluation runs once, for the whole batch.",
 }
 OF_TPU_ESTIMATOR = {
@@ -23,7 +23,7 @@ OF_TPU_ESTIMATOR = {
     "warm_start_from": (
         "Call tf.train.init_from_checkpoint in the spec's scaffold_fn."
     ),
-    "embedding_config_spec": "There are no TPU embeddings.",
+    "embedding_config_spec": "TPU embeddings are not supported.",
     # These arguments are accepted, since they change nothing without a TPU.
     "eval_on_tpu": None,
     "export_to_cpu": None,
@@ -42,15 +42,16 @@ def refuse(
             )
         if value and known[name] is not None:
             raise ValueError(
-                f"{owner}({name}={value!r}) has no meaning here. {known[name]}"
+                f"{owner}({name}={value!r}) is not supported. {known[name]}"
             )
 
 
 class InputPipelineConfig(enum.IntEnum):
-    """The options for how often, and for how many rows, `input_fn` is called.
+    """Selects how often `input_fn` is called, and for how many rows.
 
     All shards are on one host, so PER_HOST_V1 and PER_HOST_V2 call `input_fn`
-    once, for the global batch. `TPUConfig` refuses the other options.
+    once, for the global batch. `TPUConfig` raises ValueError for the other
+    options.
 
     Source: tf.compat.v1.estimator.tpu.InputPipelineConfig.
     """
@@ -64,7 +65,7 @@ class InputPipelineConfig(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TPUConfig:
-    """The number of shards that train, and their input.
+    """Sets the number of shards that train, and their input.
 
     Args:
       iterations_per_loop: No effect; each step returns to Python. Default: 2.
@@ -100,14 +101,14 @@ class TPUConfig:
         ):
             raise ValueError(
                 "per_host_input_for_training must be True, PER_HOST_V1 or"
-                " PER_HOST_V2: input_fn is called once, for all shards. Got"
-                f" {self.per_host_input_for_training!r}."
+                f" PER_HOST_V2, got {self.per_host_input_for_training!r}."
+                " input_fn is called once for all shards."
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class RunConfig:
-    """The settings of a `TPUEstimator`, such as how often it saves.
+    """Configures a `TPUEstimator`, for example how often it saves.
 
     Args:
       tpu_config: A `TPUConfig`. Default: one shard.

@@ -1,4 +1,4 @@
-"""`TPUEstimator`, which trains, evaluates and predicts without a TPU.
+"""Defines `TPUEstimator`, which trains, evaluates and predicts without a TPU.
 
 train     input_fn(params) --> features, labels --+--> shard 0: model_fn --+
                                of the global batch +--> shard 1: model_fn --+-->
@@ -41,7 +41,7 @@ def metrics_of(spec: Any) -> dict[str, tuple[Any, Any]]:
     found = dict(found or {})
     if "loss" in found or "global_step" in found:
         raise ValueError(
-            '"loss" and "global_step" are always in the results. Give that'
+            '"loss" and "global_step" are always in the results. Give your'
             " metric another name."
         )
     return {**found, "loss": tf.compat.v1.metrics.mean(spec.loss)}
@@ -66,7 +66,7 @@ def select_predictions(
     if not isinstance(predictions, dict):
         raise ValueError(
             "predict_keys is for predictions that are a dict, but model_fn's"
-            " are one tensor. Leave it out."
+            " predictions are one tensor. Leave predict_keys out."
         )
     unknown = [key for key in keys if key not in predictions]
     if unknown:
@@ -100,7 +100,7 @@ _Modes = estimator_spec.ModeKeys
 
 
 class TPUEstimator(model_directory.ModelDirectory):
-    """An estimator that trains, evaluates and predicts with a model_fn.
+    """Trains, evaluates and predicts with a model_fn.
 
     `train` builds one graph with `config.tpu_config.num_shards` shards (see
     `shard`), so `CrossShardOptimizer` sums as on a TPU. `evaluate` and
@@ -109,8 +109,9 @@ class TPUEstimator(model_directory.ModelDirectory):
     Args:
       model_fn: A function of `features` and, optionally, `labels`, `mode`,
         `params` and `config`. It returns a `TPUEstimatorSpec`, or an
-        `EstimatorSpec`, which has no host_call. In training it gets a shard's
-        part of the batch, and the part's size as `params["batch_size"]`.
+        `EstimatorSpec`, which has no host_call. In training, the function gets
+        a shard's part of the batch, and the part's size as
+        `params["batch_size"]`.
       model_dir: The directory of checkpoints and summaries. Default:
         `config.model_dir`.
       config: A `RunConfig`. Default: `RunConfig()`, which has one shard.
@@ -125,8 +126,9 @@ class TPUEstimator(model_directory.ModelDirectory):
         they raise an error that says what to use instead.
 
     Raises:
-      TypeError: If model_fn is not callable or has an argument that nothing is
-        passed to, config is not a `RunConfig`, or an argument is unknown.
+      TypeError: If model_fn is not callable or requires an argument that
+        TPUEstimator does not pass. If config is not a `RunConfig`, or if an
+        argument is unknown.
       ValueError: If there is no model_dir, params has "batch_size", the number
         of shards does not divide train_batch_size, or an argument of the
         original is not supported.
@@ -200,7 +202,7 @@ class TPUEstimator(model_directory.ModelDirectory):
 
     @property
     def params(self) -> dict[str, Any]:
-        """A copy of the params."""
+        """A copy of `params`."""
         return copy.deepcopy(self._params)
 
     @autograph.entry_point
@@ -216,8 +218,8 @@ class TPUEstimator(model_directory.ModelDirectory):
         Continues from the newest checkpoint in model_dir.
 
         Args:
-          input_fn: A function of any of `params`, `mode` and `config`. It gives
-            a `tf.data.Dataset` or tensors, either features or a pair of
+          input_fn: A function of any of `params`, `mode` and `config`. It
+            returns a `tf.data.Dataset` or tensors, either features or a pair of
             features and labels. `params["batch_size"]` is the global size.
           hooks: `tf.compat.v1.train.SessionRunHook`s. Default: none.
           steps: The number of steps to train. Default: None, no limit.
@@ -236,11 +238,13 @@ class TPUEstimator(model_directory.ModelDirectory):
         if steps is not None and max_steps is not None:
             raise ValueError("Pass steps or max_steps, not both.")
         if self._train_batch_size is None:
-            raise ValueError("train() needs TPUEstimator(train_batch_size=...)")
+            raise ValueError(
+                "train() needs TPUEstimator(train_batch_size=...), got None."
+            )
         checks.count("steps", steps, None)
         checks.count("max_steps", max_steps, None)
         if max_steps is not None and self._saved_step() >= max_steps:
-            logging.info("Step %d has been trained already.", max_steps)
+            logging.info("Training has already reached step %d.", max_steps)
             return self
         with self._sessions.graph():
             features, labels = self._calls.inputs(input_fn, _Modes.TRAIN)
@@ -304,7 +308,8 @@ class TPUEstimator(model_directory.ModelDirectory):
                     count += 1
                 if not count:
                     raise ValueError(
-                        "input_fn gives no batch: lower eval_batch_size."
+                        "input_fn gives no batch, so there is nothing to"
+                        " evaluate. Lower eval_batch_size."
                     )
                 results = session.run_step_fn(
                     lambda step_context: step_context.session.run(values)

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer, AGNOptimizer, and what all TF1 wrappers share.
+"""Defines CrossShardOptimizer, AGNOptimizer and the TF1 wrappers' base class.
 
 - `cross_shard`: `CrossShardOptimizer`, with and without a TPU.
 - `agn`: `AGNOptimizer`, with its local steps, its exchanges, its session

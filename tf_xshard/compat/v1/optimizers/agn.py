@@ -1,4 +1,4 @@
-"""`tf.contrib.opt.AGNOptimizer`, with a period of T steps between exchanges.
+"""Defines `tf.contrib.opt.AGNOptimizer`, which exchanges every T steps.
 
 each step      local variable  <-  optimizer(gradient)
                accumulator     <-  accumulator + gradient
@@ -29,7 +29,7 @@ _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
 
 
 class Operations:
-    """Assignments to AGNOptimizer's variables, with or without locks."""
+    """Assigns AGNOptimizer's variables, with or without locks."""
 
     def __init__(self, use_locking: bool) -> None:
         self._locked = use_locking
@@ -111,7 +111,7 @@ def cond(
 
 
 class InitHook(tf.compat.v1.train.SessionRunHook):
-    """A hook that runs an operation in each new session."""
+    """Runs an operation in each new session."""
 
     def __init__(self, make_init_op: Callable[[], tf.Operation | None]) -> None:
         self._make_init_op = make_init_op
@@ -154,11 +154,12 @@ def swapping_saver(
 
 
 class AGNOptimizer(wrapper.Wrapper):
-    """An optimizer for accumulated gradient normalization (AGN).
+    """Trains by accumulated gradient normalization (AGN).
 
     Each worker trains its own variables. Every `communication_period` steps, it
-    applies the sum of its gradients, divided by the period, to the center with
-    the same optimizer, then copies the center. No worker waits for another.
+    divides the sum of its gradients by the period. With the same optimizer, it
+    applies the result to the center, and then copies the center. No worker
+    waits for another worker.
 
     The optimizer has slots for the worker's variables and for the center. State
     that is not per variable, such as Adam's beta powers, belongs to the worker.
@@ -259,7 +260,8 @@ class AGNOptimizer(wrapper.Wrapper):
           name: Prefix of the operations' names. Default: the constructor's.
 
         Returns:
-          An operation for the step and any exchange. None in eager mode.
+          An operation for the step and for an exchange if one is due. None in
+          eager mode.
 
         Raises:
           ValueError: If grads_and_vars is empty, malformed or has no gradient,
@@ -388,7 +390,8 @@ class AGNOptimizer(wrapper.Wrapper):
 
         An evaluation graph, built without the custom getter, loads these files
         with a plain `Saver`. To continue training, restore with a swapping
-        saver in a new training graph and run `get_init_op` (the hook does).
+        saver in a new training graph, and run the operation of `get_init_op`
+        (the hook runs it).
 
         Args:
           var_list: The variables to save. Default: all global variables,

@@ -1,4 +1,4 @@
-"""AGNOptimizer's variables, in three copies: local, center, accumulator."""
+"""Makes AGNOptimizer's local variables, centers and accumulators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRAD_VARIABLE_NAME = "grad_variable"
 
 
 class Copies(NamedTuple):
-    """The three variables, of one shape, for a trainable variable."""
+    """Holds the three variables, of one shape, for a trainable variable."""
 
     local: tf.Variable
     center: tf.Variable
@@ -22,9 +22,9 @@ class Copies(NamedTuple):
 
 
 class AGNCustomGetter:
-    """A custom getter of `tf.compat.v1.variable_scope` for AGNOptimizer.
+    """Makes AGNOptimizer's variables, as a custom getter of a variable_scope.
 
-    For each trainable variable NAME, it makes:
+    For each trainable variable NAME, the getter makes:
 
     - the local variable, NAME: trainable, in LOCAL_VARIABLES, on worker_device;
     - the center, global_center_variable/NAME: in GLOBAL_VARIABLES, placed by

@@ -1,4 +1,4 @@
-"""The v1 wrappers' base class, and the checks of losses and gradients."""
+"""Defines the v1 wrappers' base class, and checks losses and gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tensors_of(
 
 
 class Wrapper(tensorflow_v1.WrapperBase):
-    """A v1 optimizer that forwards slots, variables and checkpoints."""
+    """Forwards slots, variables and checkpoints to a v1 optimizer."""
 
     def _inner_here(self) -> inner_optimizers.V1 | inner_optimizers.Keras:
         """Returns the inner optimizer's adapter, for the current shard."""

@@ -1,4 +1,4 @@
-"""`tf.compat.v1.tpu.CrossShardOptimizer`, with and without a TPU."""
+"""Defines `tf.compat.v1.tpu.CrossShardOptimizer`, with and without a TPU."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _REDUCTIONS = (Reduction.SUM, Reduction.MEAN)
 
 
 class CrossShardOptimizer(wrapper.Wrapper):
-    """An optimizer that averages or sums gradients across shards or replicas.
+    """Averages or sums gradients across shards or replicas.
 
-    It is the documented `tf.compat.v1.tpu.CrossShardOptimizer`. The original
-    runs on a TPU only. This optimizer runs:
+    This class is the documented `tf.compat.v1.tpu.CrossShardOptimizer`. The
+    original runs only on a TPU. This optimizer runs:
 
     - in `tf.compat.v1.tpu.shard`, `replicate` and `rewrite`, where it builds
       the original's operations;
     - in `tf_xshard.compat.v1.shard`, without a TPU;
     - in a `tf.distribute` strategy's replica function (graph, `tf.function` or
-      eager), where it sums once, over the groups, and the inner optimizer does
-      not sum again;
+      eager), where it sums once over the groups, and the inner optimizer does
+      not sum;
     - anywhere else, as one shard.
 
     `compute_gradients` divides the loss by the group size if the reduction is
@@ -43,8 +43,9 @@ class CrossShardOptimizer(wrapper.Wrapper):
     other sources are summed without a division.
 
     Args:
-      opt: The v1 optimizer to wrap; in a `tf.function` and eagerly it can be a
-        Keras optimizer. Once wrapped, it no longer sums over replicas itself.
+      opt: The v1 optimizer to wrap. In a `tf.function` or in eager mode, it can
+        be a Keras optimizer. A wrapped optimizer does not sum over replicas
+        itself.
       reduction: The reduction to apply to the shard losses,
         `tf.compat.v1.losses.Reduction.MEAN` (default) or `SUM`.
       name: The update operation's name. Default: "CrossShardOptimizer".
@@ -125,7 +126,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
         Raises:
           TypeError, ValueError: If the loss is not a floating-point tensor.
           ValueError: If group_assignment does not fit the number of shards.
-          RuntimeError: In eager mode, if the loss is not a function; in a
+          RuntimeError: If the loss is not a function in eager mode. In a
             strategy's cross-replica context.
 
         Example: see the class.
@@ -173,7 +174,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
             or if group_assignment does not fit the number of shards.
           TypeError: If a gradient's type is not a supported numeric type.
           RuntimeError: In a strategy's cross-replica context, and where shards
-            or replicas cannot communicate.
+            or replicas can't communicate.
 
         Example: see the class.
         """

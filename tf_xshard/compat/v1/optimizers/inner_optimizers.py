@@ -1,4 +1,4 @@
-"""Adapters for a TF1 wrapper's inner optimizer, from v1 or from Keras."""
+"""Adapts a TF1 wrapper's inner optimizer, from v1 or from Keras."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tf_xshard.reduction import gradients as gradients_lib
 
 
 class V1:
-    """An adapter for a v1 optimizer."""
+    """Adapts a v1 optimizer."""
 
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer) -> None:
         self.optimizer = optimizer
@@ -64,7 +64,7 @@ class V1:
 
 
 class Keras:
-    """An adapter that gives a Keras optimizer the v1 methods."""
+    """Gives a Keras optimizer the v1 methods."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
@@ -122,7 +122,7 @@ class Keras:
             raise TypeError(
                 "A Keras optimizer can't be used in a tf.Graph with a Session:"
                 " its apply() returns no operation that a Session could run."
-                " Use an optimizer of tf.compat.v1.train there, or the Keras"
+                " Use an optimizer of tf.compat.v1.train, or use the Keras"
                 " optimizer eagerly or in a tf.function."
             )
 
@@ -171,7 +171,7 @@ def of(opt: Any) -> V1 | Keras:
         return result
     raise TypeError(
         "The wrapped optimizer must be one of tf.compat.v1.train.Optimizer or"
-        f" of keras.optimizers.Optimizer, got {type(opt).__name__}."
+        f" keras.optimizers.Optimizer, got {type(opt).__name__}."
     )
 
 

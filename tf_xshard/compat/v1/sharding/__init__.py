@@ -1,4 +1,4 @@
-"""Several shards of one computation in one graph, without a TPU.
+"""Builds several shards of one computation into one graph, without a TPU.
 
 - `shard`: `shard`, and `shard_initializer` for the shards' variables.
 - `traced_shards`: traces the shards, each in its own thread.

@@ -1,7 +1,7 @@
 """Maps shard 0's variables to the other shards' copies.
 
-Also records which shard an optimizer belongs to. An optimizer that several
-shards shared would count all their updates.
+Also records the shard of each optimizer. An optimizer that several shards
+shared would count all their updates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def of(graph: tf.Graph) -> ShardCopies:
 
 
 class ShardCopies:
-    """The variables of shard 0, and the other shards' copies."""
+    """Maps the variables of shard 0 to the other shards' copies."""
 
     def __init__(self) -> None:
         # Maps the id of a variable of shard 0 to the variable.

@@ -1,4 +1,4 @@
-"""`shard`, which builds the shards of a computation into one graph.
+"""Defines `shard`, which builds a computation's shards into one graph.
 
 inputs --split--> shard 0 -- gradients --+               +-- shard 0 --+
                   shard 1 -- gradients --+-- group sum --+-- shard 1 --+--
@@ -74,8 +74,8 @@ def shard(
     Shards share a variable made outside the computation. It is updated once,
     with the sum of the gradients; several groups raise ValueError. Any other
     assignment, such as `global_step.assign(global_step + 1)`, also happens
-    once, and all shards read the value before it. In a `tf.function`, such an
-    assignment raises ValueError.
+    once, and all shards read the value from before the assignment. In a
+    `tf.function`, such an assignment raises ValueError.
 
     Args:
       computation: A function of one tensor per input. It returns a tensor, an
@@ -94,7 +94,7 @@ def shard(
       infeed_queue: Must be None; there is no TPU to feed.
       device_assignment: A device name for each shard. Default: TensorFlow
         places the shards.
-      name: Does nothing, as documented.
+      name: Has no effect, as TensorFlow documents.
       xla_options: Must be None; XLA is not used.
 
     Returns:
@@ -105,8 +105,8 @@ def shard(
       TypeError: If inputs is not a list, num_shards is not an int, or an output
         can't be converted to a tensor.
       ValueError: If num_shards is not positive, the number of axes or devices
-        is wrong, infeed_queue or xla_options is given, or shards make different
-        variables or apply gradients a different number of times.
+        is wrong, or infeed_queue or xla_options is given. If shards make
+        different variables, or apply gradients a different number of times.
       RuntimeError: In eager mode, in another `shard`, or if gradients are
         applied in a branch, a loop or a function inside the computation.
 
@@ -123,11 +123,13 @@ def shard(
     del name
     if tf.executing_eagerly():
         raise RuntimeError(
-            "shard() builds a graph, and TensorFlow runs eagerly. Call it in a"
-            " tf.function, or in a tf.Graph."
+            "shard() builds a graph, but TensorFlow is running eagerly. Call it"
+            " in a tf.function, or in a tf.Graph."
         )
     if traced_shards.current() is not None:
-        raise RuntimeError("shard() is called inside another shard().")
+        raise RuntimeError(
+            "shard() is called inside another shard(). Remove the inner call."
+        )
     num_shards = checks.positive_integer("num_shards", num_shards)
     for argument, value in (
         ("infeed_queue", infeed_queue),
@@ -205,7 +207,7 @@ def _one_each(
     if len(values) != len(tensors):
         raise ValueError(
             f"{argument} has {len(values)} entries for {len(tensors)} tensors:"
-            f" {list(values)!r}."
+            f" {list(values)!r}. Pass one entry for each tensor."
         )
     return list(values)
 

@@ -1,9 +1,9 @@
 """Lets shards assign variables made outside the computation.
 
-On a TPU, each core reads a variable's old value (of a global step, for example)
-and assigns its own copy, so all copies get the same value. In one graph, the
-shards would change one variable several times and read each other's values. So
-in each `session.run`:
+On a TPU, each core reads the old value of a variable, such as a global step. It
+assigns its own copy, so all copies get the same value. In one graph, the shards
+would change one variable several times and read each other's values. Instead,
+each `session.run` works as follows:
 
             +--copy--> the value before the step, which all shards read first
             |
@@ -76,9 +76,9 @@ def refuse_assignments(
             if tensor.ref() in shared:
                 raise ValueError(
                     "A variable that was made outside of the computation is"
-                    f" assigned in it ({one.name}), in every shard: it would"
-                    " change once for each. In a tf.function, assign it after"
-                    " shard(), or make it in the computation."
+                    f" assigned inside it ({one.name}), so it would change once"
+                    " for each shard. Make the variable in the computation or,"
+                    " in a tf.function, assign it after shard()."
                 )
 
 
@@ -137,7 +137,7 @@ def _assigns(operation: tf.Operation) -> bool:
 
 
 class _Copy:
-    """A copy of a variable, assigned in each run before any shard runs."""
+    """Copies a variable, in each run before any shard runs."""
 
     def __init__(
         self, variable: tf.Variable, suffix: str, start: tf.Operation

@@ -27,7 +27,7 @@ Pairs = list[tuple[Any, Any]]
 
 
 class Alone:
-    """One shard, outside everything that combines gradients."""
+    """Handles one shard, outside everything that combines gradients."""
 
     num_shards: int = 1
     # Errors name the owner of the shards with this text.
@@ -64,7 +64,7 @@ class Alone:
 
 
 class InReplicas(Alone):
-    """The replicas of a strategy, in its replica function."""
+    """Sums over the replicas of a strategy, in its replica function."""
 
     description = "the strategy"
 
@@ -92,7 +92,7 @@ class InReplicas(Alone):
 
 
 class OnTPU(Alone):
-    """The shards of tf.compat.v1.tpu.shard, replicate or rewrite."""
+    """Sums over the shards of tf.compat.v1.tpu.shard, replicate or rewrite."""
 
     description = "the TPU computation"
 
@@ -128,7 +128,7 @@ class OnTPU(Alone):
 
 
 class InShards(Alone):
-    """The shards of `tf_xshard.compat.v1.shard`, in its computation."""
+    """Sums over the shards of `tf_xshard.compat.v1.shard`, in a computation."""
 
     description = "shard()"
 
@@ -172,7 +172,8 @@ class InShards(Alone):
             raise ValueError(
                 f"Variables {shared} are made outside the computation of"
                 f" shard(), so all shards share them, and {groups.num_groups}"
-                " groups would update them differently. Make them inside."
+                " groups would update them differently. Make them inside the"
+                " computation."
             )
         if global_step is not None and not shard.owns(global_step):
             global_step = None
@@ -192,7 +193,8 @@ def current() -> Alone:
     logging.log_first_n(
         logging.WARNING,
         "CrossShardOptimizer is used outside of shard(), of tf.compat.v1.tpu"
-        " and of a strategy's replica function: there is one shard.",
+        " and of a strategy's replica function, so there is only one shard and"
+        " no gradients are combined.",
         1,
     )
     return Alone()
@@ -218,7 +220,7 @@ def _summed_in_groups(
     for index, one in enumerate(of_shards):
         if one.keys() != of_shards[0].keys():
             raise ValueError(
-                f"Shard {index} applies gradients to other variables than"
+                f"Shard {index} applies gradients to different variables than"
                 " shard 0. All shards must run the same computation."
             )
     of_groups = [

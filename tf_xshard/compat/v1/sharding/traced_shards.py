@@ -23,11 +23,11 @@ from tf_xshard.compat.v1.sharding import copies as shard_copies
 from tf_xshard.compat.v1.sharding import shared_variables
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
-# The collection of the copies that all shards except shard 0 have.
+# The collection that holds the copies of all shards except shard 0.
 SHARD_VARIABLES = "shard_variables"
 
-# What shards add to these collections belongs to the graph, not to one shard's
-# view.
+# Entries that shards add to these collections belong to the graph, not to one
+# shard's view.
 _SHARED_COLLECTIONS = (
     tf.compat.v1.GraphKeys.TABLE_INITIALIZERS,
     tf.compat.v1.GraphKeys.QUEUE_RUNNERS,
@@ -35,7 +35,7 @@ _SHARED_COLLECTIONS = (
 
 
 class Team:
-    """The shards of one call of `shard`."""
+    """Holds the shards of one call of `shard`."""
 
     def __init__(self, devices: Sequence[str | None]) -> None:
         self.graph = tf.compat.v1.get_default_graph()
@@ -139,15 +139,16 @@ class Team:
         return results[0]
 
     def check_place(self) -> None:
-        """Raises RuntimeError where shards cannot communicate."""
+        """Raises RuntimeError where shards can't communicate."""
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph or tensorflow_v1.in_control_flow(graph):
             raise RuntimeError(
                 "Gradients are applied in tf.cond, tf.while_loop or a"
                 " tf.function inside the computation of shard(), or shard() is"
-                " called in control flow v1. Shards cannot communicate there."
-                " Apply gradients outside of it; to skip an update, multiply"
-                " the gradients by zero."
+                " called in control flow v1. Shards can't communicate there."
+                " Apply gradients at the top level of the computation, and call"
+                " shard() outside of control flow v1. To skip an update,"
+                " multiply the gradients by zero."
             )
 
     def initialize_first(
@@ -204,9 +205,9 @@ def _read_there(variable: tf.Variable) -> tf.Tensor:
 
 def _unequal(waiting: list[int]) -> ValueError:
     return ValueError(
-        f"Shards {waiting} wait for the others' gradients, but the others apply"
-        " gradients fewer times. Every shard must apply gradients the same"
-        " number of times."
+        f"Shards {waiting} wait for the others' gradients, but the other shards"
+        " apply gradients fewer times. Every shard must apply gradients the"
+        " same number of times."
     )
 
 
@@ -214,11 +215,11 @@ _this_thread = threading.local()
 
 
 class _Cancelled(BaseException):
-    """An exception that ends a shard's thread after another shard failed."""
+    """Ends a shard's thread after another shard failed."""
 
 
 class Shard:
-    """One shard while it is traced."""
+    """Traces one shard."""
 
     def __init__(self, index: int, team: Team) -> None:
         self.index = index

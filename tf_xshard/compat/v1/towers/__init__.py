@@ -1,4 +1,4 @@
-"""Several towers of one model_fn, and one update.
+"""Builds several towers of one model_fn, and updates once.
 
 - `replicate_model_fn`: splits the batch, calls model_fn for each tower,
   and merges the towers' specs into one.

@@ -1,4 +1,4 @@
-"""The state of a graph's towers while they are built."""
+"""Keeps the state of a graph's towers while they are built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _used_in: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
 class Towers:
-    """The towers of one graph while `replicate_model_fn` builds them."""
+    """Holds the towers of one graph while `replicate_model_fn` builds them."""
 
     def __init__(self, num_towers: int, loss_reduction: str) -> None:
         self.num_towers = num_towers

@@ -1,4 +1,4 @@
-"""`tf.contrib.estimator.replicate_model_fn`, without the Estimator package."""
+"""Defines TF1's `replicate_model_fn`, without the Estimator package."""
 
 from __future__ import annotations
 
@@ -126,9 +126,10 @@ def replicate_model_fn(
       model_fn: A function of `features`, `labels` and `mode`, and optionally of
         `params` and `config`. It returns an `EstimatorSpec`, or any object with
         the same fields.
-      loss_reduction: How the towers' losses are combined. With
-        `tf.compat.v1.losses.Reduction.SUM` they are added, with other values
-        averaged. NONE is not allowed. Default: SUM_BY_NONZERO_WEIGHTS.
+      loss_reduction: The combination of the towers' losses. With
+        `tf.compat.v1.losses.Reduction.SUM`, the losses are added. With other
+        values, they are averaged. NONE raises ValueError. Default:
+        SUM_BY_NONZERO_WEIGHTS.
       devices: The towers' devices; a device can have several towers. Default:
         all GPUs, or the CPU if there are none.
 
@@ -147,10 +148,11 @@ def replicate_model_fn(
 
     Raises:
       ValueError: If loss_reduction is NONE or unknown, or devices is a str.
-        When the function is called, if a batch can't be split evenly, an
-        optimizer is not wrapped, towers apply different gradients or make
-        different metrics, or the mode or an export output's type is unknown.
-      RuntimeError: If a replicated model_fn is called inside another one.
+        When the function is called, if a batch can't be split evenly, or an
+        optimizer is not wrapped. If towers apply different gradients or make
+        different metrics. If the mode or an export output's type is unknown.
+      RuntimeError: If a replicated model_fn is called inside another replicated
+        model_fn.
 
     Example: see `TowerOptimizer`.
 
@@ -272,7 +274,7 @@ def _towers(
             if spec.train_op is not None and not (towers_lib.is_used()):
                 raise ValueError(
                     "The model_fn trains without a TowerOptimizer, so each"
-                    " tower would update the variables by itself. Please wrap"
+                    " tower would update the variables separately. Please wrap"
                     " optimizers with tf_xshard.compat.v1.TowerOptimizer."
                 )
             if spec.loss is not None and towers.averages:

@@ -1,4 +1,4 @@
-"""`tf.contrib.estimator.TowerOptimizer`, one update from several towers."""
+"""Defines TF1's `TowerOptimizer`, which updates once for several towers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tf_xshard.private.tensorflow import autograph
 
 
 class TowerOptimizer(wrapper.Wrapper):
-    """An optimizer that sums the gradients of all towers in the last tower.
+    """Sums the gradients of all towers, and applies them in the last tower.
 
     Wrap the optimizers of a model_fn that `replicate_model_fn` replicates. With
     one tower, or outside such a model_fn, calls go to the wrapped optimizer.
@@ -27,9 +27,10 @@ class TowerOptimizer(wrapper.Wrapper):
     `SyncReplicasOptimizer` inside a TowerOptimizer, not around it.
 
     Args:
-      optimizer_or_optimizer_fn: A v1 optimizer (in a `tf.function` and eagerly,
-        also a Keras optimizer), or a function without arguments that returns an
-        optimizer. The function is called once, at the optimizer's first use.
+      optimizer_or_optimizer_fn: A v1 optimizer, or a function without arguments
+        that returns an optimizer. In a `tf.function` or in eager mode, it can
+        be a Keras optimizer. The function is called once, at the optimizer's
+        first use.
 
     Raises:
       TypeError: If the argument is neither an optimizer nor a function.
@@ -159,7 +160,7 @@ class TowerOptimizer(wrapper.Wrapper):
             times.
           TypeError: If a gradient can't be converted to a tensor.
           RuntimeError: In a branch, a loop or a function inside the model_fn,
-            where towers' gradients cannot be added up.
+            where towers' gradients can't be added up.
 
         Example: see the class.
         """
@@ -172,7 +173,8 @@ class TowerOptimizer(wrapper.Wrapper):
             raise RuntimeError(
                 "Gradients are applied in tf.cond, tf.while_loop or a"
                 " tf.function inside the model_fn, where the towers' gradients"
-                " cannot be added up. Apply them outside of it."
+                " can't be summed. Apply gradients at the top level of the"
+                " model_fn."
             )
         pairs = wrapper.tensors_of(pairs)
         collected = towers.collected
