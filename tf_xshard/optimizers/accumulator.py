@@ -57,8 +57,8 @@ class SeenVariables:
                     " a tf.function that is traced after another function of"
                     " this optimizer. The update in the earlier function does"
                     " not handle this gradient. Pass the gradient in both"
-                    " functions (zeros where there is none), or use a separate optimizer"
-                    " for each function."
+                    " functions (zeros where there is none), or use a separate"
+                    " optimizer for each function."
                 )
         self._seen.add(index)
         if not sparse:
