@@ -480,7 +480,7 @@ def test_a_disk_that_is_full(small, tmp_path, monkeypatch):
 
 def test_killed_while_saving(request, tmp_path, report):
     """SIGKILL at random instants: what is there restores as what was saved."""
-    repetitions = 50 if request.config.getoption("--full") else 2
+    repetitions = 20 if request.config.getoption("--full") else 2
     rng = np.random.default_rng(int(time.time()))
     strategy = replicas.mirrored(4)
     state = saving_program.state_of(strategy)
