@@ -1,5 +1,6 @@
 """The commands, as a person runs them."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -100,13 +101,14 @@ def test_evidence(tmp_path):
     path = tmp_path / "report.md"
     run = _run(
         *("evidence", "--output", str(path)),
-        *("--width", "16", "--megabytes", "1", "2"),
+        *("--replicas", "2", "--width", "16", "--megabytes", "1", "2"),
+        *("--seconds", "0.1"),
     )
     assert run.returncode == 0, run.stdout[-3000:]
     text = path.read_text()
-    assert "MirroredStrategy over 8 logical CPUs" in text.splitlines()[0]
+    assert "MirroredStrategy over 2 logical CPUs" in text.splitlines()[0]
     assert "All numbers are right." in text and "FAIL" not in text
-    found = dict(re.findall(r"^\| (.+) \| (\d\.\de-\d\d) \|$", text, re.M))
+    found = dict(re.findall(r"^\| (.+) \| (\d\.\de[-+]\d\d) \|$", text, re.M))
     assert float(found.pop("plain Keras")) > 1e-3
     assert len(found) == 4 and max(map(float, found.values())) < 1e-5
     ratios = re.findall(r"\| ([\d.]+) \([\d.]+ to [\d.]+\) \|$", text, re.M)
@@ -114,11 +116,20 @@ def test_evidence(tmp_path):
     assert str(tmp_path) not in text
 
 
-def test_evidence_notices_wrong_sums():
-    strategy = replicas.mirrored(4)
-    with mutants.mutant("groups_ignored"):
-        right, text = evidence.report(strategy, 8, [1])
-    assert not right and "SOME NUMBERS ARE WRONG" in text and "FAIL" in text
+@pytest.mark.parametrize("difference", [0.0, 1e-3])
+@pytest.mark.parametrize("is_mutant", [False, True])
+def test_evidence_notices_wrong_numbers(difference, is_mutant, monkeypatch):
+    found = {"plain Keras": 1.0, "CrossShardOptimizer": difference}
+    monkeypatch.setattr(evidence, "differences", lambda strategy: found)
+    for slow in ("_times", "_sums"):
+        monkeypatch.setattr(evidence, slow, lambda *args: "")
+    with contextlib.ExitStack() as stack:
+        if is_mutant:
+            stack.enter_context(mutants.mutant("groups_ignored"))
+        right, text = evidence.report(replicas.mirrored(4), 8, [1], 0.01)
+    assert right == (not difference and not is_mutant)
+    assert ("SOME NUMBERS ARE WRONG" in text) == (not right)
+    assert ("FAIL" in text) == is_mutant
 
 
 def test_demo_notices_a_wrong_reduction(demo):

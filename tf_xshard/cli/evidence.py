@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the report to FILE (default: print it)",
     )
     parser.add_argument(
+        "--replicas",
+        type=int,
+        default=_MAX_REPLICAS,
+        help="at most this many GPUs or CPUs (default: 8)",
+    )
+    parser.add_argument(
         "--width",
         type=int,
         default=1024,
@@ -57,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[1, 16, 256],
         metavar="MB",
         help="sizes of the timed sums (default: 1 16 256)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.5,
+        help=f"of each of the {_NUM_BLOCKS} blocks of a timing (default: 0.5)",
     )
     parser.set_defaults(run=run)
 
@@ -100,7 +112,10 @@ def _trained(
         )
         adam = keras.optimizers.Adam(3e-3, global_clipnorm=1.0)
         model.compile(wrap(adam), "mse")
-    model.fit(*rows, batch_size=batch_size, shuffle=False, verbose=0)
+    options = tf.data.Options()
+    options.autotune.enabled = False  # `fit` would wait for its threads.
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(batch_size)
+    model.fit(data.with_options(options), shuffle=False, verbose=0)
     return model.get_weights()
 
 
@@ -166,9 +181,11 @@ def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
 
 
 def _seconds(
-    strategy: tf.distribute.Strategy, functions: dict[str, Callable]
+    strategy: tf.distribute.Strategy,
+    functions: dict[str, Callable],
+    seconds: float,
 ) -> dict[str, np.ndarray]:
-    """Times traced functions in turn; returns seconds by block."""
+    """Times traced functions in turn, in blocks of so many seconds each."""
 
     def timed(run: Callable, num_runs: int) -> float:
         start = time.perf_counter()
@@ -180,7 +197,7 @@ def _seconds(
     for run in functions.values():
         timed(run, 2)
     num_runs = {
-        name: max(1, round(0.5 / timed(run, 1)))
+        name: max(1, round(seconds / timed(run, 1)))
         for name, run in functions.items()
     }
     blocks = [
@@ -240,44 +257,51 @@ def _quartiles(ratios: np.ndarray) -> str:
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
-def _times(strategy: tf.distribute.Strategy, width: int) -> str:
+def _times(strategy: tf.distribute.Strategy, width: int, seconds: float) -> str:
     again = f"{_PLAIN} again"
     wrappers = {**_WRAPPERS, again: _WRAPPERS[_PLAIN]}
-    seconds = _seconds(
+    found = _seconds(
         strategy,
         {name: _step(strategy, wrap, width) for name, wrap in wrappers.items()},
+        seconds,
     )
     lines = ["| step | ms | of plain Keras' (quartiles) |", "|---|---|---|"]
     for name in (_PLAIN, again, *list(_WRAPPERS)[1:]):
-        ratios = seconds[name] / seconds[_PLAIN]
-        milliseconds = 1e3 * np.median(seconds[name])
+        ratios = found[name] / found[_PLAIN]
+        milliseconds = 1e3 * np.median(found[name])
         lines.append(f"| {name} | {milliseconds:.2f} | {_quartiles(ratios)} |")
     return "\n".join(lines)
 
 
-def _sums(strategy: tf.distribute.Strategy, sizes: list[int]) -> str:
+def _sums(
+    strategy: tf.distribute.Strategy, sizes: list[int], seconds: float
+) -> str:
     num_replicas = strategy.num_replicas_in_sync
     lines = [
         "| MB | ms | GB/s sent | of the strategy's own sum (quartiles) |",
         "|---|---|---|---|",
     ]
     for size in sizes:
-        seconds = _seconds(
+        found = _seconds(
             strategy,
             {
                 name: _sum(strategy, name == "ours", size)
                 for name in ("theirs", "ours")
             },
+            seconds,
         )
-        median = np.median(seconds["ours"])
+        median = np.median(found["ours"])
         sent = 2 * (num_replicas - 1) / num_replicas * size / 1e3 / median
-        ratio = _quartiles(seconds["ours"] / seconds["theirs"])
+        ratio = _quartiles(found["ours"] / found["theirs"])
         lines.append(f"| {size} | {1e3 * median:.2f} | {sent:.2f} | {ratio} |")
     return "\n".join(lines)
 
 
 def report(
-    strategy: tf.distribute.Strategy, width: int, sizes: list[int]
+    strategy: tf.distribute.Strategy,
+    width: int,
+    sizes: list[int],
+    seconds: float,
 ) -> tuple[bool, str]:
     """Returns whether all numbers are right, and the report in Markdown."""
     # TF32 would round the products of one device and of many differently.
@@ -295,7 +319,7 @@ def report(
         rows.append(f"| {name} | {difference:.1e} |")
     tf.config.experimental.enable_tensor_float_32_execution(True)
     _progress("3 of 4: timing steps")
-    times = _times(strategy, width)
+    times = _times(strategy, width, seconds)
     _progress("4 of 4: timing sums")
     verdict = "All numbers are right." if right else "SOME NUMBERS ARE WRONG."
     return right, "\n".join(
@@ -324,7 +348,7 @@ def report(
             "",
             "## Time of a sum over all replicas, float32",
             "",
-            _sums(strategy, sizes),
+            _sums(strategy, sizes, seconds),
             "",
         ]
     )
@@ -334,12 +358,16 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Writes the report, and returns 1 if a number is wrong."""
     if options.width < 1 or min(options.megabytes) < 1:
         parser.error("--width and --megabytes must be positive")
-    strategy = logical_devices.best_strategy(_MAX_REPLICAS)
+    if options.replicas < 2:
+        parser.error("--replicas must be at least 2")
+    strategy = logical_devices.best_strategy(options.replicas)
     if "CPU" in strategy.extended.worker_devices[0]:
         _progress(
             "This machine has no TPU and fewer than two GPUs: using CPUs."
         )
-    right, text = report(strategy, options.width, options.megabytes)
+    right, text = report(
+        strategy, options.width, options.megabytes, options.seconds
+    )
     if options.output:
         options.output.write_text(text)
         _progress(f"The report is in {options.output}.")
