@@ -279,7 +279,7 @@ def test_more_and_fewer_variables_are_refused(small, tmp_path):
         one, two = keras.Variable(1.0), keras.Variable(2.0)
     tf_xshard.GroupState([one], small.group_assignment).save(tmp_path)
     state = tf_xshard.GroupState([one, two], small.group_assignment)
-    with pytest.raises(
+    with pytest.raises(ValueError, match="but this GroupState has 2"):
         ValueError, match="1 variables, but this GroupState has 2"
     ):
         state.restore(tmp_path)
