@@ -280,8 +280,6 @@ def test_more_and_fewer_variables_are_refused(small, tmp_path):
     tf_xshard.GroupState([one], small.group_assignment).save(tmp_path)
     state = tf_xshard.GroupState([one, two], small.group_assignment)
     with pytest.raises(ValueError, match="but this GroupState has 2"):
-        ValueError, match="1 variables, but this GroupState has 2"
-    ):
         state.restore(tmp_path)
     assert [float(v.numpy()) for v in (one, two)] == [1.0, 2.0]
 
