@@ -30,7 +30,7 @@ def _finals(python, folder, *options):
         text=True,
         cwd=paths.ROOT,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        timeout=400,
+        timeout=900,
     )
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-5000:]
     found = [
