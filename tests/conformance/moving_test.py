@@ -81,7 +81,7 @@ def test_an_open_round_moves_between_towers_and_is_named_elsewhere(
     _check_next_step(nested, expected, 1e-6)
 
     cross, warned = _loaded(moving.OPTIMIZERS["cross"], path, way)
-    lost = "for 5 variables" if way == "weights" else "['TowerOptimizer']"
+    lost = "for 5 of the file" if way == "weights" else "['TowerOptimizer']"
     assert any("no place for" in one and lost in one for one in warned)
     plain, _ = _loaded(moving.OPTIMIZERS["plain"], path, _of_built(way))
     for one in (cross, plain):

@@ -262,7 +262,7 @@ except ValueError as error:
     )
     found = sorted(re.findall(r"rank (\d \w+)", ended.stdout))
     assert found == ["0 True", "1 False"], ended.stderr[-3000:]
-    assert ended.stdout.count("2 processes (Slurm) would be alone") == 2
+    assert ended.stdout.count("2 processes (Slurm) would act alone") == 2
 
 
 def test_srun_from_env(slurm_environment, shown):

@@ -731,7 +731,7 @@ def _other_groups_in_a_tower_train_step():
         (
             lambda: _twice(_tower(), SQUARE(), GlobalMean("mse")),
             ValueError,
-            "were not a GlobalMean's",
+            "were not computed from a GlobalMean",
         ),
         (_in_another_function, ValueError, "computed in another tf.function"),
         (_three_of_two, ValueError, "Each tower needs the same"),
