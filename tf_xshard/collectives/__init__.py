@@ -18,7 +18,7 @@ its `Channel`. Imports `distribute` and above.
 - `transport`: `Transport`, the base class of every path, and its `Channel`:
   groups, settings and number.
 - `subgroups`: `CollectiveReduceV2` and others, with one group key per group.
-- `mpi`: sends messages with mpi4py, with a communicator per channel and group.
+- `mpi`: sends messages with mpi4py, with one communicator per group.
 - `merge_call`: sums over groups in `merge_call`.
 - `one_hot`: sums over groups with the strategy's own all-reduce.
 - `cross_replica_sum`: `CrossReplicaSum`, and the dtypes that TPUs can sum.

@@ -2,8 +2,8 @@
 
 A collective is a Python function in the graph that calls mpi4py. All processes
 run the same collectives in the same order, since a `tf.function` runs such
-functions in the order of its code. Each channel has a communicator for each
-group, so that messages of two optimizers can't mix.
+functions in the order of its code. Each group has a communicator. Channels
+share it, since processes may number their channels differently.
 
 Each process of a group sends messages to all other processes of the group:
 
@@ -170,7 +170,6 @@ class MPI(transport.Transport):
             collective,
             f"{kind} of shape {tensor.shape}",
             members,
-            self.channel.number,
             site.rank,
             seconds,
         )
@@ -287,13 +286,12 @@ def _run(
     collective: Callable[[Any, np.ndarray], _Collective],
     what: str,
     members: tuple[int, ...],
-    number: int,
     rank: int,
     seconds: float,
     array: np.ndarray,
 ) -> np.ndarray:
     """Runs a collective of a group. All processes of the group must call it."""
-    found = _group(members, number, rank, seconds)
+    found = _group(members, rank, seconds)
     # TensorFlow passes 0-d arrays as scalars.
     array = np.ascontiguousarray(array).reshape(np.shape(array))
     if _failures:
@@ -317,12 +315,10 @@ _open_requests: list[Any] = []
 class _Group:
     """Holds the processes of a group, and their communicator."""
 
-    def __init__(
-        self, members: tuple[int, ...], number: int, rank: int, comm: Any
-    ) -> None:
+    def __init__(self, members: tuple[int, ...], rank: int, comm: Any) -> None:
         self.comm = comm
         self.num_started = 0
-        self._members, self._number, self._rank = members, number, rank
+        self._members, self._rank = members, rank
 
     def wait(self, requests: list[Any], what: str, seconds: float) -> None:
         """Waits for all requests; raises TimeoutError after a time."""
@@ -371,10 +367,7 @@ class _Group:
 
     @property
     def _key(self) -> str:
-        return (
-            f"tf_xshard/mpi/waits/{self._number}/{self._members}"
-            f"/{self.num_started}"
-        )
+        return f"tf_xshard/mpi/waits/{self._members}/{self.num_started}"
 
     def _tell_that_this_waits(self) -> None:
         # Rank 0 holds the store, so it is gone if rank 0 has ended.
@@ -418,27 +411,25 @@ def _ended(ranks: Sequence[int]) -> list[int]:
 
 
 _lock = threading.Lock()
-_groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
+_groups: dict[tuple[int, ...], _Group] = {}
 
 
-def _group(
-    members: tuple[int, ...], number: int, rank: int, seconds: float
-) -> _Group:
-    """Returns a channel's group. All processes of the group must call it."""
+def _group(members: tuple[int, ...], rank: int, seconds: float) -> _Group:
+    """Returns a group. All processes of the group must call it."""
     with _lock:
         if not _groups:
             atexit.register(_tell_that_this_ends, rank)
-        if (number, members) not in _groups:
+        if members not in _groups:
             # Creating a communicator blocks until all processes do so. Wait for
             # them here, with a timeout.
-            key = f"tf_xshard/mpi/group/{number}/{members}"
+            key = f"tf_xshard/mpi/group/{members}"
             runtime.exchange(key, "", members, rank, seconds)
             mpi = _mpi()
             group = mpi.COMM_WORLD.Get_group().Incl(members)
-            tag = zlib.crc32(f"{number}/{members}".encode()) % _MAX_TAG
+            tag = zlib.crc32(str(members).encode()) % _MAX_TAG
             comm = mpi.COMM_WORLD.Create_group(group, tag)
-            _groups[number, members] = _Group(members, number, rank, comm)
-        return _groups[number, members]
+            _groups[members] = _Group(members, rank, comm)
+        return _groups[members]
 
 
 # The choice of the steps that communicate with MPI.
