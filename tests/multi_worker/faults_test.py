@@ -251,7 +251,7 @@ def test_a_worker_that_is_cut_off(tmp_path, uninterrupted, report):
     for rank, launched in enumerate(launches):
         finals |= launched.finals()
         seconds.append(_ended(launched, at) - at)
-        assert seconds[-1] < launched_job.TIMEOUT_SECONDS + 10, seconds
+        assert seconds[-1] < 2 * launched_job.TIMEOUT_SECONDS + 20, seconds
         if rank == 0:
             said = launched.said()
             cause = f"{CAUSE}|waited longer than"
