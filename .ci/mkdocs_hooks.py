@@ -7,6 +7,9 @@ from mkdocs.structure import files as files_lib
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DOCS = "tf_xshard/docs/"
+# On a phone, a table scrolls instead of breaking the names in it.
+_CSS = ".md-typeset td code { word-break: normal; }"
+_INTRODUCTION = "Each public name, with its arguments, errors and an example."
 
 
 def _relinked(page):
@@ -33,6 +36,7 @@ def on_files(files, config):
     ):
         text = _relinked((_ROOT / source).read_text())
         files.append(files_lib.File.generated(config, name, content=text))
+    files.append(files_lib.File.generated(config, "site.css", content=_CSS))
     for picture in (_ROOT / "benchmarks").glob("*.png"):
         files.append(
             files_lib.File.generated(
@@ -47,6 +51,8 @@ def on_page_markdown(markdown, page, config, files):
     del config, files
     if page.file.src_uri != "api.md":
         return None
+    title, _, names = markdown.partition("\n\n")
+    markdown = "\n\n".join([title, _INTRODUCTION, names[names.index("## ") :]])
     return re.sub(
         r"^### .*?\n<!-- (\S+) -->\n.*?(?=^##|\Z)",
         r"::: \1\n\n",
