@@ -51,7 +51,7 @@ def _run(*arguments):
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         cwd=paths.ROOT,
     )
 

@@ -71,7 +71,7 @@ def _started(program):
 
 def _output_of(process):
     """The lines that it prints until it ends, and its errors."""
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=500)
     return output.splitlines(), errors
 
 

@@ -22,7 +22,7 @@ def _run(*command):
         [sys.executable, "-m", *command],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=500,
     )
     assert ended.returncode == 0, ended.stderr[-5000:]
     lines = re.findall(r".*warning.*|^W\d{4} .*", ended.stderr, re.I | re.M)

@@ -67,7 +67,7 @@ def test_plain_keras(case):
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            timeout=120,
+            timeout=500,
             cwd=paths.ROOT,
         )
         outcome = json.loads(run.stdout.strip().splitlines()[-1])

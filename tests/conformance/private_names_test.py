@@ -127,7 +127,7 @@ def test_only_the_feature_fails(program):
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         cwd=paths.ROOT,
     )
     assert run.stdout.endswith("done\n"), run.stderr[-2000:]

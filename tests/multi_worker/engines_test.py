@@ -372,7 +372,7 @@ def test_four_processes_of_an_engine(engine, script, port):
     ]
     configs = []
     for process in processes:
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=500)
         assert process.returncode == 0, err
         config, threads, trim = json.loads(out)
         assert threads == str(max(1, len(local_cluster.cores()) // 4))
@@ -385,7 +385,7 @@ def test_four_processes_of_an_engine(engine, script, port):
 
 def test_a_process_of_no_engine(script):
     process = _from_env(script, {})
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=500)
     assert "this is the only process of its job, so it trains alone" in err
     assert "KeyError: 'TF_CONFIG'" in err
 
@@ -453,7 +453,7 @@ def test_a_script_between_the_launcher_and_python():
         capture_output=True,
         text=True,
         cwd=paths.ROOT,
-        timeout=60,
+        timeout=500,
     )
     lines = ended.stdout.splitlines()
     assert len(lines) == 2 and lines[0] == lines[1], ended.stderr

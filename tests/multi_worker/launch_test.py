@@ -222,7 +222,7 @@ def _of_host(script, hosts, rank, case, *options):
 
 def _ended(processes):
     """What each host printed, its errors, and its exit code."""
-    pairs = [process.communicate(timeout=90) for process in processes]
+    pairs = [process.communicate(timeout=500) for process in processes]
     return [
         (*pair, process.returncode)
         for pair, process in zip(pairs, processes, strict=True)

@@ -160,7 +160,7 @@ def test_layers_of_keras_2(tmp_path):
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
         + ["--target", packages, f"tf_keras{version}"],
         check=True,
-        timeout=120,
+        timeout=500,
     )
     run = subprocess.run(
         [sys.executable, "-c", _LAYERS, str(tmp_path / "model")],
@@ -171,7 +171,7 @@ def test_layers_of_keras_2(tmp_path):
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     accuracy, of_predictions, has_names = run.stdout.split()
