@@ -11,7 +11,7 @@ import pytest
 from tests.support import seeds
 
 NUM_LOGICAL_CPUS = 8
-# Limits one test of large counts; setup.cfg limits the other tests.
+# Limits a test with --full; setup.cfg limits it otherwise.
 FULL_TIMEOUT_SECONDS = 3000
 # Files that mostly wait, and where in the order of the files they run: one
 # beside another would leave the machine idle. faults_test.py is first, far from
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: WAITING.get(files[item], files[item]))
     large = [item for item in items if item.get_closest_marker("full")]
     if config.getoption("--full"):
-        for item in large:
+        for item in items:
             item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))
         # The files that take longest first.
         first = {files[item] for item in large}

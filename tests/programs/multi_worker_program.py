@@ -181,6 +181,52 @@ def global_mean(strategy):
     ]
 
 
+def skipped_steps(strategy):
+    """Three steps; worker 2 has a nan in the second, which all skip."""
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(3), dtype="float32")
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.Adam(0.1),
+            group_assignment=CROSSED,
+            skip_nonfinite=True,
+            loss_normalization="replica",
+        )
+        optimizer.build([weight])
+    rank = strategy.cluster_resolver.task_id
+
+    @tf.function(autograph=False)
+    def step(number):
+        is_bad = tf.logical_and(tf.equal(number, 2), rank == 2)
+        factor = tf.where(is_bad, np.nan, tf.cast(number, tf.float32))
+        strategy.run(
+            lambda: optimizer.apply([tf.fill([3], factor * 10**rank)], [weight])
+        )
+
+    for number in (1, 2, 3):
+        step(tf.constant(number))
+    taken = int(optimizer.iterations.numpy())
+    return [optimizer.skipped_steps, taken, *_values([weight])]
+
+
+def local_variables(strategy):
+    """Each worker's gradient is a power of ten."""
+    with strategy.scope():
+        shared, own = (keras.Variable(0.0, name=n) for n in ("shared", "own"))
+        optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(1.0),
+            group_assignment=CROSSED,
+            local="own",
+            loss_normalization="replica",
+        )
+    replicas.apply_once(
+        strategy,
+        optimizer,
+        lambda r: [tf.constant(10.0**r)] * 2,
+        [shared, own],
+    )
+    return _values([shared, own])
+
+
 def wire(strategy):
     """Bytes that the cluster sends around each of four calls, four times.
 
@@ -289,7 +335,10 @@ def absent(strategy):
 
 def cases(strategy):
     directory = sys.argv[1]
-    own = oracle, compat_v1, retrace, global_mean, wire, processes, nesting
+    own = (
+        *(oracle, compat_v1, retrace, global_mean, skipped_steps),
+        *(local_variables, wire, processes, nesting),
+    )
     return {
         **{case.__name__: case(strategy) for case in own},
         "fit": multi_worker_fit_cases.run(strategy),

@@ -52,6 +52,7 @@ _SECONDS_OF_SLEEP = 100e-6
 # The time in which this process is stopped does not count as waiting.
 _MOST_SECONDS_BETWEEN_POLLS = 1.0
 _SECONDS_TO_ASK_WHO_WAITS = 3.0
+_SECONDS_TO_PASS_ON = 0.5
 _SECONDS_BETWEEN_QUESTIONS_WHO_ENDED = 2.0
 _MAX_TAG = 32767
 # Below this size, latency matters, and MPI's own algorithms are faster.
@@ -361,7 +362,7 @@ class _Group:
     def _fail(self, requests: list[Any], message: str) -> None:
         _open_requests.extend(requests)
         # MPI can't shut down normally while a collective is open.
-        atexit.register(_mpi().COMM_WORLD.Abort, 1)
+        atexit.register(_end_the_job)
         _failures.append(message)
         raise TimeoutError(message)
 
@@ -538,12 +539,18 @@ def _mpi() -> types.ModuleType:
     mpi = importlib.import_module("mpi4py.MPI")
     before = sys.excepthook
 
-    def end_the_job(*args: Any) -> None:
-        # Otherwise, the others wait for this process until their timeout.
+    def report(*args: Any) -> None:
         before(*args)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(1)
+        # Otherwise, the others wait for this process until their timeout.
+        _end_the_job()
 
-    sys.excepthook = end_the_job
+    sys.excepthook = report
     return mpi
+
+
+def _end_the_job() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # MPICH's mpiexec drops what it has not passed on yet, such as the error.
+    time.sleep(_SECONDS_TO_PASS_ON)
+    _mpi().COMM_WORLD.Abort(1)
