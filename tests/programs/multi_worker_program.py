@@ -186,7 +186,7 @@ def skipped_steps(strategy):
     with strategy.scope():
         weight = keras.Variable(np.zeros(3), dtype="float32")
         optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.Adam(0.1),
+            keras.optimizers.SGD(0.1, momentum=0.9),
             group_assignment=CROSSED,
             skip_nonfinite=True,
             loss_normalization="replica",
