@@ -36,7 +36,8 @@ from tf_xshard.optimizers.fit.tower_train_step import (
     tower_train_step as tower_train_step,
 )
 from tf_xshard.optimizers.tower import TowerOptimizer as TowerOptimizer
-from tf_xshard.optimizers.update.elementwise import elementwise as elementwise
+from tf_xshard.optimizers.update.kinds import elementwise as elementwise
+from tf_xshard.optimizers.update.kinds import per_variable as per_variable
 from tf_xshard.planning.communication_plan import (
     communication_plan as communication_plan,
 )

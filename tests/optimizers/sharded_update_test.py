@@ -88,59 +88,6 @@ GROUPS = {
 ALL = {**OPTIMIZERS, **SETTINGS}
 # These options need no sum over the group.
 OF_ELEMENTS = ("clipvalue", "decay_but_names", "ema", "schedule")
-TOLERANCE = 1e-6
-
-
-def _check(inner_fn, strategy, groups, graph=True, whole=False, **kwargs):
-    """Equal to one device's, on every replica, and to the whole update."""
-    got = sharded.Trained(
-        inner_fn, strategy, groups, graph, shard_update=True, **kwargs
-    )
-    state = got.state()
-    num_replicas = strategy.num_replicas_in_sync
-    for members in groups or [range(num_replicas)]:
-        first = members[0]
-        for value in (*got.weights, *state.values()):
-            for r in members:
-                np.testing.assert_array_equal(value[r], value[first])
-        weights, slots = sharded.one_device(
-            inner_fn, members, num_replicas, kwargs.get("constraint")
-        )
-        own = [value[first] for value in got.weights]
-        assert sharded.difference(own, weights) < 3 * _tolerance(weights)
-        assert state.keys() == slots.keys()
-        for name, value in slots.items():
-            _assert_slot(state[name][first], value, name)
-    group_size = len(groups[0]) if groups else num_replicas
-    for slot in got.slots():
-        size = max(1, -(-slot.shape.num_elements() // group_size))
-        for copy in slot.shards.values:
-            assert copy.shape == [size]
-    if whole:
-        _check_whole(
-            got, sharded.Trained(inner_fn, strategy, groups, graph, **kwargs)
-        )
-    return got
-
-
-def _check_whole(got, whole):
-    """Slots have the names, shapes and values of the whole update's."""
-    difference = sharded.difference(got.weights, whole.weights)
-    assert difference < _tolerance(whole.weights)
-    mine, others = got.state(), whole.state()
-    assert mine.keys() == others.keys()
-    for name, value in mine.items():
-        _assert_slot(value, others[name], name)
-
-
-def _assert_slot(value, expected, name):
-    np.testing.assert_allclose(
-        value, expected, rtol=1e-4, atol=1e-5, err_msg=name
-    )
-
-
-def _tolerance(weights):
-    return TOLERANCE * max(1.0, *(np.abs(w).max(initial=0) for w in weights))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +109,7 @@ def _tolerance(weights):
 )
 def test_is_one_device(name, kind, num_replicas, groups):
     is_compared = (name, num_replicas) in (("ema", 2), ("scale", 4))
-    _check(
+    sharded.check(
         ALL[name],
         replicas.STRATEGIES[kind](num_replicas),
         groups,
@@ -171,7 +118,7 @@ def test_is_one_device(name, kind, num_replicas, groups):
 
 
 def test_in_eager_mode():
-    _check(SETTINGS["scale"], replicas.mirrored(2), None, graph=False)
+    sharded.check(SETTINGS["scale"], replicas.mirrored(2), None, graph=False)
 
 
 PLACES = [
@@ -185,7 +132,9 @@ PLACES = [
 @pytest.mark.parametrize("kind, num_replicas", PLACES)
 def test_all_of_them_everywhere(kind, num_replicas):
     for name, groups in itertools.product(ALL, GROUPS[num_replicas]):
-        _check(ALL[name], replicas.STRATEGIES[kind](num_replicas), groups)
+        sharded.check(
+            ALL[name], replicas.STRATEGIES[kind](num_replicas), groups
+        )
 
 
 OPTIONS = (
@@ -206,7 +155,7 @@ def test_combinations_of_settings(seed, name):
         config = inner.get_config()
         for option in every[index]:
             config.update(option)
-        _check(
+        sharded.check(
             functools.partial(type(inner).from_config, config),
             replicas.mirrored(4),
             PAIRS,
@@ -250,7 +199,7 @@ def test_hooks_see_whole_gradients():
 
 
 def test_constraints_are_of_whole_variables():
-    _check(
+    sharded.check(
         OPTIMIZERS["adam"],
         replicas.mirrored(4),
         PAIRS,
@@ -377,7 +326,7 @@ MUTANTS = {
 def test_mutants_are_noticed(name, monkeypatch):
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises(AssertionError):
-        _check(SETTINGS["global_clipnorm"], replicas.mirrored(2), None)
+        sharded.check(SETTINGS["global_clipnorm"], replicas.mirrored(2), None)
 
 
 def test_exclusion_from_weight_decay_by_list():

@@ -165,3 +165,58 @@ def difference(some, others):
                 error = np.max(np.abs(a.astype("float64") - b))
             largest = max(largest, float(error if error == error else np.inf))
     return largest
+
+
+TOLERANCE = 1e-6
+
+
+def check(inner_fn, strategy, groups, graph=True, whole=False, **kwargs):
+    """Equal to one device's, on every replica, and to the whole update."""
+    got = Trained(
+        inner_fn, strategy, groups, graph, shard_update=True, **kwargs
+    )
+    state = got.state()
+    num_replicas = strategy.num_replicas_in_sync
+    for members in groups or [range(num_replicas)]:
+        first = members[0]
+        for value in (*got.weights, *state.values()):
+            for r in members:
+                np.testing.assert_array_equal(value[r], value[first])
+        weights, slots = one_device(
+            inner_fn, members, num_replicas, kwargs.get("constraint")
+        )
+        own = [value[first] for value in got.weights]
+        assert difference(own, weights) < 3 * _tolerance(weights)
+        assert state.keys() == slots.keys()
+        for name, value in slots.items():
+            _assert_slot(state[name][first], value, name)
+    group_size = len(groups[0]) if groups else num_replicas
+    for slot in got.slots():
+        if isinstance(slot, keras_shards.Owned):
+            continue
+        size = max(1, -(-slot.shape.num_elements() // group_size))
+        for copy in slot.shards.values:
+            assert copy.shape == [size]
+    if whole:
+        _check_whole(got, Trained(inner_fn, strategy, groups, graph, **kwargs))
+    return got
+
+
+def _check_whole(got, whole):
+    """Slots have the names, shapes and values of the whole update's."""
+    error = difference(got.weights, whole.weights)
+    assert error < _tolerance(whole.weights)
+    mine, others = got.state(), whole.state()
+    assert mine.keys() == others.keys()
+    for name, value in mine.items():
+        _assert_slot(value, others[name], name)
+
+
+def _assert_slot(value, expected, name):
+    np.testing.assert_allclose(
+        value, expected, rtol=1e-4, atol=1e-5, err_msg=name
+    )
+
+
+def _tolerance(weights):
+    return TOLERANCE * max(1.0, *(np.abs(w).max(initial=0) for w in weights))

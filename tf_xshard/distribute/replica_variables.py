@@ -80,7 +80,7 @@ def accumulator_of(variable: Any, name: str) -> keras.Variable:
 def copy_of(variable: Any) -> keras.Variable:
     """Creates a variable with the same path, constraint and values."""
     # Optimizers may select variables by path (MultiOptimizer, weight decay).
-    *scopes, name = _path(variable).split("/")
+    *scopes, name = path(variable).split("/")
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))
@@ -144,12 +144,13 @@ def cond(predicate: tf.Tensor, function: Callable[[], Any]) -> None:
 
 def flat_name(variable: Any) -> str:
     """Returns a variable's path as a flat name, for names of its state."""
-    return _path(variable).replace("/", "_")
+    return path(variable).replace("/", "_")
 
 
-def _path(variable: Any) -> str:
-    path = getattr(variable, "path", None) or variable.name.split(":")[0]
-    return path.replace(":", "_")
+def path(variable: Any) -> str:
+    """Returns the path of a Keras or TensorFlow variable."""
+    found = getattr(variable, "path", None) or variable.name.split(":")[0]
+    return found.replace(":", "_")
 
 
 def tensorflow_variable(variable: Any) -> Any:
@@ -157,6 +158,14 @@ def tensorflow_variable(variable: Any) -> Any:
     if isinstance(variable, keras_shards.Sharded):
         return variable.shards
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def key(variable: Any) -> int:
+    """Returns one key for a Keras variable and its TensorFlow variable."""
+    # Several owned slot variables may be parts of one TensorFlow variable.
+    if isinstance(variable, keras_shards.Owned) and variable.whole is None:
+        return id(variable)
+    return id(tensorflow_variable(variable))
 
 
 def _handle(variable: Any) -> tf.Tensor:
@@ -188,7 +197,7 @@ def may_differ(variables: Sequence) -> bool:
     """
     for variable in variables:
         if isinstance(variable, keras_shards.Sharded):
-            continue  # Each replica's shard is another part of one value.
+            continue  # Replicas hold different parts of one value.
         values = [np.asarray(copy).tobytes() for copy in copies(variable)]
         strategy = strategy_of(variable)
         if len(set(values)) > 1 or (

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
@@ -43,6 +45,24 @@ class Layout:
         return tuple(
             sorted(tuple(self.groups)[self.groups.group_of(replica_id)])
         )
+
+    def holders_of(self, replica_id: int) -> tuple[int, ...]:
+        """Returns the replicas of a group that hold a part of its value."""
+        return self.members_of(replica_id)
+
+    def held(self, shard: Any) -> Any:
+        """Returns what a replica holds of the value."""
+        return shard
+
+    def joined(self, held: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the whole value from what its holders hold."""
+        flat = np.concatenate(held)
+        return flat[: self.num_elements].reshape(self.shape)
+
+    def stored(self, shard: Any, whole: Any, position: int) -> Any:
+        """Returns what a replica holds of a new value."""
+        del shard
+        return self.shard(whole, position)
 
     def split(self, whole: Any) -> tf.Tensor:
         """Returns all shards of a tensor, of shape [group_size, size]."""

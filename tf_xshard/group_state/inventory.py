@@ -47,7 +47,7 @@ class StateVariable:
     @property
     def key(self) -> int:
         """A key that all entries of one variable share."""
-        return id(replica_variables.tensorflow_variable(self.variable))
+        return replica_variables.key(self.variable)
 
     @property
     def may_be_missing(self) -> bool:

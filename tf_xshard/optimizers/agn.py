@@ -643,9 +643,8 @@ class AGNOptimizer(base.GradientWrapper):
             for one in stack.descendants(self.local_optimizer)
             for variable in one.variables
         ]
-        tensorflow_variable = replica_variables.tensorflow_variable
         return {
-            id(tensorflow_variable(variable)): kind
+            replica_variables.key(variable): kind
             for kind, variables in (
                 ("local", [*local, *of_local_steps]),
                 ("center", center),

@@ -24,10 +24,11 @@ from tf_xshard.optimizers import base
 from tf_xshard.optimizers import local_variables as local_lib
 from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
-from tf_xshard.optimizers.update import elementwise
+from tf_xshard.optimizers.update import kinds
 from tf_xshard.optimizers.update import sharded
 from tf_xshard.optimizers.update import whole
 from tf_xshard.private.keras import optimizer_state
+from tf_xshard.private.keras import shards as keras_shards
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
@@ -241,16 +242,10 @@ class CrossShardOptimizer(base.GradientWrapper):
         checks.boolean("shard_update", shard_update)
         checks.boolean("scale_local_gradients", scale_local_gradients)
         local_variables = local_lib.LocalVariables(local)
-        if local_variables and shard_update:
-            raise ValueError(
-                "local=... can't be combined with shard_update=True, which"
-                " needs one value of each variable for all replicas of a group."
-                " Leave out one of the two arguments."
-            )
         if shard_update and isinstance(
             inner_optimizer, keras.optimizers.Optimizer
         ):
-            elementwise.check(inner_optimizer)
+            kinds.check(inner_optimizer)
         # Keras would track the layers as parts of this optimizer.
         self._set_untracked("_unreduced", local_variables)
         self._set_untracked("has_local_variables", bool(local_variables))
@@ -307,7 +302,12 @@ class CrossShardOptimizer(base.GradientWrapper):
             )
         with self._named():
             update = sharded.ShardedUpdate(
-                inner, variables, self._reducer, groups, self._strategy
+                inner,
+                variables,
+                self._reducer,
+                groups,
+                self._strategy,
+                self._unreduced.role_of,
             )
             update.build()
             self._create_residuals(variables)
@@ -369,11 +369,11 @@ class CrossShardOptimizer(base.GradientWrapper):
             loss_scale = inner.scale_loss(1.0)
             carry = self._error_feedback.read(loss_scale)
         is_scattered = self._sharded and self._post_hook.function is None
-        reduce = (
-            self._reducer.reduce_scatter
-            if is_scattered
-            else self._reducer.all_reduce
-        )
+        reduce = self._reducer.all_reduce
+        if is_scattered:
+            reduce = functools.partial(
+                self._reducer.reduce_scatter, owner_of=self._sharded.owner_of
+            )
         batch, carry = reduce(batch, site, groups, self._reduction, carry)
         batch = self._post_hook(batch, inner.scale_loss)
         if self._sharded and not is_scattered:
@@ -452,21 +452,26 @@ class CrossShardOptimizer(base.GradientWrapper):
 
     def _kinds_of_state(self) -> dict[int, str]:
         """See the base class; slots have their variable's path in the name."""
-        tensorflow_variable = replica_variables.tensorflow_variable
-        kinds = {
-            id(tensorflow_variable(one)): "local" for one in self._unreduced
-        }
+        key = replica_variables.key
+        result = {key(one): "local" for one in self._unreduced}
+        if not result:
+            return result
         trained = {
             f"{replica_variables.flat_name(one)}_": one
             for one in optimizer_state.trainable_variables(self)
         }
-        for slot in self.inner_optimizer.variables if kinds else ():
+        for slot in self.inner_optimizer.variables:
             name = slot.path.split("/")[-1]
             # "w_scale_momentum" is a slot of "w_scale", not of "w".
             found = [start for start in trained if name.startswith(start)]
             if found and trained[max(found, key=len)] in self._unreduced:
-                kinds[id(tensorflow_variable(slot))] = "local"
-        return kinds
+                result[key(slot)] = "local"
+        # Adafactor's means do not have their variable's path in the name.
+        for optimizer in stack.descendants(self.inner_optimizer):
+            for variable, slot in keras_shards.slots_by_variable(optimizer):
+                if variable in self._unreduced:
+                    result[key(slot)] = "local"
+        return result
 
     def _unsaved_state(self) -> str | None:
         if self._unreduced and self._strategy.num_replicas_in_sync > 1:

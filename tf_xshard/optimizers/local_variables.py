@@ -42,7 +42,7 @@ class LocalVariables:
         return bool(self._given)
 
     def __contains__(self, variable: Any) -> bool:
-        return _key(variable) in self._found
+        return replica_variables.key(variable) in self._found
 
     def __iter__(self) -> Any:
         return iter(self._found.values())
@@ -69,7 +69,7 @@ class LocalVariables:
                     f"local={one!r} is or contains none of the variables to"
                     f" train: {[_path(v) for v in variables]}."
                 )
-            found.update({_key(v): v for v in matches})
+            found.update({replica_variables.key(v): v for v in matches})
         for variable in found.values():
             if not variable_role.role_of(variable).has_loss_gradient:
                 raise ValueError(
@@ -121,12 +121,10 @@ def _matches(given: Any, variable: Any) -> bool:
     if isinstance(given, str):
         return bool(re.search(given, _path(variable)))
     owned = given.variables if isinstance(given, keras.Layer) else [given]
-    return any(_key(one) == _key(variable) for one in owned)
-
-
-def _key(variable: Any) -> int:
-    """Returns one key for a Keras variable and its TensorFlow variable."""
-    return id(replica_variables.tensorflow_variable(variable))
+    return any(
+        replica_variables.key(one) == replica_variables.key(variable)
+        for one in owned
+    )
 
 
 def _path(variable: Any) -> str:

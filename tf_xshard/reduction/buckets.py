@@ -76,9 +76,15 @@ def sum_dense(
 
 
 def scatter_dense(
-    tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
+    tensors: Sequence[tf.Tensor],
+    transport: transport_lib.Transport,
+    counts: Sequence[int] | None = None,
 ) -> Reduced:
-    """Returns this replica's shards of the group sums of dense tensors."""
+    """Returns this replica's shards of the group sums of dense tensors.
+
+    `counts` are the numbers of variables in the tensors; None for one each.
+    """
+    counts = counts or [1] * len(tensors)
     layouts = [
         shards.Layout(tuple(tensor.shape), transport.groups)
         for tensor in tensors
@@ -90,7 +96,7 @@ def scatter_dense(
     sizes = [one.num_elements for one in layouts]
     buckets = _buckets(tensors, sizes, transport, _bytes_not_packed(transport))
     packs = [_packs(bucket, tensors, sizes, transport) for bucket in buckets]
-    with recorder.labelled(counts=[len(bucket) for bucket in buckets]):
+    with recorder.labelled(counts=_totals(counts, buckets)):
         sums, lost = wire.scattered(
             [
                 [_concatenated([rows[i] for i in p], 1) for p in ps]
@@ -124,8 +130,10 @@ def gather_dense(
     parts: Sequence[tf.Tensor],
     layouts: Sequence[shards.Layout],
     transport: transport_lib.Transport,
+    counts: Sequence[int] | None = None,
 ) -> list[tf.Tensor]:
-    """Joins the shards of a group's replicas."""
+    """Joins the shards of a group's replicas; see `scatter_dense`."""
+    counts = counts or [1] * len(parts)
     for part in parts:
         transport.check_dtype(part.dtype)
     buckets = _buckets(
@@ -137,9 +145,7 @@ def gather_dense(
     packed = [
         _concatenated([parts[i] for i in bucket], 0) for bucket in buckets
     ]
-    with recorder.labelled(
-        "variables", counts=[len(bucket) for bucket in buckets]
-    ):
+    with recorder.labelled("variables", counts=_totals(counts, buckets)):
         stacks = transport.all_gather(packed)
     result: list[tf.Tensor] = [None] * len(parts)
     for bucket, stack in zip(buckets, stacks, strict=True):
@@ -147,6 +153,10 @@ def gather_dense(
         for i, one in zip(bucket, rows, strict=True):
             result[i] = layouts[i].join(one)
     return result
+
+
+def _totals(counts: Sequence[int], buckets: Sequence) -> list[int]:
+    return [sum(counts[i] for i in bucket) for bucket in buckets]
 
 
 def _bytes_not_packed(transport: transport_lib.Transport) -> float:

@@ -17,14 +17,9 @@ import tensorflow as tf
 
 from tf_xshard.distribute import replica_variables
 
-# Maps a variable's `key` to the error to add to its next gradient, in the
+# Maps `replica_variables.key` of a variable to the error to add to its next gradient, in the
 # gradient's units. None without error feedback.
 Carry = dict[int, tf.Tensor] | None
-
-
-def key(variable: Any) -> int:
-    """Returns one key for a Keras variable and TensorFlow's inside it."""
-    return id(replica_variables.tensorflow_variable(variable))
 
 
 def added(
@@ -34,8 +29,9 @@ def added(
     if carry is None:
         return list(gradients)
     return [
-        gradient + tf.cast(carry[key(variable)], gradient.dtype)
-        if key(variable) in carry
+        gradient
+        + tf.cast(carry[replica_variables.key(variable)], gradient.dtype)
+        if replica_variables.key(variable) in carry
         else gradient
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
@@ -45,7 +41,10 @@ def left(variables: Sequence, lost: Sequence[tf.Tensor] | None) -> Carry:
     """Makes a carry of the errors of each variable's gradient."""
     if lost is None:
         return None
-    return {key(v): value for v, value in zip(variables, lost, strict=True)}
+    return {
+        replica_variables.key(v): value
+        for v, value in zip(variables, lost, strict=True)
+    }
 
 
 class Residuals:
@@ -59,7 +58,7 @@ class Residuals:
             for v in trained
         ]
         self._of = {
-            key(v): residual
+            replica_variables.key(v): residual
             for v, residual in zip(trained, self.variables, strict=True)
         }
 

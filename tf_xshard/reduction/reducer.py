@@ -14,7 +14,8 @@ gradients of replica r:   dense        IndexedSlices        None
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -25,6 +26,8 @@ from tf_xshard import reductions
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import ownership
+from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import shards as shards_lib
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import buckets
@@ -72,6 +75,22 @@ def without_rows(variable: tf.Variable, dtype: str | None) -> tf.IndexedSlices:
         tf.zeros([0, *variable.shape[1:]], dtype),
         tf.zeros([0], tf.int64),
         tf.constant(variable.shape.as_list(), tf.int64),
+    )
+
+
+def part_of_rows(
+    rows: tf.IndexedSlices,
+    variable: Any,
+    owner: int | None,
+    groups: group_assignment_lib.GroupAssignment,
+    position: Any,
+) -> tf.Tensor:
+    """Returns this replica's dense part of a gradient of some rows."""
+    if owner is None:
+        layout = shards_lib.Layout(tuple(variable.shape), groups)
+        return layout.shard_of_rows(rows, position)
+    return ownership.only_for_owner(
+        indexed_slices.dense(rows, variable), owner, position
     )
 
 
@@ -164,19 +183,24 @@ class GradientReducer:
         groups: group_assignment_lib.GroupAssignment,
         reduction: reductions.Reduction,
         carry: Carry = None,
+        *,
+        owner_of: Mapping[int, int],
     ) -> tuple[gradients_lib.GradientBatch, Carry]:
-        """Returns this replica's dense shards of the result of `all_reduce`.
+        """Returns this replica's dense part of the result of `all_reduce`.
 
-        Groups must have several replicas.
+        Groups must have several replicas. `owner_of` gives the positions of the
+        owners of some variables, by key. Their gradients are whole on the
+        owner, and zeros elsewhere. Gradients of other variables are shards.
         """
         transport = self.transport(site, groups)
         parts = self._parts(batch, transport, carry)
-        shards, lost = buckets.scatter_dense(parts.tensors, transport)
+        owners = [
+            owner_of.get(replica_variables.key(v)) for v in batch.variables
+        ]
+        shards, lost = self._scattered(parts, owners, transport)
         position = transport.position()
         of_rows = [
-            shards_lib.Layout(
-                tuple(batch.variables[i].shape), groups
-            ).shard_of_rows(rows, position)
+            part_of_rows(rows, batch.variables[i], owners[i], groups, position)
             for i, rows in zip(
                 parts.sparse,
                 sum_rows(parts.slices, transport),
@@ -187,6 +211,67 @@ class GradientReducer:
         divisor = reduction.of_sum(groups.group_size)
         return reduced.multiplied(divisor), parts.left(lost)
 
+    def _scattered(
+        self,
+        parts: _Parts,
+        owners: Sequence[int | None],
+        transport: transport_lib.Transport,
+    ) -> buckets.Reduced:
+        """Scatters dense gradients by shards, or packed by owners."""
+        owned = [n for n, i in enumerate(parts.dense) if owners[i] is not None]
+        split = [n for n, i in enumerate(parts.dense) if owners[i] is None]
+        packs = self.packs(
+            [owners[parts.dense[n]] for n in owned],
+            [parts.tensors[n] for n in owned],
+            transport.groups,
+        )
+        of_owned = [
+            {m: parts.tensors[owned[m]] for m in pack.members} for pack in packs
+        ]
+        results, lost = buckets.scatter_dense(
+            [parts.tensors[n] for n in split]
+            + [
+                pack.packed(values)
+                for pack, values in zip(packs, of_owned, strict=True)
+            ],
+            transport,
+            [1] * len(split) + [len(pack.members) for pack in packs],
+        )
+        position = transport.position()
+
+        def by_tensor(values: Sequence, unpacked: Callable) -> list:
+            found: list = [None] * len(parts.tensors)
+            for n, value in zip(split, values, strict=False):
+                found[n] = value
+            for pack, value in zip(packs, values[len(split) :], strict=True):
+                for member, one in unpacked(pack, value).items():
+                    found[owned[member]] = one
+            return found
+
+        return buckets.Reduced(
+            by_tensor(results, lambda p, row: p.of_position(row, position)),
+            lost and by_tensor(lost, lambda p, flat: p.unpacked(flat)),
+        )
+
+    def packs(
+        self,
+        owners: Sequence[Any],
+        tensors: Sequence,
+        groups: group_assignment_lib.GroupAssignment,
+    ) -> list[ownership.Pack]:
+        """Packs tensors of owners for collectives of the size of buckets."""
+        if not tensors:
+            return []
+        largest = max(tf.as_dtype(one.dtype).size for one in tensors)
+        limit = self.communication.bytes_per_bucket / largest
+        return ownership.packs(
+            owners,
+            [tuple(one.shape) for one in tensors],
+            [tf.as_dtype(one.dtype).name for one in tensors],
+            groups.group_size,
+            limit / groups.group_size,
+        )
+
     def all_gather(
         self,
         shards: Sequence[tf.Tensor],
@@ -194,8 +279,12 @@ class GradientReducer:
         site: site_lib.Site,
         groups: group_assignment_lib.GroupAssignment,
         wanted: Sequence[bool],
+        counts: Sequence[int],
     ) -> list:
-        """Joins the shards of a group's replicas."""
+        """Joins the shards of a group's replicas.
+
+        `counts` are the numbers of variables that the shards are of.
+        """
         transport = self.transport(site, groups)
         # Groups that share an operation may want different tensors.
         indices = [
@@ -205,6 +294,7 @@ class GradientReducer:
             [shards[i] for i in indices],
             [layouts[i] for i in indices],
             transport,
+            [counts[i] for i in indices],
         )
         result: list = [None] * len(shards)
         for index, whole in zip(indices, wholes, strict=True):

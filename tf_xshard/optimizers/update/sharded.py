@@ -1,4 +1,4 @@
-"""Updates a shard of each variable on each replica of a group.
+"""Updates a part of the variables on each replica of a group.
 
 replica r of a group of g:
 
@@ -13,11 +13,17 @@ variables        [w0 w1 w2 w3]
 The inner optimizer is built with the shards, variables of rank 1. Each update
 fills them from the weights first, so only slot variables are state.
 
+Optimizers that need whole variables (`kinds`) update each variable on one
+replica, its owner. All replicas call the inner optimizer with all variables,
+but an `Owned` variable is changed only on its owner. Gradients of variables
+that another replica owns are zeros.
+
 Clipping by a norm needs the norms of whole gradients, one small sum per group.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,12 +33,14 @@ import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import recorder
+from tf_xshard.distribute import ownership
 from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import shards as shards_lib
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import stack
-from tf_xshard.optimizers.update import elementwise
+from tf_xshard.optimizers.update import kinds
 from tf_xshard.optimizers.update import slots
 from tf_xshard.optimizers.update import whole as whole_update
 from tf_xshard.private.keras import moving_averages
@@ -41,6 +49,10 @@ from tf_xshard.private.keras import shards as keras_shards
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import reducer as reducer_lib
+
+# A block of small slot variables has this many elements. Each update of one of
+# them copies the block. Larger slot variables have a block of their own.
+_ELEMENTS_PER_BLOCK = 1 << 14
 
 
 def use(
@@ -80,12 +92,13 @@ def _clipped(
     sum_over_group: Callable[[tf.Tensor], tf.Tensor],
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[tf.Tensor],
+    variables: Sequence,
 ) -> list[tf.Tensor]:
     """Clips shards as Keras clips whole gradients."""
     gradients = [tf.convert_to_tensor(one) for one in gradients]
     if optimizer.clipnorm and optimizer.clipnorm > 0:
         norm = optimizer.clipnorm
-        squares = _squares(gradients, sum_over_group)
+        squares = _squares(gradients, variables, sum_over_group)
         return [
             gradient
             * tf.cast(norm / tf.maximum(tf.sqrt(square), norm), gradient.dtype)
@@ -93,7 +106,7 @@ def _clipped(
         ]
     if optimizer.global_clipnorm and optimizer.global_clipnorm > 0:
         norm = optimizer.global_clipnorm
-        squares = _squares(gradients, sum_over_group)
+        squares = _squares(gradients, variables, sum_over_group)
         total = tf.sqrt(tf.add_n(squares))
         # `total - total` makes the scale NaN if the norm is not finite.
         scale = norm * tf.minimum(1.0 / total, 1.0 / norm) + (total - total)
@@ -108,6 +121,7 @@ def _clipped(
 
 def _squares(
     gradients: Sequence[tf.Tensor],
+    variables: Sequence,
     sum_over_group: Callable[[tf.Tensor], tf.Tensor],
 ) -> list[tf.Tensor]:
     """Returns the squared norms of whole gradients, in at least float32."""
@@ -117,11 +131,15 @@ def _squares(
     own = tf.stack(
         [tf.reduce_sum(tf.square(tf.cast(one, dtype))) for one in gradients]
     )
-    return tf.unstack(sum_over_group(own), len(gradients))
+    # A local variable's gradient is whole on each replica.
+    is_divided = [isinstance(v, keras_shards.Sharded) for v in variables]
+    return tf.unstack(
+        tf.where(is_divided, sum_over_group(own), own), len(gradients)
+    )
 
 
 class ShardedUpdate:
-    """Holds the shards of one optimizer's variables, and updates them."""
+    """Divides one optimizer's variables among replicas, and updates them."""
 
     def __init__(
         self,
@@ -130,30 +148,44 @@ class ShardedUpdate:
         reducer: reducer_lib.GradientReducer,
         groups: group_assignment_lib.GroupAssignment,
         strategy: tf.distribute.Strategy,
+        role_of: Callable[[Any], variable_role.VariableRole],
     ) -> None:
         self._optimizer = optimizer
         self._reducer = reducer
         self._groups = groups
         self._variables = list(variables)
+        self._store = slots.WholeSlots(strategy, groups, reducer.communication)
+        roles = [role_of(one) for one in variables]
+        self._divided = [
+            variable
+            for variable, role in zip(variables, roles, strict=True)
+            if role.has_loss_gradient and role.is_reduced
+        ]
+        # Maps keys of variables to what stands for them in an update.
+        self._shards: dict[int, keras_shards.Sharded] = {}
+        # Maps keys of variables to the costs and positions of their owners.
+        self.costs: dict[int, float] = {}
+        self.owner_of: dict[int, int] = {}
         keras_shards.UPDATES.check()
         keras_shards.NAMES.check()
-        store = slots.WholeSlots(strategy, groups, reducer.communication)
-        self._shards = {
-            _key(variable): _shards_of(variable, store)
-            for variable in variables
-            if variable_role.role_of(variable).has_loss_gradient
-        }
 
     def build(self) -> None:
         """Builds the inner optimizer with the shards."""
-        with whole_update.changing_when_chosen(
-            self._optimizer, elementwise.check
+        with (
+            whole_update.changing_when_chosen(self._optimizer, kinds.check),
+            keras_shards.chosen(self._optimizer, self._divided) as chosen,
         ):
+            self._divide(chosen)
             self._optimizer.build(
                 [self._shards.get(_key(v), v) for v in self._variables]
             )
         for one in stack.descendants(self._optimizer):
-            _check_slots(one)
+            self._divide_other_slots(one)
+        self._bind_slots()
+        for one in stack.descendants(self._optimizer):
+            _check_slots(
+                one, [v for v in self._variables if _key(v) not in self._shards]
+            )
             moving_averages.refuse_swapped_averages(
                 one,
                 "SwapEMAWeights can't be used with shard_update=True, since"
@@ -163,6 +195,73 @@ class ShardedUpdate:
             )
             if not any(stack.children(one)):
                 use(one, self._reducer, self._groups)
+
+    def _divide(self, optimizers: Sequence) -> None:
+        """Makes shards or owners of variables, as their optimizers need."""
+        for variable, optimizer in zip(self._divided, optimizers, strict=True):
+            cost = None
+            # Keras refuses what is not an optimizer.
+            if isinstance(optimizer, keras.optimizers.Optimizer):
+                cost = kinds.cost_of_owner(
+                    optimizer,
+                    tuple(variable.shape),
+                    replica_variables.path(variable),
+                )
+            if cost is not None:
+                self.costs[_key(variable)] = cost
+        self.owner_of = ownership.balanced(self.costs, self._groups.group_size)
+        for variable in self._divided:
+            owner = self.owner_of.get(_key(variable))
+            self._shards[_key(variable)] = (
+                _shards_of(variable, self._store)
+                if owner is None
+                else self._owned(variable, owner)
+            )
+
+    def _owned(self, variable: Any, owner: int) -> keras_shards.Sharded:
+        layout = ownership.Owned(tuple(variable.shape), self._groups, owner)
+        return keras_shards.weight_of(
+            _untrained(0, variable.dtype),
+            variable,
+            layout,
+            self._store,
+            keras_shards.Owned,
+        )
+
+    def _divide_other_slots(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> None:
+        """Gives slots that were created without a reference to the owners."""
+        for variable, slot in keras_shards.slots_by_variable(optimizer):
+            owner = self.owner_of.get(_key(variable))
+            if owner is not None and not isinstance(slot, keras_shards.Sharded):
+                layout = ownership.Owned(tuple(slot.shape), self._groups, owner)
+                keras_shards.owned(slot, layout, self._store)
+
+    def _bind_slots(self) -> None:
+        """Creates the blocks of owned slot variables."""
+        found = [
+            slot
+            for one in stack.descendants(self._optimizer)
+            if not any(stack.children(one))
+            for slot in one.variables
+            if isinstance(slot, keras_shards.Owned)
+        ]
+        for pack in ownership.packs(
+            [one.layout.owner for one in found],
+            [one.layout.shape for one in found],
+            [one.dtype for one in found],
+            self._groups.group_size,
+            _ELEMENTS_PER_BLOCK,
+        ):
+            block = _untrained(pack.row_size, found[pack.members[0]].dtype)
+            for owner in range(self._groups.group_size):
+                for index, offset in pack.offsets(owner).items():
+                    slot = found[index]
+                    slot.bind(
+                        block.value,
+                        dataclasses.replace(slot.layout, offset=offset),
+                    )
 
     def own_shards(
         self, batch: gradients_lib.GradientBatch, site: site_lib.Site
@@ -178,10 +277,14 @@ class ShardedUpdate:
         return self._reducer.transport(site, self._groups).position()
 
     def _own(self, variable: Any, whole: Any, position: Any) -> tf.Tensor:
-        layout = self._shards[_key(variable)].layout
+        owner = self.owner_of.get(_key(variable))
         if isinstance(whole, tf.IndexedSlices):
-            return layout.shard_of_rows(whole, position)
-        return layout.shard(whole, position)
+            return reducer_lib.part_of_rows(
+                whole, variable, owner, self._groups, position
+            )
+        if owner is not None:
+            return ownership.only_for_owner(whole, owner, position)
+        return self._shards[_key(variable)].layout.shard(whole, position)
 
     def apply(
         self,
@@ -198,30 +301,45 @@ class ShardedUpdate:
             refreshed = self._variables
         position = self._position(site)
         for variable in refreshed:
-            if _key(variable) in self._shards:
+            if _key(variable) in self._shards.keys() - self.owner_of.keys():
                 replica_variables.assign(
                     self._shards[_key(variable)],
                     self._own(
                         variable, replica_variables.read(variable), position
                     ),
                 )
-        whole_update.apply(
-            self._optimizer,
-            gradients_lib.GradientBatch(
-                batch.values, [self._shards.get(_key(v), v) for v in variables]
-            ),
-        )
+        steps = _steps_per_update(optimizers)
+        is_update = _ends_accumulation(optimizers, steps)
+        with keras_shards.at(position):
+            whole_update.apply(
+                self._optimizer,
+                gradients_lib.GradientBatch(
+                    batch.values,
+                    [self._shards.get(_key(v), v) for v in variables],
+                ),
+            )
         has_gradient = {
             _key(v) for gradient, v in batch.pairs() if gradient is not None
         }
         overwritten = any(one.ema_overwrite_frequency for one in optimizers)
-        self._gather(
+        gather = functools.partial(
+            self._gather,
             refreshed if overwritten else variables,
             has_gradient,
             overwritten,
             site,
             is_applied,
         )
+        # Plain Keras overwrites and constrains variables between updates, too.
+        if (
+            is_update is None
+            or overwritten
+            or any(getattr(v, "constraint", None) for v in variables)
+        ):
+            gather()
+            return
+        with recorder.labelled(every=steps):
+            replica_variables.cond(is_update, gather)
 
     def _gather(
         self,
@@ -232,17 +350,48 @@ class ShardedUpdate:
         is_applied: tf.Tensor | None,
     ) -> None:
         """Gathers the variables that may have changed."""
-        sharded = [v for v in variables if _key(v) in self._shards]
-        shards = [self._shards[_key(v)] for v in sharded]
+        owned = [v for v in variables if _key(v) in self.owner_of]
+        split = [
+            v
+            for v in variables
+            if _key(v) in self._shards and _key(v) not in self.owner_of
+        ]
+        shards = [self._shards[_key(v)] for v in split]
         layouts = [one.layout for one in shards]
+        packs = self._reducer.packs(
+            [self.owner_of[_key(v)] for v in owned], owned, self._groups
+        )
+        position = self._position(site)
+        rows = [
+            pack.row_of_position(
+                {i: replica_variables.read(owned[i]) for i in pack.members},
+                position,
+            )
+            for pack in packs
+        ]
+        changed = [overwritten or _key(v) in has_gradient for v in owned]
         wholes = self._reducer.all_gather(
-            [replica_variables.read(one) for one in shards],
-            layouts,
+            [*map(replica_variables.read, shards), *rows],
+            layouts
+            + [
+                shards_lib.Layout((len(p.rows) * p.row_size,), self._groups)
+                for p in packs
+            ],
             site,
             self._groups,
-            [overwritten or _key(v) in has_gradient for v in sharded],
+            [overwritten or _key(v) in has_gradient for v in split]
+            + [any(changed[i] for i in pack.members) for pack in packs],
+            [1] * len(split) + [len(pack.members) for pack in packs],
         )
-        for variable, whole in zip(sharded, wholes, strict=True):
+        pairs = list(zip(split, wholes, strict=False))
+        for pack, flat in zip(packs, wholes[len(split) :], strict=True):
+            if flat is not None:
+                pairs += [
+                    (owned[i], whole)
+                    for i, whole in pack.unpacked(flat).items()
+                    if changed[i]
+                ]
+        for variable, whole in pairs:
             if whole is None:
                 continue
             constraint = getattr(variable, "constraint", None)
@@ -257,31 +406,65 @@ class ShardedUpdate:
 
 
 def _key(variable: Any) -> int:
-    """Returns one key for a Keras variable and its TensorFlow variable."""
-    return id(replica_variables.tensorflow_variable(variable))
+    """Returns a weight's key, also for what stands for it in an update."""
+    if (
+        isinstance(variable, keras_shards.Sharded)
+        and variable.whole is not None
+    ):
+        variable = variable.whole
+    return replica_variables.key(variable)
+
+
+def _steps_per_update(optimizers: Sequence) -> int:
+    """Returns after how many steps variables change; 1 if they may always."""
+    leaves = [one for one in optimizers if not any(stack.children(one))]
+    steps = {one.gradient_accumulation_steps or 1 for one in leaves}
+    return steps.pop() if len(steps) == 1 else 1
+
+
+def _ends_accumulation(optimizers: Sequence, steps: int) -> tf.Tensor | None:
+    """Returns whether this step updates variables; None if each step does."""
+    if steps == 1:
+        return None
+    leaves = [one for one in optimizers if not any(stack.children(one))]
+    # A MultiOptimizer does not call an optimizer that gets no gradient.
+    return tf.reduce_any(
+        [(optimizer_state.num_calls(one) + 1) % steps == 0 for one in leaves]
+    )
+
+
+def _untrained(size: int, dtype: str) -> keras.Variable:
+    return keras.Variable(
+        tf.zeros([size], dtype), dtype=dtype, trainable=False, autocast=False
+    )
 
 
 def _shards_of(variable: Any, store: slots.WholeSlots) -> keras_shards.Sharded:
     layout = store.layout(variable)
-    shards = keras_shards.shard_of(
-        keras.Variable(
-            tf.zeros([layout.size], variable.dtype),
-            dtype=variable.dtype,
-            trainable=False,
-            autocast=False,
-        ),
-        variable,
-        layout,
-        store,
+    shards = keras_shards.weight_of(
+        _untrained(layout.size, variable.dtype), variable, layout, store
     )
     # The slot variables of some optimizers start with the variable's value.
     slots.copy_into(variable, shards)
     return shards
 
 
-def _check_slots(optimizer: keras.optimizers.Optimizer) -> None:
+def _check_slots(
+    optimizer: keras.optimizers.Optimizer, undivided: Sequence
+) -> None:
+    whole = {
+        id(slot)
+        for variable, slot in keras_shards.slots_by_variable(optimizer)
+        if not isinstance(variable, keras_shards.Sharded)
+    }
+    names = tuple(f"{replica_variables.flat_name(v)}_" for v in undivided)
     for slot in optimizer.variables:
-        if not isinstance(slot, keras_shards.Sharded) and len(slot.shape):
+        if (
+            not isinstance(slot, keras_shards.Sharded)
+            and len(slot.shape)
+            and id(slot) not in whole
+            and not slot.path.split("/")[-1].startswith(names)
+        ):
             raise ValueError(
                 f"shard_update=True: {optimizer.name} has created"
                 f" {slot.path!r} of shape {tuple(slot.shape)} in a way that"

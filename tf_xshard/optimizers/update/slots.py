@@ -73,29 +73,34 @@ class WholeSlots:
                 " use model.export(), which leaves the optimizer out."
             )
         self._processes.rendezvous(_WHAT)
-        own = [np.asarray(copy) for copy in replica_variables.copies(slot)]
+        layout = slot.layout
+        own = [
+            layout.held(np.asarray(copy))
+            for copy in replica_variables.copies(slot)
+        ]
         payloads = self._processes.gather(b"".join(x.tobytes() for x in own))
         size, dtype = own[0].size, own[0].dtype
         every = np.concatenate([np.frombuffer(p, dtype) for p in payloads])
         return joined(
-            slot.layout,
+            layout,
             self.local_ids,
             lambda r: every[r * size : (r + 1) * size],
         )
 
 
 def joined(
-    layout: shards_lib.Layout,
+    layout: Any,
     replica_ids: Sequence[int],
-    shard_of: Callable[[int], np.ndarray],
+    held_by: Callable[[int], np.ndarray],
 ) -> list[np.ndarray]:
-    """Joins shards to the whole values of the replicas' groups."""
+    """Joins what replicas hold to the whole values of their groups."""
     found: dict[int, np.ndarray] = {}
     for r in replica_ids:
         group = layout.groups.group_of(r)
         if group not in found:
-            flat = np.concatenate([shard_of(m) for m in layout.members_of(r)])
-            found[group] = flat[: layout.num_elements].reshape(layout.shape)
+            found[group] = layout.joined(
+                [held_by(m) for m in layout.holders_of(r)]
+            )
     return [found[layout.groups.group_of(r)] for r in replica_ids]
 
 
@@ -113,8 +118,9 @@ def assign(
             continue
         with tf.device("CPU"):
             whole = tf.cast(tf.convert_to_tensor(whole), copy.dtype)
-            shard = layout.shard(whole, layout.position_of(r))
-        copy.assign(shard)
+            held = layout.stored(copy, whole, layout.position_of(r))
+        if held is not copy:
+            copy.assign(held)
 
 
 def copy_into(variable: Any, shards: keras_shards.Sharded) -> None:

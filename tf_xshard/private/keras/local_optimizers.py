@@ -184,13 +184,6 @@ class _Local(
     ) -> list[tuple]:
         return list(grads_and_vars)
 
-    def _backend_update_step(
-        self, grads: Sequence, trainable_variables: Sequence, learning_rate: Any
-    ) -> Any:
-        return _BaseOptimizer._backend_update_step(
-            self, grads, trainable_variables, learning_rate
-        )
-
     def _apply_weight_decay(self, variables: Sequence) -> Any:
         return _BaseOptimizer._apply_weight_decay(self, variables)
 

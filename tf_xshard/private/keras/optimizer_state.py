@@ -132,6 +132,11 @@ def set_iterations(
     optimizer._iterations.assign(iterations * steps)
 
 
+def num_calls(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+    """Returns how often an optimizer was called, with accumulation or not."""
+    return tf.convert_to_tensor(optimizer._iterations)
+
+
 def learning_rate_at(
     optimizer: keras.optimizers.Optimizer, iterations: int
 ) -> float:

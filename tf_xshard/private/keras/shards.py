@@ -1,14 +1,17 @@
-"""Defines Keras variables that are split over replicas.
+"""Defines Keras variables that are divided among replicas.
 
-Inside `strategy.run`, such a variable is this replica's shard, which Keras's
-optimizers update like any other variable. Outside `strategy.run`, it has the
-whole shape and value, including when it is saved and assigned. Files and
-checkpoints therefore do not show the split.
+Inside `strategy.run`, a `Sharded` variable is this replica's shard, which
+Keras's optimizers update like any other variable. An `Owned` variable is whole
+on one replica of a group, and is not updated on the others.
+
+Outside `strategy.run`, both have the whole shape and value, including when they
+are saved and assigned. Files and checkpoints therefore do not show the split.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -158,22 +161,184 @@ class Sharded(keras.Variable):
         return self._value
 
 
-def shard_of(
-    variable: keras.Variable, whole: Any, layout: Any, store: Store
-) -> Sharded:
-    """Makes a new variable, of shape [layout.size], the shards of a weight."""
+class Owned(Sharded):
+    """Lets one replica of a group hold a variable; `owned` makes it.
+
+    `layout` is a `tf_xshard.distribute.ownership.Owned`. The value of a slot
+    variable is a part of a block, which `bind` sets. The value of a weight is
+    the weight itself.
+    """
+
+    # A slot variable's value before `bind`; None for zeros.
+    _first: Any = None
+    _is_bound = False
+
+    def bind(self, block: tf.Variable, layout: Any) -> None:
+        """Moves the value into a block of all replicas."""
+        self.__dict__.update(_value=block, layout=layout, _is_bound=True)
+        if self._first is not None:
+            self.store.write(self, self._first)
+            self.__dict__["_first"] = None
+
+    @property
+    def value(self) -> Any:
+        """The value on the owner, and zeros on other replicas of the group."""
+        if self.whole is not None:
+            return getattr(self.whole, "value", self.whole)
+        if not self._is_whole():
+            return self._own()
+        if self._is_bound:
+            return self.store.read(self)
+        if self._first is None:
+            return tf.zeros(self.layout.shape, self.dtype)
+        return tf.constant(self._first, self.dtype)
+
+    def _own(self) -> tf.Tensor:
+        if is_elsewhere(self):
+            return tf.zeros([], self.dtype)
+        block = tf.raw_ops.ReadVariableOp(
+            resource=self._value.handle, dtype=self._value.dtype
+        )
+        own = tf.reshape(self.layout.held(block), self.layout.shape)
+        position = _thread_position()
+        if tf.is_tensor(position) and not _is_held():
+            is_owner = tf.equal(position, self.layout.owner)
+            own = tf.where(is_owner, own, tf.zeros_like(own))
+        return own
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole value."""
+        if self._is_reference:
+            return tf.TensorShape([0])  # The block holds the numbers.
+        return tf.TensorShape(self.layout.shape)
+
+    def assign(self, value: Any) -> Any:
+        """Assigns a value, on the owner only."""
+        # Elsewhere, the shape of `value` may be that of a scalar zero.
+        return value if is_elsewhere(self) else super().assign(value)
+
+    def _direct_assign(self, value: Any) -> None:
+        if not is_outside():
+            when_held(self, lambda: self._assign_own(value))
+        elif self.whole is not None:
+            self.whole.assign(value)
+        elif self._is_bound:
+            self.store.write(self, value)
+        else:
+            self.__dict__["_first"] = np.asarray(value)
+
+    def _assign_own(self, value: Any) -> None:
+        variable = self.value if self.whole is not None else self._value
+        value = tf.cast(value, variable.dtype)
+        if self.whole is None:
+            block = tf.raw_ops.ReadVariableOp(
+                resource=variable.handle, dtype=variable.dtype
+            )
+            value = self.layout.placed(block, value)
+        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+
+    @property
+    def _shared_name(self) -> str:
+        # Several slot variables may be in one block.
+        return self._path
+
+
+@contextlib.contextmanager
+def at(position: int | tf.Tensor) -> Iterator[None]:
+    """Tells `Owned` variables this replica's position in its group."""
+    before = _thread_position()
+    _thread.position = position
+    try:
+        yield
+    finally:
+        _thread.position = before
+
+
+def _thread_position() -> Any:
+    return getattr(_thread, "position", None)
+
+
+def _is_held() -> bool:
+    return getattr(_thread, "is_held", False)
+
+
+def is_elsewhere(variable: Any) -> bool:
+    """Returns True if another replica surely owns a variable."""
+    position = _thread_position()
+    return (
+        isinstance(variable, Owned)
+        and isinstance(position, int)
+        and position != variable.layout.owner
+        and not is_outside()
+    )
+
+
+def when_held(variable: Any, function: Callable[[], Any]) -> None:
+    """Calls a function, but not where another replica owns the variable."""
+    position = _thread_position()
+    if is_elsewhere(variable):
+        return
+    if (
+        not isinstance(variable, Owned)
+        or not tf.is_tensor(position)
+        or _is_held()
+    ):
+        function()
+        return
+
+    def on_owner() -> tf.Tensor:
+        _thread.is_held = True
+        try:
+            function()
+        finally:
+            _thread.is_held = False
+        return tf.constant(True)
+
+    # One program for all replicas, as on TPUs, finds out when it runs.
+    tf.cond(
+        tf.equal(position, variable.layout.owner),
+        on_owner,
+        lambda: tf.constant(False),
+    )
+
+
+def owned(variable: keras.Variable, layout: Any, store: Store) -> Owned:
+    """Makes a slot variable `Owned`, with its value."""
+    values = getattr(variable.value, "values", (variable.value,))
+    first = np.asarray(values[0])
+    slot = converted(variable, layout, store, kind=Owned)
+    slot.__dict__["_first"] = first if first.any() else None
+    return slot
+
+
+def weight_of(
+    variable: keras.Variable,
+    whole: Any,
+    layout: Any,
+    store: Store,
+    kind: type = Sharded,
+) -> Any:
+    """Makes a new variable stand for a weight, while the weight is updated.
+
+    `variable` has the shape [layout.size] for the shards of the weight.
+    """
     # The variable gets the weight's path, after which slots are named in any
     # scope.
     path = getattr(whole, "path", None) or whole.name.replace(":", "_")
     variable.__dict__.update(_path=path, _name=path.split("/")[-1])
-    return converted(variable, layout, store, whole)
+    return converted(variable, layout, store, whole, kind)
 
 
 def converted(
-    variable: Any, layout: Any, store: Store, whole: Any = None
-) -> Sharded:
-    """Makes a variable `Sharded`; a slot variable has no `whole`."""
-    variable.__class__ = Sharded
+    variable: Any,
+    layout: Any,
+    store: Store,
+    whole: Any = None,
+    kind: type = Sharded,
+) -> Any:
+    """Changes a variable's class; a slot variable has no `whole`."""
+    variable.__class__ = kind
     variable.__dict__.update(layout=layout, store=store, whole=whole)
     return variable
 
@@ -241,7 +406,12 @@ class UpdatesShards(TracksWholes):
         reference, initializer = self.__dict__.get("_slot_of", (None, None))
         if reference is not None:
             # Convert the variable before Keras assigns a checkpoint's value.
-            slot = converted(variable, reference.layout, reference.store)
+            slot = converted(
+                variable,
+                reference.layout,
+                reference.store,
+                kind=type(reference),
+            )
             initializer = keras.initializers.get(initializer)
             if not isinstance(initializer, keras.initializers.Zeros):
                 slot.assign(initializer(slot.layout.shape, slot.dtype))
@@ -255,8 +425,43 @@ class UpdatesShards(TracksWholes):
         elif is_building() and copies:
             for copy in copies:
                 copy.assign(tf.cast(value, copy.dtype))
+        elif isinstance(variable, Owned):
+            variable.assign(value)
         else:
             super().assign(variable, value)
+
+    def assign_add(self, variable: Any, value: Any) -> None:
+        """Adds to a variable; of an `Owned` variable, on its owner only."""
+        if isinstance(variable, Owned):
+            variable.assign_add(value)
+        else:
+            super().assign_add(variable, value)
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        """Subtracts from a variable; see `assign_add`."""
+        if isinstance(variable, Owned):
+            variable.assign_sub(value)
+        else:
+            super().assign_sub(variable, value)
+
+    def _backend_apply_gradients(
+        self, grads: Sequence, trainable_variables: Sequence
+    ) -> Any:
+        before = getattr(_thread, "variables", None)
+        _thread.variables = list(trainable_variables)
+        try:
+            return super()._backend_apply_gradients(grads, trainable_variables)
+        finally:
+            _thread.variables = before
+
+    def _backend_update_step(
+        self, grads: Sequence, trainable_variables: Sequence, learning_rate: Any
+    ) -> Any:
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            step = functools.partial(
+                self.update_step, gradient, variable, learning_rate
+            )
+            when_held(variable, step)
 
     def _var_key(self, variable: Any) -> Any:
         if isinstance(variable, Sharded):
@@ -267,7 +472,7 @@ class UpdatesShards(TracksWholes):
         clip = self.__dict__.get("_clip_shards")
         if clip is None:
             return super()._clip_gradients(grads)
-        return clip(self, grads)
+        return clip(self, grads, _thread.variables)
 
 
 def _of_wholes(variables: Sequence) -> Sequence:
@@ -284,6 +489,55 @@ def _of_wholes(variables: Sequence) -> Sequence:
 def clip_with(optimizer: keras.optimizers.Optimizer, clip: Callable) -> None:
     """Replaces how an optimizer clips the gradients of shards."""
     optimizer.__dict__["_clip_shards"] = clip
+
+
+@contextlib.contextmanager
+def chosen(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence
+) -> Iterator[list]:
+    """Yields the optimizer that will update each weight.
+
+    A MultiOptimizer's function, which may create optimizers, is called once for
+    each weight, before the MultiOptimizer is built in this context.
+    """
+    if hasattr(optimizer, "inner_optimizer"):
+        with chosen(optimizer.inner_optimizer, variables) as result:
+            yield result
+        return
+    choose = getattr(optimizer, "_optimizer_map", None)
+    if choose is None:
+        yield [optimizer] * len(variables)
+        return
+    result = [choose(one) for one in variables]
+    key = optimizer._var_key
+    by_key = {
+        key(one): leaf for one, leaf in zip(variables, result, strict=True)
+    }
+    object.__setattr__(optimizer, "_optimizer_map", lambda v: by_key[key(v)])
+    try:
+        yield result
+    finally:
+        object.__setattr__(optimizer, "_optimizer_map", choose)
+
+
+def slots_by_variable(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[tuple[Any, keras.Variable]]:
+    """Yields pairs of a variable and its slot variable that is not a scalar.
+
+    Finds the slot variables in lists with one element for each variable, in
+    which Keras's optimizers keep them.
+    """
+    variables = optimizer._trainable_variables or []
+    for name, value in vars(optimizer).items():
+        if (
+            name not in ("_trainable_variables", "_variables")
+            and isinstance(value, list)
+            and len(value) == len(variables)
+        ):
+            for variable, slot in zip(variables, value, strict=True):
+                if isinstance(slot, keras.Variable) and len(slot.shape):
+                    yield variable, slot
 
 
 @contextlib.contextmanager
