@@ -10,6 +10,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import quantized_oracle
 from tests.support import replicas
+from tests.support import stacks
 
 # 300 numbers have two blocks with groups of one row's part; 3 have padding.
 SHAPES = [(7, 13), (), (3,), (40, 30)]
@@ -161,7 +162,14 @@ def test_large_tensors_are_quantized_by_themselves(sharded):
 
 @pytest.mark.parametrize(
     "dtype, sharded",
-    [("int8", False), ("int8", True), ("bfloat16", False), ("float16", True)],
+    [
+        ("int8", False),
+        ("int8", True),
+        ("int8", "owned"),
+        ("bfloat16", False),
+        ("float16", True),
+        ("bfloat16", "owned"),
+    ],
 )
 def test_feedback_brings_it_closer_to_float32(dtype, sharded):
     """The sum of many steps; without feedback errors add up."""
@@ -172,7 +180,8 @@ def test_feedback_brings_it_closer_to_float32(dtype, sharded):
         [weights], residuals = _trained(
             replicas.mirrored(2),
             lambda feedback=feedback: _optimizer(
-                shard_update=sharded,
+                stacks.WholeSGD(1.0) if sharded == "owned" else None,
+                shard_update=bool(sharded),
                 communication=_communication(dtype, error_feedback=feedback),
             ),
             gradients,

@@ -77,6 +77,17 @@ def _wraps():
     tower = tf_xshard.TowerOptimizer
     return {
         "adam": lambda local: CROSS(keras.optimizers.Adam(0.1), local=local),
+        "sharded": lambda local: CROSS(
+            keras.optimizers.Adam(0.1, clipnorm=1e3),
+            local=local,
+            shard_update=True,
+        ),
+        "lamb": lambda local: CROSS(
+            keras.optimizers.Lamb(0.1), local=local, shard_update=True
+        ),
+        "adafactor": lambda local: CROSS(
+            keras.optimizers.Adafactor(0.1), local=local, shard_update=True
+        ),
         "residuals": lambda local: CROSS(
             keras.optimizers.Adam(0.1),
             local=local,
@@ -362,11 +373,6 @@ def _restored_to_other_groups(state):
             lambda: CROSS(SGD(), local="a", scale_local_gradients=1),
             TypeError,
             "must be a bool",
-        ),
-        (
-            lambda: CROSS(SGD(), local="a", shard_update=True),
-            ValueError,
-            "can't be combined with shard_update",
         ),
         (lambda: _built(local="nonsense"), ValueError, "none of the variables"),
         (

@@ -33,6 +33,9 @@ OPTIMIZERS = {
     "adam_ema": _cross,
     "groups": functools.partial(_cross, group_assignment=PAIRS),
     "sharded": functools.partial(_cross, shard_update=True),
+    "owned": functools.partial(
+        _cross, functools.partial(O.Lamb, 0.1, use_ema=True), shard_update=True
+    ),
     "residuals": functools.partial(
         _cross,
         communication=tf_xshard.Communication("bfloat16", error_feedback=True),

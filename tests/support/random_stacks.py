@@ -41,6 +41,7 @@ def random_stack(rng, num_replicas, max_wrappers=3):
             "rate": float(rng.choice([0.25, 0.5, 1.0])),
             "momentum": float(rng.choice([0.0, 0.5])),
             "accumulation": _choice(rng, [None, None, 2, 3]),
+            "whole": bool(rng.random() < 0.5),
         },
     )
     num_wrappers = int(rng.integers(1, max_wrappers + 1))

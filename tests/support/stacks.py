@@ -17,6 +17,11 @@ SIZE = 2  # Of the weights.
 WRAPPERS = ("cross", "tower", "agn")
 
 
+@tf_xshard.per_variable
+class WholeSGD(keras.optimizers.SGD):
+    """Makes shard_update=True update whole variables."""
+
+
 def names(stack):
     """The names of a stack's optimizers, the outermost first."""
     name, _, *inner = stack
@@ -32,7 +37,8 @@ def optimizer_of(stack, **kwargs):
     """
     name, options, *inner = stack
     if name == "sgd":
-        return keras.optimizers.SGD(
+        kind = WholeSGD if options.get("whole") else keras.optimizers.SGD
+        return kind(
             options.get("rate", 1.0),
             momentum=options.get("momentum", 0.0),
             gradient_accumulation_steps=options.get("accumulation"),

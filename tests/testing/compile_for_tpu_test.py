@@ -99,7 +99,8 @@ def test_the_groups_are_exactly_the_assignment(topology, layout, report):
     report(f"{layout}, compiled for TPU: {compiled}".replace("\n", "\n    "))
 
 
-def test_a_sharded_update_is_two_all_reduces():
+@pytest.mark.parametrize("name", ["Adam", "Lamb"])
+def test_a_sharded_update_is_two_all_reduces(name):
     """Of the gradients, and of the weights: README and the guide say so."""
     strategy = replicas.tpu(8)
     with strategy.scope():
@@ -108,7 +109,7 @@ def test_a_sharded_update_is_two_all_reduces():
         )
         model.compile(
             tf_xshard.CrossShardOptimizer(
-                keras.optimizers.Adam(), shard_update=True
+                getattr(keras.optimizers, name)(), shard_update=True
             ),
             "mse",
         )

@@ -16,12 +16,38 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tf_xshard import group_assignment as group_assignment_lib
+
+
+class Balance(NamedTuple):
+    """Tells how evenly the cost of an update is divided among owners."""
+
+    # The cost of the owner with the most, divided by the mean.
+    largest_owner: float
+    # The key of the costliest variable, and its part of all costs.
+    variable: Any
+    share: float
+
+
+def balance_of(
+    costs: Mapping[Any, float], owner_of: Mapping[Any, int], num_owners: int
+) -> Balance | None:
+    """Returns the balance of owners, or None without any."""
+    if not costs:
+        return None
+    totals = [0.0] * num_owners
+    for name, cost in costs.items():
+        totals[owner_of[name]] += cost
+    largest = max(costs, key=costs.__getitem__)
+    every = sum(totals)
+    return Balance(
+        max(totals) * num_owners / every, largest, costs[largest] / every
+    )
 
 
 def balanced(costs: Mapping[Any, float], num_owners: int) -> dict[Any, int]:
@@ -67,6 +93,11 @@ class Owned:
         """Returns the replica of the group that holds the value."""
         return (self.members_of(replica_id)[self.owner],)
 
+    @property
+    def held_size(self) -> int:
+        """The number of elements that the owner holds."""
+        return self.num_elements
+
     def held(self, block: Any) -> Any:
         """Returns the flat part of the block where the owner has the value."""
         return block[self.offset : self.offset + self.num_elements]
@@ -76,7 +107,7 @@ class Owned:
         return held[0].reshape(self.shape)
 
     def stored(self, block: Any, whole: Any, position: int) -> Any:
-        """Returns a replica's block, with the whole value if it is the owner."""
+        """Returns a replica's block, changed if the replica is the owner."""
         return self.placed(block, whole) if position == self.owner else block
 
     def placed(self, block: Any, whole: Any) -> Any:
@@ -212,7 +243,8 @@ def packs(
             limit = max(largest, max_row_size)
             rows = []
             for values in waiting:
-                row, size = [], 0
+                row: list[int] = []
+                size = 0
                 while values:
                     size += math.prod(shapes[values[-1]])
                     if row and size > limit:

@@ -50,6 +50,11 @@ class Layout:
         """Returns the replicas of a group that hold a part of its value."""
         return self.members_of(replica_id)
 
+    @property
+    def held_size(self) -> int:
+        """The number of elements that each replica holds."""
+        return self.size
+
     def held(self, shard: Any) -> Any:
         """Returns what a replica holds of the value."""
         return shard

@@ -59,10 +59,12 @@ class ReplicaValues:
         return self._copies(variable)
 
     def _copies(self, variable: Any) -> list[np.ndarray]:
-        """Returns the value, or the shard, that each of `local_ids` holds."""
+        """Returns the value, or the part, that each of `local_ids` holds."""
         values = [
             np.asarray(copy) for copy in replica_variables.copies(variable)
         ]
+        if isinstance(variable, keras_shards.Sharded):
+            values = [variable.layout.held(one) for one in values]
         return values if len(values) > 1 else values * len(self.local_ids)
 
     def assign(self, variable: Any, values: Sequence[np.ndarray]) -> None:
@@ -135,7 +137,7 @@ class ReplicaValues:
         begin, size = 0, 0
         for index, variable in enumerate(variables):
             copy = replica_variables.copies(variable)[0]
-            size += copy.dtype.size * int(np.prod(copy.shape))
+            size += copy.dtype.size * int(np.prod(_shape_of_copies(variable)))
             if size >= _CHUNK_BYTES or index == len(variables) - 1:
                 chunk = slice(begin, index + 1)
                 yield from self._exchanged(variables[chunk], wanted[chunk])
@@ -155,7 +157,7 @@ class ReplicaValues:
         offsets = [0] * self.num_processes
         for variable, replica_ids in zip(variables, wanted, strict=True):
             copy = replica_variables.copies(variable)[0]
-            shape = tuple(copy.shape)
+            shape = _shape_of_copies(variable)
             count = int(np.prod(shape))
             found = []
             # A process sends its replicas' values in this order.
@@ -227,13 +229,20 @@ class ReplicaValues:
         ]
 
 
+def _shape_of_copies(variable: Any) -> tuple[int, ...]:
+    """Returns the shape of each of `ReplicaValues._copies`."""
+    if isinstance(variable, keras_shards.Sharded):
+        return (variable.layout.held_size,)
+    return tuple(replica_variables.copies(variable)[0].shape)
+
+
 def _of_groups(variable: keras_shards.Sharded, shards: list[str]) -> list[str]:
     """Computes digests of whole values from the digests of their shards."""
     layout = variable.layout
     return [
         _digest(
             np.frombuffer(
-                "".join(shards[m] for m in layout.members_of(r)).encode(),
+                "".join(shards[m] for m in layout.holders_of(r)).encode(),
                 np.uint8,
             )
         )

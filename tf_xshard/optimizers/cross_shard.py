@@ -17,6 +17,7 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import ownership
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import arguments
@@ -274,6 +275,10 @@ class CrossShardOptimizer(base.GradientWrapper):
     def shard_update(self) -> bool:
         """True if each replica of a group updates a part of the variables."""
         return self._shard_update
+
+    def balance_of_update(self) -> ownership.Balance | None:
+        """Returns how evenly owners divide a sharded update, if any do."""
+        return self._sharded.balance() if self._sharded else None
 
     def _create_state(self, variables: list) -> None:
         self._unreduced.find(variables)

@@ -21,6 +21,7 @@ from tf_xshard import checks
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import text_table
 from tf_xshard.collectives import recorder
+from tf_xshard.distribute import ownership
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import stack
@@ -59,6 +60,10 @@ class CommunicationPlan:
       bucket_bytes: The bytes that packing copies while a step communicates.
       gigabytes_per_second: The speed of a link within a host and across hosts;
         None for a plan without times.
+      balance: With `shard_update=True` and an optimizer that needs whole
+        variables, a tuple: the cost of the update on the replica that has the
+        most to do, divided by the mean over the group; the path of the
+        costliest variable; the part of all costs that it has. Otherwise None.
     """
 
     operations: tuple[PlannedOperation, ...]
@@ -66,6 +71,7 @@ class CommunicationPlan:
     slot_bytes: int
     bucket_bytes: int
     gigabytes_per_second: tuple[float, float] | None = None
+    balance: ownership.Balance | None = None
 
     @property
     def steps_per_update(self) -> int:
@@ -140,6 +146,14 @@ class CommunicationPlan:
             f"{name}: {_shown(name, value)}"
             for name, value in self.totals().items()
         ]
+        if self.balance is not None:
+            largest, variable, share = self.balance
+            lines.append(
+                "update: the replica with the most to do has"
+                f" {largest:.3g} times the mean. The costliest variable,"
+                f" {variable}, has {share:.1%} of the cost, and one replica"
+                " updates it."
+            )
         return "\n".join(lines)
 
     def totals(self) -> dict[str, float]:
@@ -337,10 +351,21 @@ def communication_plan(
     return CommunicationPlan(
         operations,
         strategy.num_replicas_in_sync,
-        sum(map(_bytes_on_a_replica, optimizer.variables)),
+        _bytes_on_a_replica(optimizer.variables),
         sum(one.num_bytes for one in operations if one.num_variables > 1),
         speeds,
+        _balance(optimizer),
     )
+
+
+def _balance(optimizer: Any) -> ownership.Balance | None:
+    """Returns the balance of the optimizer that shards its update by owner."""
+    found = (
+        one.balance_of_update()
+        for one in stack.wrappers(optimizer)
+        if hasattr(one, "balance_of_update")
+    )
+    return next((one for one in found if one is not None), None)
 
 
 def _checked(model: Any, variables: Sequence | None) -> tuple:
@@ -464,6 +489,13 @@ def _speeds(value: Any) -> tuple[Any, Any] | None:
     return pair[0], pair[1]
 
 
-def _bytes_on_a_replica(variable: Any) -> int:
-    held = replica_variables.tensorflow_variable(variable)
-    return held.dtype.size * (tf.TensorShape(held.shape).num_elements() or 0)
+def _bytes_on_a_replica(variables: Sequence) -> int:
+    # Several slot variables may be parts of one TensorFlow variable.
+    held = {
+        id(one): one
+        for one in map(replica_variables.tensorflow_variable, variables)
+    }
+    return sum(
+        one.dtype.size * (tf.TensorShape(one.shape).num_elements() or 0)
+        for one in held.values()
+    )

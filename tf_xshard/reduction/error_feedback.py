@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tf_xshard.distribute import replica_variables
 
-# Maps `replica_variables.key` of a variable to the error to add to its next gradient, in the
-# gradient's units. None without error feedback.
+# Maps `replica_variables.key` of a variable to the error to add to its next
+# gradient, in the gradient's units. None without error feedback.
 Carry = dict[int, tf.Tensor] | None
 
 

@@ -263,6 +263,16 @@ class ShardedUpdate:
                         dataclasses.replace(slot.layout, offset=offset),
                     )
 
+    def balance(self) -> ownership.Balance | None:
+        """Returns how evenly owners divide the update; None without owners."""
+        found = ownership.balance_of(
+            self.costs, self.owner_of, self._groups.group_size
+        )
+        if found is None:
+            return None
+        [variable] = [v for v in self._divided if _key(v) == found.variable]
+        return found._replace(variable=replica_variables.path(variable))
+
     def own_shards(
         self, batch: gradients_lib.GradientBatch, site: site_lib.Site
     ) -> gradients_lib.GradientBatch:
