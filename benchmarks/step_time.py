@@ -26,12 +26,17 @@ _BLOCKS = flags.DEFINE_integer("blocks", 9, "interleaved blocks", 5)
 _MODELS = flags.DEFINE_list(
     "models",
     ["small", "convolutional", "large", "adam_1m", "adam_12m", "adam_50m"],
-    "which models to run",
+    "which models to run; also lamb, adafactor and muon, of a transformer",
 )
 
 BASELINE, AGAIN, OURS = "plain Keras", "plain Keras again", "wrapper"
 SHARDED = "shard_update=True"
 MEAN, SKIPPING = "GlobalMean", "skip_nonfinite=True"
+_COMPARED = flags.DEFINE_list(
+    "compared",
+    [AGAIN, OURS, SHARDED, MEAN, SKIPPING],
+    "what is compared with plain Keras",
+)
 
 
 def _small():
@@ -79,6 +84,27 @@ def _dense(width, num_layers):
     )
 
 
+def _transformer(width=384, num_blocks=6, num_heads=6):
+    """10.6 million parameters, in matrices that Muon orthogonalizes."""
+    layers = keras.layers
+    inputs = layers.Input((16, 48))
+    x = layers.Dense(width)(inputs)
+    for _ in range(num_blocks):
+        normal = layers.LayerNormalization()(x)
+        query, key, value = (
+            layers.Reshape((16, num_heads, -1))(layers.Dense(width)(normal))
+            for _ in range(3)
+        )
+        scores = keras.ops.einsum("bqhd,bkhd->bhqk", query, key)
+        weights = keras.ops.softmax(scores / (width / num_heads) ** 0.5)
+        mixed = keras.ops.einsum("bhqk,bkhd->bqhd", weights, value)
+        x = x + layers.Dense(width)(layers.Reshape((16, width))(mixed))
+        hidden = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dense(width)(hidden)
+    pooled = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, layers.Dense(10)(pooled))
+
+
 def _adam():
     return keras.optimizers.Adam(1e-3)
 
@@ -91,6 +117,9 @@ MODELS = {
     "adam_1m": (lambda: _dense(512, 4), _adam, 8, 24),
     "adam_12m": (lambda: _dense(1024, 12), _adam, 8, 6),
     "adam_50m": (lambda: _dense(2048, 12), _adam, 8, 3),
+    "lamb": (_transformer, lambda: keras.optimizers.Lamb(1e-3), 4, 3),
+    "adafactor": (_transformer, lambda: keras.optimizers.Adafactor(1e-3), 4, 3),
+    "muon": (_transformer, lambda: keras.optimizers.Muon(1e-3), 4, 2),
 }
 
 
@@ -164,7 +193,7 @@ def _loop(strategy, model, rows, steps):
 
 def _variants(strategy, how, model_fn, optimizer_fn, rows, steps):
     variants = {}
-    for name in (BASELINE, AGAIN, OURS, SHARDED, MEAN, SKIPPING):
+    for name in (BASELINE, *_COMPARED.value):
         keras.utils.set_random_seed(0)
         with strategy.scope():
             model = model_fn()
@@ -180,9 +209,27 @@ def _variants(strategy, how, model_fn, optimizer_fn, rows, steps):
                 loss = tf_xshard.GlobalMean(loss)
             model.compile(optimizer=optimizer, loss=loss)
             optimizer.build(model.trainable_variables)
+        if name == SHARDED:
+            _print_memory(model)
         variants[name] = how(strategy, model, rows, steps)
         variants[name]()  # Traces and warms up, outside the timed blocks.
     return variants
+
+
+def _print_memory(model):
+    """Prints the bytes of slot variables, and the balance of owners."""
+    plan = tf_xshard.communication_plan(model)
+    every = sum(
+        int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size
+        for v in model.optimizer.variables
+    )
+    mean = every / plan.num_replicas
+    print(
+        f"slots on a replica: {plan.slot_bytes / 1e6:.1f} MB, of"
+        f" {every / 1e6:.1f} MB; {plan.slot_bytes / mean:.3f} of the mean"
+    )
+    if plan.balance is not None:
+        print(f"the largest owner's cost: {plan.balance.largest_owner:.3f}")
 
 
 def _measure(title, how, strategy, name):
@@ -198,7 +245,7 @@ def _measure(title, how, strategy, name):
     medians = measuring.interleaved(variants, _BLOCKS.value)
     base = measuring.quartiles(medians[BASELINE])[1]
     print(f"{name}, {title}: plain Keras {base * 1e3:.2f} ms a step")
-    for other in (AGAIN, OURS, SHARDED, MEAN, SKIPPING):
+    for other in _COMPARED.value:
         low, middle, high = measuring.quartiles(
             measuring.ratios(medians, other, BASELINE)
         )

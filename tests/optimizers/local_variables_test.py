@@ -82,12 +82,6 @@ def _wraps():
             local=local,
             shard_update=True,
         ),
-        "lamb": lambda local: CROSS(
-            keras.optimizers.Lamb(0.1), local=local, shard_update=True
-        ),
-        "adafactor": lambda local: CROSS(
-            keras.optimizers.Adafactor(0.1), local=local, shard_update=True
-        ),
         "residuals": lambda local: CROSS(
             keras.optimizers.Adam(0.1),
             local=local,
@@ -142,7 +136,7 @@ def test_equals_one_device_with_a_copy_for_each_replica(name):
     tolerance = 1e-2 if name == "residuals" else 1e-6
     inner = (
         functools.partial(keras.optimizers.Adam, 0.1)
-        if name in ("adam", "residuals")
+        if name in ("adam", "residuals", "sharded")
         else functools.partial(SGD, 0.1)
     )
     [want_w], [want_b] = _train(inner, tf.distribute.get_strategy(), heads=4)
@@ -153,6 +147,46 @@ def test_equals_one_device_with_a_copy_for_each_replica(name):
         np.testing.assert_allclose(got_w[r], want_w, atol=tolerance)
         np.testing.assert_allclose(got_b[r][0], want_b[r], atol=tolerance)
     assert len({float(one[0]) for one in got_b}) == 4
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor"])
+def test_whole_variables_of_owners_beside_local_variables(name, kind):
+    """Norms and means are of one replica's copy, as in an unsharded update."""
+    strategy = replicas.STRATEGIES[kind](4)
+    whole, got = (
+        _train(
+            lambda shard_update=shard_update: CROSS(
+                getattr(keras.optimizers, name)(0.1, clipnorm=0.1),
+                local="b$",
+                shard_update=shard_update,
+            ),
+            strategy,
+            heads=1,
+        )
+        for shard_update in (False, True)
+    )
+    for values, expected in zip(got, whole, strict=True):
+        np.testing.assert_allclose(values, expected, atol=1e-6)
+    # Both normalize a step, so only its sign differs by replica.
+    assert len({float(np.sign(one[0])) for one in got[1]}) == 2
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor"])
+def test_kinds_of_slots_beside_local_variables(name):
+    with replicas.mirrored(2).scope():
+        variables = [
+            keras.Variable(np.ones((3, 2)), dtype="float32", name=one)
+            for one in ("shared", "own")
+        ]
+        optimizer = CROSS(getattr(keras.optimizers, name)(), local="own")
+        optimizer.build(variables)
+    state = tf_xshard.GroupState(
+        {"weights": variables, "optimizer": optimizer}, [[0, 1]]
+    )
+    kinds = [row["kind"] for row in state.divergence()]
+    # A local variable, and its slots: two momentums, or three means.
+    assert kinds.count("local") == {"Lamb": 3, "Adafactor": 4}[name]
 
 
 def test_no_residual_no_bytes():

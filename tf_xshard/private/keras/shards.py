@@ -115,9 +115,15 @@ class Sharded(keras.Variable):
         """This replica's shard; outside of `strategy.run`, the whole value."""
         if not self._is_whole():
             return self._value
-        if self.whole is None:
-            return self.store.read(self)
-        return getattr(self.whole, "value", self.whole)
+        return self._read() if self.whole is None else self._whole_value()
+
+    def _read(self) -> tf.Tensor:
+        """Returns the whole value of a slot variable."""
+        return self.store.read(self)
+
+    def _whole_value(self) -> Any:
+        is_of_keras = isinstance(self.whole, keras.Variable)
+        return self.whole.value if is_of_keras else self.whole
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -154,7 +160,7 @@ class Sharded(keras.Variable):
         return self._value._shared_name
 
     def _serialize_to_tensors(self) -> dict:
-        return {_KEY: self.store.read(self)}
+        return {_KEY: self._read()}
 
     def _restore_from_tensors(self, restored_tensors: dict) -> Any:
         self.assign(restored_tensors[_KEY])
@@ -184,9 +190,10 @@ class Owned(Sharded):
     def value(self) -> Any:
         """The value on the owner, and zeros on other replicas of the group."""
         if self.whole is not None:
-            return getattr(self.whole, "value", self.whole)
-        if not self._is_whole():
-            return self._own()
+            return self._whole_value()
+        return self._read() if self._is_whole() else self._own()
+
+    def _read(self) -> tf.Tensor:
         if self._is_bound:
             return self.store.read(self)
         if self._first is None:
