@@ -2,8 +2,9 @@
 
 An Adam step of 8.4 million parameters, compiled for TPU but not run: the whole
 update, the sharded one as the package does it (two all-reduces), and by
-all-to-alls, which the package does not do. All numbers are the TPU compiler's,
-read from the optimized HLO: `python -m benchmarks.tpu_sharded_update`.
+all-to-alls, which the package does not do. Then a step of Muon, with the whole
+update and with owners. All numbers are the TPU compiler's, read from the
+optimized HLO: `python -m benchmarks.tpu_sharded_update`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ _TOPOLOGIES = flags.DEFINE_list(
     ],
     "of 8, 64 and 256 cores",
 )
+_VARIANTS = flags.DEFINE_list(
+    "variants",
+    ["whole", "sharded", "all-to-all", "whole Muon", "owned Muon"],
+    "which variants to compile",
+)
 _VARIANT = flags.DEFINE_string("variant", None, "the only one to compile")
 
 WHOLE, SHARDED, ALL_TO_ALL = "whole", "sharded", "all-to-all"
+WHOLE_MUON, OWNED_MUON = "whole Muon", "owned Muon"
 WIDTH, LAYERS = 1024, 8
 TIMEOUT_SECONDS = 1200
 
@@ -90,9 +97,12 @@ def _compile(topology, variant):
                 keras.layers.Dense(10),
             ]
         )
+        inner = keras.optimizers.Adam()
+        if variant in (WHOLE_MUON, OWNED_MUON):
+            inner = keras.optimizers.Muon(1e-3)
         model.compile(
             tf_xshard.CrossShardOptimizer(
-                keras.optimizers.Adam(), shard_update=variant != WHOLE
+                inner, shard_update=variant not in (WHOLE, WHOLE_MUON)
             ),
             "mse",
         )
@@ -128,7 +138,7 @@ def main(argv):
     measuring.print_setting("compiled for TPU, nothing runs")
     for topology in _TOPOLOGIES.value:
         print(topology)
-        for variant in (WHOLE, SHARDED, ALL_TO_ALL):
+        for variant in _VARIANTS.value:
             run = subprocess.run(
                 [
                     sys.executable,

@@ -70,6 +70,7 @@ __all__ = (
     "group_reduce",
     "is_chief",
     "multi_worker_fit",
+    "per_variable",
     "rank",
     "tower_train_step",
 )

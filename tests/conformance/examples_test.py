@@ -88,6 +88,15 @@ def test_sharded_adamw():
     assert whole / 4 <= sharded < whole / 4 + 8
 
 
+def test_muon():
+    out = _example("muon")
+    difference, sharded, whole = _numbers(out.partition("\nupdate")[0])
+    assert difference < 1e-5
+    assert whole / 4 <= sharded < 1.3 * whole / 4
+    [most] = re.findall(r"has ([\d.]+) times the mean", out)
+    assert 1 <= float(most) < 1.3
+
+
 def test_ensemble():
     table, _, last = _example("ensemble").rpartition("model ")
     accuracies = [

@@ -14,6 +14,7 @@ from tf_xshard.distribute import ownership
 from tf_xshard.optimizers.update import kinds
 from tf_xshard.optimizers.update import sharded as sharded_lib
 from tf_xshard.private.keras import shards as keras_shards
+from tf_xshard.reduction import owners
 
 O = keras.optimizers  # noqa: E741
 
@@ -259,8 +260,8 @@ def test_slots_are_on_their_owners_only():
         one.dtype.size * one.shape.num_elements() for one in blocks.values()
     )
     # Two float32 slots of 200 x 100, and two float64 slots of 110 x 100.
-    owners = {one.layout.owner for one in slots}
-    assert owners == {0, 1, 2, 3}
+    positions = {one.layout.owner for one in slots}
+    assert positions == {0, 1, 2, 3}
     assert 4 * 2 * 200 * 100 <= held <= 1.05 * (8 * 200 * 100 + 16 * 110 * 100)
     plan = tf_xshard.communication_plan(optimizer, variables)
     scalars = 8 + 4  # iterations, learning rate
@@ -395,8 +396,6 @@ def test_costs():
 
 
 _owned = sharded_lib.ShardedUpdate._owned
-_unpacked = ownership.Pack.unpacked
-_is_elsewhere = keras_shards.is_elsewhere
 
 MUTANTS = {
     "another_owner_updates": (
@@ -405,9 +404,9 @@ MUTANTS = {
         lambda self, variable, owner: _owned(self, variable, 1 - owner),
     ),
     "weight_not_gathered": (
-        ownership.Pack,
-        "unpacked",
-        lambda self, flat: dict(list(_unpacked(self, flat).items())[1:]),
+        owners,
+        "gather_from_owners",
+        lambda tensors, *_: [*tensors[:-1], None],
     ),
     "slot_of_another_variable": (
         ownership.Owned,

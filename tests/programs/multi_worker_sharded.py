@@ -11,6 +11,7 @@ from tests.support import fitting
 from tests.support import seeds
 from tests.support import sharded
 from tests.support import training
+from tf_xshard.private.keras import shards as keras_shards
 
 GROUPS = [[0, 2], [3, 1]]
 NUM_STEPS = 5
@@ -23,6 +24,10 @@ def adam():
 
 def momentum():
     return keras.optimizers.SGD(0.5, momentum=0.5, clipnorm=0.1)
+
+
+def adafactor():
+    return keras.optimizers.Adafactor(0.05, clipnorm=0.1)
 
 
 def model(strategy, **kwargs):
@@ -59,6 +64,7 @@ def run(strategy, directory):
             for name, inner_fn, graph in (
                 ("graph", adam, True),
                 ("eager", momentum, False),
+                ("owned", adafactor, True),
             )
         },
         "saved": _saved(strategy, directory),
@@ -80,7 +86,13 @@ def _steps(strategy, inner_fn, graph):
         "weights": [w[0].tolist() for w in trained.weights],
         # All workers read them together.
         "slots": [v.numpy().tolist() for v in trained.slots()],
-        "sizes": [int(v.shards.values[0].shape[0]) for v in trained.slots()],
+        "sizes": [
+            v.layout.held_size
+            if isinstance(v, keras_shards.Owned)
+            # What this process holds.
+            else int(v.shards.values[0].shape[0])
+            for v in trained.slots()
+        ],
     }
 
 

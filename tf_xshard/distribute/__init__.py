@@ -13,5 +13,7 @@ of this folder communicates. Imports `private`.
 - `lone_training`: raises if one of several processes trains alone.
 - `indexed_slices`: converts, deduplicates and adds IndexedSlices.
 - `shards`: splits a tensor over the replicas of a group, and joins shards.
+- `ownership`: divides whole variables among the replicas of a group, and packs
+  them for collectives.
 - `reduction_guard`: raises if an inner optimizer reduces gradients itself.
 """

@@ -155,16 +155,16 @@ class Pack:
             end += self._size(index)
         return result
 
-    def row(self, values: Mapping[int, Any], owner: int) -> tf.Tensor:
+    def row(self, values: Sequence[tf.Tensor], owner: int) -> tf.Tensor:
         """Returns the row of an owner, of shape [row_size]."""
-        dtype = tf.as_dtype(values[self.members[0]].dtype)
+        dtype = values[self.members[0]].dtype
         parts = [tf.reshape(values[index], [-1]) for index in self.rows[owner]]
         num_zeros = self.row_size - sum(map(self._size, self.rows[owner]))
         if num_zeros:
             parts.append(tf.zeros([num_zeros], dtype))
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
-    def packed(self, values: Mapping[int, Any]) -> tf.Tensor:
+    def packed(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns all rows, flattened."""
         return tf.concat(
             [self.row(values, owner) for owner in range(len(self.rows))], 0
@@ -178,30 +178,6 @@ class Pack:
             index: tf.reshape(part, self.shapes[index])
             for index, part in zip(self.rows[owner], parts, strict=True)
         }
-
-    def of_position(self, row: tf.Tensor, position: Any) -> dict[int, Any]:
-        """Returns the values in a replica's row, and zeros for other values.
-
-        A zero is a scalar where it is known while a step is traced.
-        """
-        if not tf.is_tensor(position):
-            zero = tf.zeros([], row.dtype)
-            own = self.unpacked_row(row, position)
-            return {index: own.get(index, zero) for index in self.members}
-        return {
-            index: only_for_owner(value, owner, position)
-            for owner in range(len(self.rows))
-            for index, value in self.unpacked_row(row, owner).items()
-        }
-
-    def row_of_position(
-        self, values: Mapping[int, Any], position: Any
-    ) -> tf.Tensor:
-        """Returns a replica's row, of shape [row_size]."""
-        if not tf.is_tensor(position):
-            return self.row(values, position)
-        rows = tf.reshape(self.packed(values), [len(self.rows), self.row_size])
-        return tf.gather(rows, position)
 
     def unpacked(self, flat: tf.Tensor) -> dict[int, tf.Tensor]:
         """Returns all values of the flattened rows."""

@@ -9,6 +9,7 @@ extra `[testing]`. The data are part of scikit-learn.
 - `custom_loop`: trains in a custom loop.
 - `padded_text`: counts tokens instead of rows.
 - `sharded_adamw`: divides AdamW's state over the replicas.
+- `muon`: divides Muon's update over the replicas, by whole variables.
 - `local_sgd`: averages models every 10 steps.
 - `int8_gradients`: sends gradients in 8 bits.
 - `many_workers`: trains on several processes.

@@ -176,9 +176,11 @@ class CrossShardOptimizer(base.GradientWrapper):
         of repeating it. Each replica then updates 1/g of the variables and
         holds 1/g of the slot variables. A reduce-scatter of the gradients and
         an all-gather of the variables replace the all-reduce. Results are the
-        same up to rounding. The inner optimizer must compute element by element
-        (see `tf_xshard.elementwise`). All workers must save together, since
-        each worker holds a part. Default: False.
+        same up to rounding. Muon, Lamb and Adafactor are divided by whole
+        variables, and other Keras optimizers by elements. Declare your own
+        classes with `tf_xshard.elementwise` or `tf_xshard.per_variable`. All
+        workers must save together, since each worker holds a part. Default:
+        False.
       local: The variables whose gradients are not reduced. Pass a variable, a
         layer, a regular expression to search for in variables' paths, or a list
         of these. Each replica trains its own copy of such a variable with its
@@ -194,8 +196,8 @@ class CrossShardOptimizer(base.GradientWrapper):
         a Keras optimizer.
       ValueError: If an argument is invalid or belongs on the inner optimizer,
         or if the inner optimizer does not support `shard_update`. If `local`
-        matches no variable, or is combined with `shard_update`, with
-        `global_clipnorm` or with another optimizer that reduces. If
+        matches no variable, or is combined with `global_clipnorm` or with
+        another optimizer that reduces. If
         `group_assignment` is for a different number of replicas than the
         strategy has, or if the strategy is not supported.
 

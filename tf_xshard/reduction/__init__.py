@@ -10,6 +10,7 @@ all replicas of a group. Imports `collectives` and above.
 - `presence`: agrees on which replicas have a gradient, and which have None.
 - `error_feedback`: adds the last step's rounding errors to the next gradients.
 - `buckets`: packs dense tensors into buckets, and unpacks the results.
+- `owners`: communicates whole tensors to and from one replica of a group.
 - `wire`: casts buckets to `Communication.dtype`, or has them quantized.
 - `quantization`: rounds float32 numbers to 8-bit integers with scales, and
   sums them by all-to-all and all-gather (`"int8"`).

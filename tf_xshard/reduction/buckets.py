@@ -84,6 +84,8 @@ def scatter_dense(
 
     `counts` are the numbers of variables in the tensors; None for one each.
     """
+    if not tensors:
+        return Reduced([], None)
     counts = counts or [1] * len(tensors)
     layouts = [
         shards.Layout(tuple(tensor.shape), transport.groups)
@@ -133,6 +135,8 @@ def gather_dense(
     counts: Sequence[int] | None = None,
 ) -> list[tf.Tensor]:
     """Joins the shards of a group's replicas; see `scatter_dense`."""
+    if not parts:
+        return []
     counts = counts or [1] * len(parts)
     for part in parts:
         transport.check_dtype(part.dtype)

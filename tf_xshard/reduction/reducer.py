@@ -14,9 +14,10 @@ gradients of replica r:   dense        IndexedSlices        None
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard import collectives
@@ -33,6 +34,7 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import buckets
 from tf_xshard.reduction import error_feedback
 from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import owners as owners_lib
 from tf_xshard.reduction import presence
 
 
@@ -214,62 +216,27 @@ class GradientReducer:
     def _scattered(
         self,
         parts: _Parts,
-        owners: Sequence[int | None],
+        owners: Sequence[Any],
         transport: transport_lib.Transport,
     ) -> buckets.Reduced:
         """Scatters dense gradients by shards, or packed by owners."""
         owned = [n for n, i in enumerate(parts.dense) if owners[i] is not None]
         split = [n for n, i in enumerate(parts.dense) if owners[i] is None]
-        packs = self.packs(
-            [owners[parts.dense[n]] for n in owned],
-            [parts.tensors[n] for n in owned],
-            transport.groups,
-        )
-        of_owned = [
-            {m: parts.tensors[owned[m]] for m in pack.members} for pack in packs
+        results = [
+            buckets.scatter_dense([parts.tensors[n] for n in split], transport),
+            owners_lib.sum_to_owners(
+                [parts.tensors[n] for n in owned],
+                [owners[parts.dense[n]] for n in owned],
+                transport,
+            ),
         ]
-        results, lost = buckets.scatter_dense(
-            [parts.tensors[n] for n in split]
-            + [
-                pack.packed(values)
-                for pack, values in zip(packs, of_owned, strict=True)
-            ],
-            transport,
-            [1] * len(split) + [len(pack.members) for pack in packs],
-        )
-        position = transport.position()
-
-        def by_tensor(values: Sequence, unpacked: Callable) -> list:
-            found: list = [None] * len(parts.tensors)
-            for n, value in zip(split, values, strict=False):
-                found[n] = value
-            for pack, value in zip(packs, values[len(split) :], strict=True):
-                for member, one in unpacked(pack, value).items():
-                    found[owned[member]] = one
-            return found
-
+        order = np.argsort([*split, *owned])
+        values = [*results[0].values, *results[1].values]
+        lost = None
+        if transport.communication.error_feedback:
+            lost = [one for result in results for one in result.lost or ()]
         return buckets.Reduced(
-            by_tensor(results, lambda p, row: p.of_position(row, position)),
-            lost and by_tensor(lost, lambda p, flat: p.unpacked(flat)),
-        )
-
-    def packs(
-        self,
-        owners: Sequence[Any],
-        tensors: Sequence,
-        groups: group_assignment_lib.GroupAssignment,
-    ) -> list[ownership.Pack]:
-        """Packs tensors of owners for collectives of the size of buckets."""
-        if not tensors:
-            return []
-        largest = max(tf.as_dtype(one.dtype).size for one in tensors)
-        limit = self.communication.bytes_per_bucket / largest
-        return ownership.packs(
-            owners,
-            [tuple(one.shape) for one in tensors],
-            [tf.as_dtype(one.dtype).name for one in tensors],
-            groups.group_size,
-            limit / groups.group_size,
+            [values[n] for n in order], lost and [lost[n] for n in order]
         )
 
     def all_gather(
@@ -279,12 +246,8 @@ class GradientReducer:
         site: site_lib.Site,
         groups: group_assignment_lib.GroupAssignment,
         wanted: Sequence[bool],
-        counts: Sequence[int],
     ) -> list:
-        """Joins the shards of a group's replicas.
-
-        `counts` are the numbers of variables that the shards are of.
-        """
+        """Joins the shards of a group's replicas."""
         transport = self.transport(site, groups)
         # Groups that share an operation may want different tensors.
         indices = [
@@ -294,12 +257,23 @@ class GradientReducer:
             [shards[i] for i in indices],
             [layouts[i] for i in indices],
             transport,
-            [counts[i] for i in indices],
         )
         result: list = [None] * len(shards)
         for index, whole in zip(indices, wholes, strict=True):
             result[index] = whole if wanted[index] else None
         return result
+
+    def gather_from_owners(
+        self,
+        tensors: Sequence[tf.Tensor],
+        owners: Sequence[int],
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+        wanted: Sequence[bool],
+    ) -> list:
+        """Returns the values that the owners in a group have."""
+        transport = self.transport(site, groups, exact=True)
+        return owners_lib.gather_from_owners(tensors, owners, transport, wanted)
 
     def channel(
         self, groups: group_assignment_lib.GroupAssignment

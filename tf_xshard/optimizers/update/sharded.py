@@ -36,7 +36,6 @@ from tf_xshard.collectives import recorder
 from tf_xshard.distribute import ownership
 from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_variables
-from tf_xshard.distribute import shards as shards_lib
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import stack
@@ -360,47 +359,31 @@ class ShardedUpdate:
         is_applied: tf.Tensor | None,
     ) -> None:
         """Gathers the variables that may have changed."""
-        owned = [v for v in variables if _key(v) in self.owner_of]
         split = [
             v
             for v in variables
-            if _key(v) in self._shards and _key(v) not in self.owner_of
+            if _key(v) in self._shards.keys() - self.owner_of.keys()
         ]
+        owned = [v for v in variables if _key(v) in self.owner_of]
         shards = [self._shards[_key(v)] for v in split]
-        layouts = [one.layout for one in shards]
-        packs = self._reducer.packs(
-            [self.owner_of[_key(v)] for v in owned], owned, self._groups
-        )
-        position = self._position(site)
-        rows = [
-            pack.row_of_position(
-                {i: replica_variables.read(owned[i]) for i in pack.members},
-                position,
-            )
-            for pack in packs
-        ]
-        changed = [overwritten or _key(v) in has_gradient for v in owned]
+
+        def is_changed(variable: Any) -> bool:
+            return overwritten or _key(variable) in has_gradient
+
         wholes = self._reducer.all_gather(
-            [*map(replica_variables.read, shards), *rows],
-            layouts
-            + [
-                shards_lib.Layout((len(p.rows) * p.row_size,), self._groups)
-                for p in packs
-            ],
+            [replica_variables.read(one) for one in shards],
+            [one.layout for one in shards],
             site,
             self._groups,
-            [overwritten or _key(v) in has_gradient for v in split]
-            + [any(changed[i] for i in pack.members) for pack in packs],
-            [1] * len(split) + [len(pack.members) for pack in packs],
+            [is_changed(v) for v in split],
+        ) + self._reducer.gather_from_owners(
+            [replica_variables.read(v) for v in owned],
+            [self.owner_of[_key(v)] for v in owned],
+            site,
+            self._groups,
+            [is_changed(v) for v in owned],
         )
-        pairs = list(zip(split, wholes, strict=False))
-        for pack, flat in zip(packs, wholes[len(split) :], strict=True):
-            if flat is not None:
-                pairs += [
-                    (owned[i], whole)
-                    for i, whole in pack.unpacked(flat).items()
-                    if changed[i]
-                ]
+        pairs = zip([*split, *owned], wholes, strict=True)
         for variable, whole in pairs:
             if whole is None:
                 continue
