@@ -46,7 +46,7 @@ def _numbers(text):
 
 
 def test_every_example_is_named():
-    assert len(NAMES) == 11
+    assert len(NAMES) == 12
     for name in NAMES:
         assert f"- `{name}`: " in examples.__doc__
         assert len((_FOLDER / f"{name}.py").read_text().splitlines()) < 80

@@ -213,6 +213,8 @@ def test_sharded_update(results, mode):
         np.stack(replicas.values(reference.strategy, v))
         for v in reference.optimizer.variables[2:]
         if v.shape.num_elements()
+        # Adafactor's whole placeholders for the means of a vector.
+        and v.dtype != "int32"
     ]
     for rank, result in enumerate(results):
         got = result["sharded"]["steps"][mode]

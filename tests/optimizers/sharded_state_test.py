@@ -355,7 +355,7 @@ def test_arguments():
     with pytest.raises(TypeError, match="shard_update must be a bool"):
         tf_xshard.CrossShardOptimizer(O.SGD(), shard_update="yes")
     for declare in (tf_xshard.elementwise, tf_xshard.per_variable):
-        with pytest.raises(TypeError, match="declares a class"):
+        with pytest.raises(TypeError, match="takes a class of Keras"):
             declare(O.SGD())
 
 

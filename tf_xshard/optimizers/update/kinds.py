@@ -149,7 +149,7 @@ def _mark(decorator: str, optimizer_class: Any, mark: str) -> None:
         optimizer_class, keras.optimizers.Optimizer
     ):
         raise TypeError(
-            f"{decorator}() declares a class of Keras optimizers, got"
+            f"{decorator} takes a class of Keras optimizers, got"
             f" {optimizer_class!r}."
         )
     setattr(optimizer_class, mark, True)

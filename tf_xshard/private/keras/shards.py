@@ -364,6 +364,8 @@ UPDATES = names.PrivateNames(
         "var_key": _OPTIMIZER + "_var_key",
         # Clips by the norms of its arguments, which are shards.
         "clip": _OPTIMIZER + "_clip_gradients",
+        # Clips the gradients of its arguments and updates the variables.
+        "apply_gradients": _OPTIMIZER + "_backend_apply_gradients",
     },
 )
 # MultiOptimizer calls this attribute in `build` for a variable's optimizer.
