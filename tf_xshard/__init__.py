@@ -29,6 +29,7 @@ replicas that you choose.
 `TowerOptimizer` accumulates first, and runs these stages once a round.
 `AGNOptimizer` updates each replica locally, and runs the stages at an exchange.
 `compat.v1` has the documented TF1 optimizers, on the same stages.
+`tf_keras` reduces on the same stages for optimizers of Keras 2.
 `multi_worker` launches processes and makes Keras's `fit` work across them.
 
 To change something, read docs/CONTRIBUTING.md and the folders' docstrings.
@@ -72,15 +73,17 @@ __all__ = (
     "multi_worker_fit",
     "per_variable",
     "rank",
+    "tf_keras",
     "tower_train_step",
 )
 
 
 def __getattr__(name: str) -> Any:
-    if name == "compat":
-        # Few users need TF1's optimizers, so import them on request. A private
-        # TF1 name that moves must not break the import for other users.
-        return importlib.import_module("tf_xshard.compat")
+    if name in ("compat", "tf_keras"):
+        # Few users need TF1's or tf_keras's optimizers, so import them on
+        # request. A private name that moves must not break the import for
+        # other users.
+        return importlib.import_module(f"tf_xshard.{name}")
     if name in __all__:
         _check_versions()
         return getattr(importlib.import_module("tf_xshard.public"), name)
@@ -108,6 +111,7 @@ def _is_command_line() -> bool:
 
 if TYPE_CHECKING:
     from tf_xshard import compat as compat
+    from tf_xshard import tf_keras as tf_keras
     from tf_xshard.public import *
 # Import eagerly. Keras finds the classes of a saved model only if they have
 # been imported.

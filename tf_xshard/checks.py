@@ -59,3 +59,9 @@ def positive_number(name: str, value: Any) -> float:
     if not 0 < number(name, value) < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}.")
     return float(value)
+
+
+def is_of_tf_keras(value: Any) -> bool:
+    """Returns True if a class of tf_keras (Keras 2) defines an object."""
+    modules = (one.__module__ for one in type(value).__mro__)
+    return any(one.split(".")[0] == "tf_keras" for one in modules)

@@ -23,6 +23,7 @@ FOLDERS = (
     "group_state",
     "callbacks",
     "compat",
+    "tf_keras",
     "testing",
     "cli",
     "examples",

@@ -24,6 +24,7 @@ _SECTIONS = (
     ("tf_xshard", tf_xshard),
     ("tf_xshard.testing", testing),
     ("tf_xshard.compat.v1", tf_xshard.compat.v1),
+    ("tf_xshard.tf_keras", tf_xshard.tf_keras),
 )
 
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.distribute import replica_variables
@@ -453,6 +454,11 @@ def of(
     groups: group_assignment_lib.GroupAssignment | None = None,
 ) -> Catalog:
     """Makes a catalog of an object of the user, without changing the object."""
+    if checks.is_of_tf_keras(holder):
+        raise TypeError(
+            f"GroupState takes a model of Keras 3, got tf_keras's"
+            f" {type(holder).__name__}. Pass a dict of its variables."
+        )
     # Each call of `GroupState` makes a new catalog, since the model may have
     # been compiled again.
     parts, optimizers = _walked(holder)

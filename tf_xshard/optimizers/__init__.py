@@ -10,6 +10,7 @@ of its class in named stages; the arithmetic is in `reduction`. May import
   user's `pre_reduce` and `post_reduce`.
 - `tower`: TowerOptimizer, with rounds, `apply_towers` and `reset`.
 - `agn`: AGNOptimizer, with local steps, a center, exchanges and `show_center`.
+- `hooks`: calls `pre_reduce` and `post_reduce`.
 - `stack`: plans which nested optimizer reduces (groups), and which undoes 1/N.
 - `local_variables`: the variables that a CrossShardOptimizer does not reduce.
 - `skipping`: counts, limits and reports steps that are skipped.

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_xshard import checks
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
@@ -42,12 +43,17 @@ def check(
     """Checks the common arguments, changes nothing, returns the reduction."""
     _refuse_unknown(own_name, kwargs)
     _check_inner_optimizer(own_name, inner)
-    if loss_normalization not in (None, *LOSS_NORMALIZATIONS):
+    check_loss_normalization(loss_normalization)
+    return reductions.checked(reduction)
+
+
+def check_loss_normalization(value: Any) -> None:
+    """Raises ValueError for an unknown `loss_normalization` argument."""
+    if value not in (None, *LOSS_NORMALIZATIONS):
         raise ValueError(
             f"loss_normalization must be one of {LOSS_NORMALIZATIONS} or"
-            f" None, got {loss_normalization!r}."
+            f" None, got {value!r}."
         )
-    return reductions.checked(reduction)
 
 
 def check_same_scope(
@@ -88,6 +94,12 @@ def _check_inner_optimizer(own_name: str, inner: Any) -> None:
             f"{own_name} wraps Keras optimizers, got the TF1 optimizer"
             f" {type(inner).__name__}. Use tf_xshard.compat.v1.{own_name} for"
             " it, or pass a Keras optimizer such as keras.optimizers.SGD(0.1)."
+        )
+    if checks.is_of_tf_keras(inner):
+        raise TypeError(
+            f"{own_name} wraps optimizers of Keras 3, got tf_keras's"
+            f" {type(inner).__name__}. To reduce its gradients over groups,"
+            " use tf_xshard.tf_keras.with_aggregator."
         )
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(

@@ -9,5 +9,6 @@ Imports only the modules next to the folders.
 
 - `names`: declares private names, and resolves them when a feature needs them.
 - `frames`: lists the callers of a function, as a last resort.
-- `keras`, `tensorflow`, `jax`: a folder for each library's private names.
+- `keras`, `tf_keras`, `tensorflow`, `jax`: a folder for each library's private
+  names.
 """

@@ -1,0 +1,163 @@
+"""Optimizers of tf_keras that reduce with the stages of CrossShardOptimizer."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import tf_xshard
+from tests.support import paths
+
+KINDS = ("mirrored", "tpu")
+NAMES = (
+    "fit",
+    "legacy_adam",
+    "legacy_sgd",
+    "legacy_sgd given",
+    "adam",
+    "adamw",
+    "sgd",
+    "replica",
+    "clipped",
+)
+# tf_keras refuses a LossScaleOptimizer under TPUStrategy.
+SCALED = (
+    "legacy_adam scaled",
+    "legacy_adam scaled, overflow",
+    "adam scaled",
+    "adam scaled, overflow",
+)
+CASES = [(kind, name) for kind in KINDS for name in NAMES]
+CASES += [("mirrored", name) for name in SCALED]
+
+
+@functools.cache
+def differences(kind):
+    """From one device, by case; in a process that uses Keras 2."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.programs.tf_keras_program", kind],
+        cwd=paths.ROOT,
+        env={**os.environ, "TF_USE_LEGACY_KERAS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_is_one_device(kind, name):
+    assert differences(kind)[name] < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_case_is_tested(kind):
+    tested = {name for one, name in CASES if one == kind}
+    assert differences(kind).keys() == tested | {"ignored"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_aggregator_groups_are_ignored(kind):
+    assert differences(kind)["ignored"] > 1e-2
+
+
+def _aggregates_itself():
+    class Own(tf_keras.optimizers.SGD):
+        def aggregate_gradients(self, grads_and_vars):
+            return grads_and_vars
+
+    class OwnLegacy(tf_keras.optimizers.legacy.SGD):
+        def _aggregate_gradients(self, grads_and_vars):
+            return grads_and_vars
+
+    aggregator = tf_xshard.tf_keras.gradient_aggregator()
+    return [
+        Own(),
+        OwnLegacy(),
+        tf_keras.optimizers.legacy.SGD(gradient_aggregator=aggregator),
+        tf_keras.optimizers.legacy.SGD(gradient_aggregator=list),
+        tf_xshard.tf_keras.with_aggregator(tf_keras.optimizers.SGD()),
+    ]
+
+
+def test_refuses_a_second_reduction():
+    for optimizer in _aggregates_itself():
+        with pytest.raises(TypeError, match="would be reduced twice"):
+            tf_xshard.tf_keras.with_aggregator(optimizer)
+
+
+def test_refuses_optimizers_of_keras_3():
+    with pytest.raises(TypeError, match="use tf_xshard.CrossShardOptimizer"):
+        tf_xshard.tf_keras.with_aggregator(keras.optimizers.SGD())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"reduction": "median"}, "reduction must be"),
+        ({"group_assignment": [[0], [0]]}, "once"),
+        ({"loss_normalization": "none"}, "loss_normalization must be"),
+        (
+            {
+                "communication": tf_xshard.Communication(
+                    dtype="int8", error_feedback=True
+                )
+            },
+            "error_feedback=False",
+        ),
+    ],
+)
+def test_refuses_bad_arguments(arguments, error):
+    optimizer = tf_keras.optimizers.SGD()
+    with pytest.raises(ValueError, match=error):
+        tf_xshard.tf_keras.with_aggregator(optimizer, **arguments)
+    with pytest.raises(ValueError, match=error):
+        tf_xshard.tf_keras.gradient_aggregator(**arguments)
+    # Nothing was changed.
+    tf_xshard.tf_keras.with_aggregator(optimizer)
+
+
+def test_refuses_to_skip_the_aggregation():
+    pairs = [(tf.constant(1.0), tf.Variable(2.0))]
+    for optimizer, skip in (
+        (tf_keras.optimizers.SGD(1.0), {"skip_gradients_aggregation": True}),
+        (
+            tf_keras.optimizers.legacy.SGD(1.0),
+            {"experimental_aggregate_gradients": False},
+        ),
+    ):
+        tf_xshard.tf_keras.with_aggregator(optimizer)
+        with pytest.raises(RuntimeError, match="would train separately"):
+            optimizer.apply_gradients(pairs, **skip)
+        # tf_keras documents this: aggregate, change, then apply.
+        aggregator = vars(optimizer).get("aggregate_gradients")
+        aggregated = (aggregator or optimizer.gradient_aggregator)(pairs)
+        optimizer.apply_gradients(aggregated, **skip)
+    assert float(pairs[0][1]) == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tf_xshard.CrossShardOptimizer,
+        functools.partial(tf_xshard.CrossShardOptimizer, shard_update=True),
+        functools.partial(tf_xshard.TowerOptimizer, num_towers=2),
+        functools.partial(tf_xshard.AGNOptimizer, communication_period=2),
+    ],
+)
+def test_optimizers_of_keras_3_refuse_tf_keras(make):
+    with pytest.raises(TypeError, match="use tf_xshard.tf_keras"):
+        make(tf_keras.optimizers.SGD())
+
+
+def test_group_state_refuses_tf_keras():
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(1,))])
+    with pytest.raises(TypeError, match="model of Keras 3"):
+        tf_xshard.GroupState(model)

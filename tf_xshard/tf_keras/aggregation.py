@@ -1,0 +1,244 @@
+"""Defines the aggregator that reduces gradients for tf_keras's optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_xshard import communication as communication_lib
+from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import reductions
+from tf_xshard.distribute import lone_training
+from tf_xshard.distribute import site as site_lib
+from tf_xshard.optimizers import arguments
+from tf_xshard.optimizers import hooks
+from tf_xshard.private.tensorflow import autograph
+from tf_xshard.private.tf_keras import optimizers as tf_keras_optimizers
+from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import loss_scaling
+
+_NAME = "tf_xshard.tf_keras"
+
+
+class GradientAggregator:
+    """Reduces (gradient, variable) pairs over groups of replicas.
+
+    `gradient_aggregator` and `with_aggregator` make it. tf_keras's optimizers
+    call it in replica context.
+    """
+
+    def __init__(
+        self,
+        reduction: str,
+        group_assignment: Any,
+        loss_normalization: str | None,
+        pre_reduce: hooks.GradientFunction | None,
+        post_reduce: hooks.GradientFunction | None,
+        communication: communication_lib.Communication | None,
+        has_loss_scale: bool = False,
+    ) -> None:
+        arguments.check_loss_normalization(loss_normalization)
+        if communication is not None and communication.error_feedback:
+            raise ValueError(
+                f"{_NAME} keeps no rounding errors between steps. Pass"
+                " Communication(..., error_feedback=False), or use Keras 3 and"
+                " tf_xshard.CrossShardOptimizer."
+            )
+        if tf.distribute.has_strategy():
+            site_lib.kind_of(tf.distribute.get_strategy())
+        self._reduction = reductions.checked(reduction)
+        self._group_assignment = arguments.checked_groups(group_assignment)
+        self._undoes_division = loss_normalization != "replica"
+        self._pre_hook = hooks.Hook("pre_reduce", pre_reduce)
+        self._post_hook = hooks.Hook("post_reduce", post_reduce)
+        self._reducer = arguments.checked_reducer(communication)
+        self._has_loss_scale = has_loss_scale
+        self._was_called = False
+
+    @autograph.entry_point
+    def __call__(self, grads_and_vars: Iterable[tuple]) -> list[tuple]:
+        """Reduces a list of (gradient, variable) pairs.
+
+        Args:
+          grads_and_vars: The pairs of this replica. A gradient is a tensor,
+            `tf.IndexedSlices` or None.
+
+        Returns:
+          The pairs with reduced gradients, in the same order.
+        """
+        pairs = list(grads_and_vars)
+        self._was_called = True
+        if not pairs:
+            return pairs
+        site = site_lib.current()
+        lone_training.refuse(site.strategy, f"{_NAME} reduces gradients")
+        groups = group_assignment_lib.for_replicas(
+            self._group_assignment,
+            site.num_replicas,
+            f"the strategy {type(site.strategy).__name__}",
+        )
+        variables = [variable for _, variable in pairs]
+        arrived = gradients_lib.GradientBatch(
+            gradients_lib.standardized([g for g, _ in pairs], variables),
+            variables,
+        )
+        batch = arrived
+        if self._undoes_division:
+            batch = batch.scaled(site.num_replicas)
+        # tf_keras's LossScaleOptimizer has divided the loss scale out.
+        batch = self._pre_hook(batch, _unscaled)
+        batch, _ = self._reducer.all_reduce(
+            batch, site, groups, self._reduction
+        )
+        batch = self._post_hook(batch, _unscaled)
+        if groups.num_groups > 1 and self._is_scaled():
+            # A LossScaleOptimizer asks replica 0 whether all skip the step.
+            finite = loss_scaling.all_replicas_finite(
+                [*arrived.values, *batch.values],
+                site,
+                self._reducer.channel(groups),
+            )
+            batch = batch.with_values(
+                loss_scaling.nan_unless(finite, batch.values)
+            )
+        return batch.pairs()
+
+    def _is_scaled(self) -> bool:
+        return self._has_loss_scale or tf_keras_optimizers.uses_float16()
+
+    def refuse_skip(self) -> None:
+        """Raises RuntimeError if no gradients have been aggregated."""
+        if not self._was_called:
+            raise RuntimeError(
+                "apply_gradients was told not to aggregate gradients, but"
+                " with_aggregator's optimizer has not aggregated any, so each"
+                " replica would train separately. Leave out"
+                " skip_gradients_aggregation=True (and"
+                " experimental_aggregate_gradients=False)."
+            )
+
+
+def _unscaled(loss: float) -> float:
+    return loss
+
+
+def gradient_aggregator(
+    reduction: str = "mean",
+    group_assignment: (
+        group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
+    ) = None,
+    *,
+    loss_normalization: str | None = None,
+    pre_reduce: hooks.GradientFunction | None = None,
+    post_reduce: hooks.GradientFunction | None = None,
+    communication: communication_lib.Communication | None = None,
+) -> GradientAggregator:
+    """Makes the `gradient_aggregator` argument of a legacy tf_keras optimizer.
+
+    The optimizer then reduces gradients over groups of replicas, instead of
+    summing them over all. Its clipping acts on the reduced gradient.
+
+    Args:
+      reduction: `"mean"` (default) or `"sum"` of the losses of a group's
+        replicas.
+      group_assignment: A `GroupAssignment`, or a `[num_groups,
+        replicas_per_group]` nested list of replica ids. None (default) for one
+        group of all replicas.
+      loss_normalization: `"global"` (as None, the default) if the loss was
+        divided by the number of replicas, as by `fit` and
+        `tf.nn.compute_average_loss`. `"replica"` if it was not.
+      pre_reduce: A callable that gets each replica's list of (gradient,
+        variable) pairs before the reduction, and returns a list of pairs for
+        the same variables. None (default) does nothing.
+      post_reduce: A callable like `pre_reduce`, for the reduced gradients.
+      communication: A `Communication` without error feedback. None (default)
+        for its defaults.
+
+    Returns:
+      A callable of a list of (gradient, variable) pairs. It is not saved with
+      the optimizer. With a LossScaleOptimizer and several groups, use
+      `with_aggregator`, unless the global policy is `"mixed_float16"`.
+
+    Raises:
+      TypeError: If an argument has the wrong type.
+      ValueError: If an argument is invalid, or does not fit the strategy.
+
+    Example:
+
+    >>> import tf_keras
+    >>> aggregator = tf_xshard.tf_keras.gradient_aggregator("mean")
+    >>> optimizer = tf_keras.optimizers.legacy.Adam(
+    ...     0.01, gradient_aggregator=aggregator)
+
+    Source: `tf_keras.optimizers.legacy.Optimizer`;
+    `tf.compat.v1.tpu.CrossShardOptimizer`.
+    """
+    return GradientAggregator(
+        reduction,
+        group_assignment,
+        loss_normalization,
+        pre_reduce,
+        post_reduce,
+        communication,
+    )
+
+
+def with_aggregator(
+    optimizer: Any,
+    reduction: str = "mean",
+    group_assignment: (
+        group_assignment_lib.GroupAssignment | Sequence | np.ndarray | None
+    ) = None,
+    *,
+    loss_normalization: str | None = None,
+    pre_reduce: hooks.GradientFunction | None = None,
+    post_reduce: hooks.GradientFunction | None = None,
+    communication: communication_lib.Communication | None = None,
+) -> Any:
+    """Makes a tf_keras optimizer reduce gradients over groups of replicas.
+
+    It works for optimizers of `tf_keras.optimizers` and
+    `tf_keras.optimizers.legacy`, and for a `LossScaleOptimizer` around one.
+
+    Args:
+      optimizer: A tf_keras optimizer that has not been given an aggregator.
+      reduction: See `gradient_aggregator`.
+      group_assignment: See `gradient_aggregator`.
+      loss_normalization: See `gradient_aggregator`.
+      pre_reduce: See `gradient_aggregator`.
+      post_reduce: See `gradient_aggregator`.
+      communication: See `gradient_aggregator`.
+
+    Returns:
+      The same optimizer. A loaded or cloned optimizer has no aggregator. Call
+      `with_aggregator` again.
+
+    Raises:
+      TypeError: If an argument has the wrong type, `optimizer` is not of
+        tf_keras, or it already aggregates gradients in its own way.
+      ValueError: If an argument is invalid, or does not fit the strategy.
+
+    Example:
+
+    >>> import tf_keras
+    >>> optimizer = tf_xshard.tf_keras.with_aggregator(
+    ...     tf_keras.optimizers.Adam(0.01), group_assignment=[[0]])
+
+    Source: `tf_keras.optimizers.Optimizer.aggregate_gradients`;
+    `tf.compat.v1.tpu.CrossShardOptimizer`.
+    """
+    inner = tf_keras_optimizers.unwrapped(optimizer)
+    aggregator = GradientAggregator(
+        reduction,
+        group_assignment,
+        loss_normalization,
+        pre_reduce,
+        post_reduce,
+        communication,
+        has_loss_scale=inner is not optimizer,
+    )
+    tf_keras_optimizers.replace_sum(inner, aggregator)
+    return optimizer
