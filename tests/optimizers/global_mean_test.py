@@ -210,7 +210,7 @@ def test_equals_one_device(name, kind, report, request):
     np.testing.assert_allclose(got[1], reference[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_replicas", [3, 8])
 def test_1797_rows_in_batches_of_64(num_replicas, report):
     x, y = _rows(1797)
 
@@ -980,6 +980,15 @@ def _by_set_weights(saved, new, directory):
     return new
 
 
+@functools.cache
+def _trained_rows(num_rows):
+    """A model that is only read; its round is open after 32 rows."""
+    with replicas.mirrored(2).scope():
+        model = _towers_of_rows()
+        _fit(model, 0, num_rows, batch_size=16)
+    return model
+
+
 MOVES = {
     "keras": _by_file("model.keras"),
     "h5": _by_file("model.h5"),
@@ -999,16 +1008,14 @@ def test_an_open_round_is_saved(name, is_used, tmp_path):
     The sum of the items is created by a step, so a new optimizer lacks it.
     """
     with replicas.mirrored(2).scope():
-        expected, saved, new = (_towers_of_rows() for _ in range(3))
-        _fit(expected, 0, 40, batch_size=16)
-        _fit(saved, 0, 32, batch_size=16)
+        new = _towers_of_rows()
         if is_used:
             _fit(new, 0, 16, batch_size=16)
-        moved = MOVES[name](saved, new, tmp_path)
+        moved = MOVES[name](_trained_rows(32), new, tmp_path)
         assert int(moved.optimizer.iterations.numpy()) == 0
         _fit(moved, 32, 40, batch_size=8)
     for one, value in zip(
-        moved.get_weights(), expected.get_weights(), strict=True
+        moved.get_weights(), _trained_rows(40).get_weights(), strict=True
     ):
         np.testing.assert_allclose(one, value, atol=1e-7)
 
