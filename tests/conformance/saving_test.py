@@ -117,6 +117,47 @@ def test_every_way_keeps_the_state(name, kind, tmp_path):
     _check_state(restored, state)
 
 
+def _agn():
+    return tf_xshard.AGNOptimizer(O.Adam(0.01), communication_period=4)
+
+
+@pytest.mark.parametrize("optimizer_fn", [_wrapped("adam"), _agn])
+@pytest.mark.parametrize(
+    "kind, graph", [("mirrored", True), ("mirrored", False), ("tpu", True)]
+)
+def test_a_checkpoint_that_is_read_before_the_optimizer_is_built(
+    kind, graph, optimizer_fn, tmp_path
+):
+    """All replicas get its values, though a replica creates the variables."""
+    strategy = replicas.STRATEGIES[kind](2)
+    steps = []
+    for _ in "sr":
+        with strategy.scope():
+            model = training.model()
+            model.compile(optimizer=optimizer_fn(), loss="mse")
+        variables = model.trainable_variables
+        if not steps:
+            for _ in range(2):
+                replicas.apply_once(
+                    strategy,
+                    model.optimizer,
+                    lambda _, v=variables: [tf.ones(one.shape) for one in v],
+                    variables,
+                )
+            path = _checkpoint(model).save(str(tmp_path / "saved"))
+        with strategy.scope():
+            _checkpoint(model).read(path)
+            replicas.apply_once(
+                strategy,
+                model.optimizer,
+                lambda r, v=variables: [(r + 1) * tf.ones(w.shape) for w in v],
+                variables,
+                graph,
+            )
+        steps.append(model)
+    _check_state(steps[1], _state(steps[0]))
+
+
 def test_plain_keras_loses_nested_state_in_set_weights():
     def inner_state(optimizer):
         optimizer.build([keras.Variable(1.0)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -104,6 +106,30 @@ def is_default(strategy: tf.distribute.Strategy) -> bool:
     # TensorFlow does not export the default strategy's class. But get_strategy
     # returns the default strategy outside any scope.
     return strategy is _default_strategy()
+
+
+def scope_of(
+    strategy: tf.distribute.Strategy,
+) -> contextlib.AbstractContextManager:
+    """Enters a strategy's scope, in cross-replica context if eager."""
+    if not tf.distribute.has_strategy():
+        return strategy.scope()
+    if tf.distribute.in_cross_replica_context() or not tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return _cross_replica(strategy)
+
+
+@contextlib.contextmanager
+def _cross_replica(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Enters cross-replica context from replica context."""
+    # A graph holds the context, which tf.init_scope does not leave. In replica
+    # context, a checkpoint restores a new variable on one replica only.
+    with (
+        tf.Graph().as_default(),
+        strategy.scope(),
+        tf.__internal__.eager_context.eager_mode(),
+    ):
+        yield
 
 
 def other_scope(strategy: tf.distribute.Strategy) -> str:

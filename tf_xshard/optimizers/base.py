@@ -391,8 +391,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
                 " variable, or None where there is no gradient."
             )
         if not self.built:
-            with self._creating_variables():
-                self.build(variables)
+            self.build(variables)
         unknown = optimizer_state.unknown_to(self, variables)
         if unknown:
             raise ValueError(
@@ -457,7 +456,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
                 return
             if tf.distribute.has_strategy():
                 self._check_strategy(tf.distribute.get_strategy())
-            with self._in_scope():
+            with self._creating_variables():
                 self._build(variables, plan)
 
     def _build(self, variables: list, plan: stack.StackPlan) -> None:
@@ -515,15 +514,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         if not tf.executing_eagerly():
             tracing.initialize_new_variables()
         # A tf.function that runs more than once can't create variables.
-        # init_scope leaves it, and also leaves the strategy's scope.
-        with tf.init_scope(), self._in_scope():
+        with tf.init_scope(), site_lib.scope_of(self._strategy):
             yield
-
-    def _in_scope(self) -> contextlib.AbstractContextManager:
-        """Enters the strategy's scope, unless code runs in it already."""
-        if tf.distribute.has_strategy():
-            return contextlib.nullcontext()
-        return self._strategy.scope()
 
     def _has_residual(self, variable: Any) -> bool:
         return variable_role.role_of(variable).has_loss_gradient
