@@ -7,13 +7,16 @@ one device that gets the group's mean or sum.
 import dataclasses
 import json
 import sys
+import tempfile
 
+import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
 
 import tf_xshard
 from tests.support import replicas
+from tf_xshard.distribute import site
 
 NUM_REPLICAS = 4
 NUM_STEPS = 5
@@ -45,6 +48,10 @@ class Case:
     is_scaled: bool = False
     # Further arguments of the aggregator.
     options: dict = dataclasses.field(default_factory=dict)
+    # All steps in one tf.function, as in Orbit.
+    loops: bool = False
+    # Replica 1 has no gradient of the first variable.
+    lacks_one: bool = False
     # The optimizer to compare with, if it is another one.
     reference: str | None = None
 
@@ -66,6 +73,9 @@ CASES = {
         options={"post_reduce": tf_xshard.clip_by_global_norm(0.5)},
         reference="clipped_sgd",
     ),
+    "loop": Case("adam", "mean", GROUPS, loops=True),
+    "legacy loop": Case("legacy_adam", "sum", GROUPS, "argument", loops=True),
+    "none": Case("sgd", "mean", GROUPS, lacks_one=True),
     "ignored": Case("sgd", "mean", GROUPS, "ignored"),
 }
 
@@ -143,15 +153,26 @@ def trained(strategy, case, overflow=None):
                 tf.equal(step, overflow[0]),
             )
             own[0] = tf.where(is_bad, np.inf, own[0])
+        if case.lacks_one and tf.get_static_value(replica) == 1:
+            own[0] = None
         apply(optimizer, case.is_scaled, own, given, sparse=True)
 
     @tf.function
     def step(number, *arriving):
         strategy.run(on_replica, args=(number, *arriving))
 
-    for number, one in enumerate(gradients()):
-        step(tf.constant(number), *map(tf.constant, one))
-    return [np.stack(replicas.values(strategy, v)) for v in given]
+    @tf.function
+    def loop(*all_steps):
+        for number in tf.range(NUM_STEPS):
+            arriving = [one[number] for one in all_steps]
+            strategy.run(on_replica, args=(number, *arriving))
+
+    if case.loops:
+        loop(*map(tf.stack, zip(*gradients(), strict=True)))
+    else:
+        for number, one in enumerate(gradients()):
+            step(tf.constant(number), *map(tf.constant, one))
+    return [replicas.values(strategy, v) for v in given]
 
 
 def one_device(case, members, overflow_at=None):
@@ -162,6 +183,8 @@ def one_device(case, members, overflow_at=None):
         optimizer = SCALER(optimizer, initial_scale=8.0)
     combine = np.mean if case.reduction == "mean" else np.sum
     for number, one in enumerate(gradients()):
+        if case.lacks_one:
+            one[0][1] = 0
         values = [tf.constant(combine(v[members], axis=0)) for v in one]
         if number == overflow_at:
             values[0] *= np.inf
@@ -172,13 +195,24 @@ def one_device(case, members, overflow_at=None):
 
 def difference(strategy, case, overflow=None):
     """Compares every replica with one device; the largest |difference|."""
-    got = trained(strategy, case, overflow)
+    return largest_difference(
+        strategy,
+        trained(strategy, case, overflow),
+        case.groups,
+        lambda members: one_device(case, members, overflow and overflow[0]),
+    )
+
+
+def largest_difference(strategy, got, groups, expected_of):
+    """The largest |difference| of a replica's variables from its group's."""
+    ids = site.local_replica_ids(strategy)
     largest = 0.0
-    for members in case.groups or [list(range(NUM_REPLICAS))]:
-        expected = one_device(case, members, overflow and overflow[0])
-        for values, want in zip(got, expected, strict=True):
-            for replica in members:
-                error = np.max(np.abs(values[replica] - want))
+    for members in groups or [list(range(NUM_REPLICAS))]:
+        mine = set(members) & set(ids)
+        expected = expected_of(members) if mine else []
+        for values, want in zip(got, expected, strict=bool(mine)):
+            for replica in mine:
+                error = np.max(np.abs(values[ids.index(replica)] - want))
                 largest = max(largest, float(error))
     return largest
 
@@ -203,16 +237,112 @@ def fit_difference(strategy):
     return float(max(np.max(np.abs(a - b)) for a, b in pairs))
 
 
-def main(kind):
+def _small(strategy):
+    is_tpu = site.kind_of(strategy) == "tpu"
+    return tf_xshard.Communication(
+        dtype="bfloat16" if is_tpu else "int8", error_feedback=True
+    )
+
+
+def _with_feedback(strategy, optimizer, wrap):
+    """Trains with small gradients; returns variables, and what `wrap` did."""
+    communication = _small(strategy)
+    with strategy.scope():
+        given = variables()
+        optimizer = wrap(optimizer, "mean", GROUPS, communication=communication)
+
+    @tf.function
+    def step(*arriving):
+        def on_replica(*arriving):
+            replica = replicas.replica_id_tensor()
+            own = [one[replica] / NUM_REPLICAS for one in arriving]
+            optimizer.apply_gradients(list(zip(own, given, strict=True)))
+
+        strategy.run(on_replica, args=arriving)
+
+    for one in gradients():
+        step(*map(tf.constant, one))
+    return [np.stack(replicas.values(strategy, v)) for v in given], optimizer
+
+
+def feedback(strategy):
+    """Compares small gradients and residuals with CrossShardOptimizer's."""
+    with strategy.scope():
+        expected, wrapper = _with_feedback(
+            strategy,
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            tf_xshard.CrossShardOptimizer,
+        )
+        got, optimizer = _with_feedback(
+            strategy,
+            NEW.SGD(0.1, momentum=0.9),
+            tf_xshard.tf_keras.with_aggregator,
+        )
+    pairs = list(zip(got, expected, strict=True))
+    wanted = [residual.numpy() for residual in wrapper._residuals]
+    with tempfile.TemporaryDirectory() as directory:
+        path = tf.train.Checkpoint(optimizer=optimizer).save(directory + "/c")
+        with strategy.scope():
+            other = tf_xshard.tf_keras.with_aggregator(
+                NEW.SGD(0.1, momentum=0.9),
+                communication=_small(strategy),
+            )
+            given = variables()
+            tf.train.Checkpoint(optimizer=other).read(path)
+        plan = tf_xshard.communication_plan(other, given)
+        residuals = other.aggregate_gradients.residuals.residuals
+        pairs += zip(residuals, wanted, strict=True)
+    assert min(np.max(np.abs(one)) for one in wanted) > 1e-4
+    num_values = sum(one.size for one in wanted)
+    # Momentum and residuals; `iterations` and the learning rate are small.
+    assert 0 <= plan.slot_bytes - 2 * 4 * num_values < 20
+    assert {one.dtype for one in plan.operations} == {_small(strategy).dtype}
+    return float(max(np.max(np.abs(a - b)) for a, b in pairs))
+
+
+def ledger(strategy):
+    """Returns bytes of an epoch in `fit`: measured, and planned."""
+    x = np.linspace(-1, 1, 96, dtype="float32").reshape(32, 3)
+    with strategy.scope():
+        model = tf_keras.Sequential([tf_keras.layers.Dense(4, input_shape=[3])])
+        model.compile(
+            tf_xshard.tf_keras.with_aggregator(LEGACY.SGD(), "mean", GROUPS),
+            "mse",
+        )
+    callback = tf_xshard.tf_keras.communication_ledger()
+    history = model.fit(
+        x,
+        np.zeros((32, 4), "float32"),
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        callbacks=[callback],
+    ).history
+    plan = tf_xshard.communication_plan(model)
+    assert callback.totals["communication_bytes"] > 0
+    return [history["communication_bytes"], [4 * plan.bytes_per_step] * 2]
+
+
+def strategy_of(kind):
+    """A strategy of four replicas; "workers" has one in each process."""
+    if kind == "workers":
+        return tf.distribute.MultiWorkerMirroredStrategy()
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_REPLICAS,
     )
-    strategy = replicas.STRATEGIES[kind](NUM_REPLICAS)
-    found = {"fit": fit_difference(strategy)}
+    return replicas.STRATEGIES[kind](NUM_REPLICAS)
+
+
+def main(kind):
+    strategy = strategy_of(kind)
+    found = {"fit": fit_difference(strategy), "ledger": ledger(strategy)}
+    if kind != "workers":
+        found["feedback"] = feedback(strategy)
     for name, case in CASES.items():
-        # tf_keras refuses a LossScaleOptimizer under TPUStrategy.
-        if not (case.is_scaled and kind == "tpu"):
+        # tf_keras refuses a LossScaleOptimizer under TPUStrategy, where all
+        # replicas run one program.
+        if not ((case.is_scaled or case.lacks_one) and kind == "tpu"):
             found[name] = difference(strategy, case)
         if case.is_scaled and kind != "tpu":
             # In step 2, replica 1 overflows: no group takes the step.

@@ -5,4 +5,5 @@ Enters: a model or an optimizer under its strategy. Leaves: a
 
 - `communication_plan`: the public function, which traces a step;
   `CommunicationPlan`, `PlanDifference`, and the tables that they print.
+- `step`: the step of a model or an optimizer, of Keras 3 or tf_keras.
 """

@@ -7,7 +7,6 @@ function never runs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import numbers
@@ -24,9 +23,7 @@ from tf_xshard.collectives import recorder
 from tf_xshard.distribute import ownership
 from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.optimizers import stack
-from tf_xshard.optimizers.fit import global_mean
-from tf_xshard.private.keras import optimizer_state
+from tf_xshard.planning import step as step_lib
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -265,8 +262,10 @@ def communication_plan(
     optimizer of several processes, call the function in all of them.
 
     Args:
-      model: A compiled and built model, or a tf_xshard optimizer. The plan has
-        the model's gradients (dense, IndexedSlices or None), as if each output
+      model: A compiled and built model, or a tf_xshard optimizer. Also a model
+        or an optimizer of tf_keras that `tf_xshard.tf_keras` gave an
+        aggregator; pass `variables` with the optimizer. The plan has the
+        model's gradients (dense, IndexedSlices or None), as if each output
         had a loss, and one call of each `GlobalMean`. Gradients of an
         optimizer, or of a model without `inputs` (a subclass with its own
         `call`), are assumed to be dense.
@@ -308,38 +307,21 @@ def communication_plan(
     speeds = _speeds(gigabytes_per_second)
     if rows_per_step is not None:
         checks.positive_integer("rows_per_step", rows_per_step)
-    optimizer, variables, inputs = _checked(model, variables)
-    strategy = optimizer_state.strategy_of(optimizer)
-    if not optimizer.built:
-        with strategy.scope():
-            optimizer.build(variables)
+    planned = step_lib.of(model, variables)
+    strategy = planned.strategy
+    with strategy.scope():
+        planned.build()
 
     def on_replica(features: Any) -> None:
         with recorder.recorded(found):
-            if features is None:
-                gradients: list = [
-                    tf.zeros(v.shape, v.dtype) for v in variables
-                ]
-            else:
-                gradients = _gradients(model, variables, features)
-            for loss in losses:
-                loss.communicate_as_in_a_call(site_lib.current())
-            optimizer.apply(gradients, variables)
+            planned.on_replica(features)
 
-    losses = [
-        one
-        for one in tf.nest.flatten(getattr(model, "loss", None))
-        if isinstance(one, global_mean.GlobalMean)
-    ]
     found: recorder.Found = []
     step = tf.function(
         lambda features: strategy.run(on_replica, (features,)), autograph=False
     )
-    with contextlib.ExitStack() as contexts:
-        for one in stack.wrappers(optimizer):
-            contexts.enter_context(one.forgetting_traces())
-        contexts.enter_context(recorder.recorded(found))
-        step.get_concrete_function(inputs)
+    with planned.unchanged(), recorder.recorded(found):
+        step.get_concrete_function(planned.inputs)
     first = min((r for _, r in found if r is not None), default=None)
     collectives = [one for one, r in found if r == first]
     num_local = strategy.num_replicas_in_sync
@@ -351,96 +333,11 @@ def communication_plan(
     return CommunicationPlan(
         operations,
         strategy.num_replicas_in_sync,
-        _bytes_on_a_replica(optimizer.variables),
+        _bytes_on_a_replica(planned.state()),
         sum(one.num_bytes for one in operations if one.num_variables > 1),
         speeds,
-        _balance(optimizer),
+        planned.balance(),
     )
-
-
-def _balance(optimizer: Any) -> ownership.Balance | None:
-    """Returns the balance of the optimizer that shards its update by owner."""
-    found = (
-        one.balance_of_update()
-        for one in stack.wrappers(optimizer)
-        if hasattr(one, "balance_of_update")
-    )
-    return next((one for one in found if one is not None), None)
-
-
-def _checked(model: Any, variables: Sequence | None) -> tuple:
-    """Returns the optimizer, its variables and the specs of the inputs."""
-    if isinstance(model, keras.Model):
-        if variables is not None:
-            raise ValueError(
-                "communication_plan(model) plans the model's own variables;"
-                " pass variables=... only with an optimizer."
-            )
-        optimizer = getattr(model, "optimizer", None)
-        if not model.built or not model.trainable_variables:
-            raise ValueError(
-                f"communication_plan(): {model.name!r} has no trainable"
-                " variables yet. Begin it with a keras.layers.Input, or call"
-                " build() with the shape of its inputs."
-            )
-        inputs = _inputs(model)
-        variables = model.trainable_variables
-    else:
-        optimizer, inputs = model, None
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            "communication_plan(): a LossScaleOptimizer is around the"
-            f" optimizer {optimizer.inner_optimizer.name!r}. Put it inside the"
-            " optimizer, and pass auto_scale_loss=False to compile()."
-        )
-    if not stack.is_wrapper(optimizer):
-        raise ValueError(
-            "communication_plan() plans what the optimizers of tf_xshard"
-            f" communicate, got {optimizer!r}. Compile the model with, for"
-            " example, tf_xshard.CrossShardOptimizer(optimizer)."
-        )
-    assert optimizer is not None
-    if variables is None:
-        if not optimizer.built:
-            raise ValueError(
-                f"communication_plan(): {optimizer.name} has not been built, so"
-                " it does not know what it trains. Pass its variables."
-            )
-        variables = optimizer_state.trainable_variables(optimizer)
-    if not isinstance(variables, (list, tuple)) or not all(
-        isinstance(one, (keras.Variable, tf.Variable)) for one in variables
-    ):
-        raise TypeError(
-            "communication_plan(optimizer, variables): variables must be a"
-            f" list of variables, got {variables!r}."
-        )
-    return optimizer, list(variables), inputs
-
-
-def _inputs(model: keras.Model) -> Any:
-    """Returns specs in the structure of the model's inputs; None if unknown."""
-    if not getattr(model, "inputs", None):
-        return None
-    is_sequential = isinstance(model, keras.Sequential)
-    return tf.nest.map_structure(
-        lambda one: tf.TensorSpec(
-            [one.shape[0] or 1, *one.shape[1:]], one.dtype
-        ),
-        model.inputs[0] if is_sequential else model.input,
-    )
-
-
-def _gradients(model: keras.Model, variables: Sequence, features: Any) -> list:
-    """Differentiates all outputs, for gradients of training's kinds."""
-    with tf.GradientTape() as tape:
-        outputs = model(features, training=True)
-        total = tf.add_n(
-            [
-                tf.reduce_sum(tf.cast(one, tf.float32))
-                for one in tf.nest.flatten([outputs, model.losses])
-            ]
-        )
-    return tape.gradient(total, [getattr(v, "value", v) for v in variables])
 
 
 def _planned(

@@ -51,16 +51,27 @@ class Residuals:
     """Holds a residual variable for each trained variable on each replica."""
 
     def __init__(self, trained: Sequence) -> None:
-        self.variables: list[keras.Variable] = [
-            replica_variables.accumulator_of(
-                v, f"{replica_variables.flat_name(v)}_residual"
+        self._of: dict[int, keras.Variable] = {}
+        self.add(trained)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The residual variables, in the order of their creation."""
+        return list(self._of.values())
+
+    def missing(self, trained: Sequence) -> list:
+        """Returns the trained variables that have no residual."""
+        return [v for v in trained if replica_variables.key(v) not in self._of]
+
+    def add(self, trained: Sequence) -> None:
+        """Creates residuals of trained variables."""
+        for variable in trained:
+            self._of[replica_variables.key(variable)] = (
+                replica_variables.accumulator_of(
+                    variable,
+                    f"{replica_variables.flat_name(variable)}_residual",
+                )
             )
-            for v in trained
-        ]
-        self._of = {
-            replica_variables.key(v): residual
-            for v, residual in zip(trained, self.variables, strict=True)
-        }
 
     def read(self, unit: Any) -> Carry:
         """Returns this replica's carry, times `unit` (the loss scale)."""

@@ -17,13 +17,42 @@ from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import hooks
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.private.tf_keras import optimizers as tf_keras_optimizers
+from tf_xshard.reduction import error_feedback
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
+from tf_xshard.reduction import reducer as reducer_lib
 
 _NAME = "tf_xshard.tf_keras"
 
 
-class GradientAggregator:
+class SavedResiduals(tf.Module):
+    """Holds the residuals of error feedback, for checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(name="gradient_residuals")
+        self._residuals = error_feedback.Residuals([])
+        self.residuals: list = []
+
+    def read(
+        self, trained: Sequence, strategy: tf.distribute.Strategy
+    ) -> reducer_lib.Carry:
+        """Returns this replica's carry; creates the variables if needed."""
+        if missing := self._residuals.missing(trained):
+            # tf_keras calls its aggregator before it creates slot variables.
+            with tf.init_scope(), site_lib.scope_of(strategy):
+                self._residuals.add(missing)
+                # A checkpoint that was read earlier fills them now.
+                self.residuals.extend(
+                    self._residuals.variables[len(self.residuals) :]
+                )
+        return self._residuals.read(1)
+
+    def keep(self, carry: reducer_lib.Carry, finite: tf.Tensor | None) -> None:
+        """Keeps a carry, unless the step is skipped."""
+        self._residuals.keep(carry, 1, finite)
+
+
+class GradientAggregator(tf_keras_optimizers.Aggregator):
     """Reduces (gradient, variable) pairs over groups of replicas.
 
     `gradient_aggregator` and `with_aggregator` make it. tf_keras's optimizers
@@ -41,12 +70,6 @@ class GradientAggregator:
         has_loss_scale: bool = False,
     ) -> None:
         arguments.check_loss_normalization(loss_normalization)
-        if communication is not None and communication.error_feedback:
-            raise ValueError(
-                f"{_NAME} keeps no rounding errors between steps. Pass"
-                " Communication(..., error_feedback=False), or use Keras 3 and"
-                " tf_xshard.CrossShardOptimizer."
-            )
         if tf.distribute.has_strategy():
             site_lib.kind_of(tf.distribute.get_strategy())
         self._reduction = reductions.checked(reduction)
@@ -56,7 +79,12 @@ class GradientAggregator:
         self._post_hook = hooks.Hook("post_reduce", post_reduce)
         self._reducer = arguments.checked_reducer(communication)
         self._has_loss_scale = has_loss_scale
-        self._was_called = False
+        # Whether gradients have been reduced, also in a trace.
+        self.was_called = False
+        # A checkpoint that gets `residuals` saves and restores them.
+        self.residuals: SavedResiduals | None = None
+        if self._reducer.communication.error_feedback:
+            self.residuals = SavedResiduals()
 
     @autograph.entry_point
     def __call__(self, grads_and_vars: Iterable[tuple]) -> list[tuple]:
@@ -69,8 +97,11 @@ class GradientAggregator:
         Returns:
           The pairs with reduced gradients, in the same order.
         """
-        pairs = list(grads_and_vars)
-        self._was_called = True
+        self.was_called = True
+        return self.reduced(list(grads_and_vars))
+
+    def reduced(self, pairs: list[tuple]) -> list[tuple]:
+        """Reduces (gradient, variable) pairs."""
         if not pairs:
             return pairs
         site = site_lib.current()
@@ -90,11 +121,14 @@ class GradientAggregator:
             batch = batch.scaled(site.num_replicas)
         # tf_keras's LossScaleOptimizer has divided the loss scale out.
         batch = self._pre_hook(batch, _unscaled)
-        batch, _ = self._reducer.all_reduce(
-            batch, site, groups, self._reduction
+        carry, finite = None, None
+        if self.residuals is not None:
+            carry = self.residuals.read(variables, site.strategy)
+        batch, carry = self._reducer.all_reduce(
+            batch, site, groups, self._reduction, carry
         )
         batch = self._post_hook(batch, _unscaled)
-        if groups.num_groups > 1 and self._is_scaled():
+        if self._is_scaled() and (groups.num_groups > 1 or self.residuals):
             # A LossScaleOptimizer asks replica 0 whether all skip the step.
             finite = loss_scaling.all_replicas_finite(
                 [*arrived.values, *batch.values],
@@ -104,6 +138,8 @@ class GradientAggregator:
             batch = batch.with_values(
                 loss_scaling.nan_unless(finite, batch.values)
             )
+        if self.residuals is not None:
+            self.residuals.keep(carry, finite)
         return batch.pairs()
 
     def _is_scaled(self) -> bool:
@@ -111,7 +147,7 @@ class GradientAggregator:
 
     def refuse_skip(self) -> None:
         """Raises RuntimeError if no gradients have been aggregated."""
-        if not self._was_called:
+        if not self.was_called:
             raise RuntimeError(
                 "apply_gradients was told not to aggregate gradients, but"
                 " with_aggregator's optimizer has not aggregated any, so each"
@@ -154,13 +190,15 @@ def gradient_aggregator(
         variable) pairs before the reduction, and returns a list of pairs for
         the same variables. None (default) does nothing.
       post_reduce: A callable like `pre_reduce`, for the reduced gradients.
-      communication: A `Communication` without error feedback. None (default)
-        for its defaults.
+      communication: A `Communication`. None (default) for its defaults.
 
     Returns:
       A callable of a list of (gradient, variable) pairs. It is not saved with
-      the optimizer. With a LossScaleOptimizer and several groups, use
-      `with_aggregator`, unless the global policy is `"mixed_float16"`.
+      the optimizer. With error feedback, its attribute `residuals` is a
+      `tf.Module` to save: `tf.train.Checkpoint(...,
+      residuals=aggregator.residuals)`. With a LossScaleOptimizer, and error
+      feedback or several groups, use `with_aggregator`, unless the global
+      policy is `"mixed_float16"`.
 
     Raises:
       TypeError: If an argument has the wrong type.
@@ -201,7 +239,8 @@ def with_aggregator(
     """Makes a tf_keras optimizer reduce gradients over groups of replicas.
 
     It works for optimizers of `tf_keras.optimizers` and
-    `tf_keras.optimizers.legacy`, and for a `LossScaleOptimizer` around one.
+    `tf_keras.optimizers.legacy`, and for a `LossScaleOptimizer` or Model
+    Garden's `ExponentialMovingAverage` around one.
 
     Args:
       optimizer: A tf_keras optimizer that has not been given an aggregator.
@@ -213,8 +252,9 @@ def with_aggregator(
       communication: See `gradient_aggregator`.
 
     Returns:
-      The same optimizer. A loaded or cloned optimizer has no aggregator. Call
-      `with_aggregator` again.
+      The same optimizer. Its checkpoints (`tf.train.Checkpoint`) have the
+      residuals of error feedback. A loaded or cloned optimizer has no
+      aggregator. Call `with_aggregator` again.
 
     Raises:
       TypeError: If an argument has the wrong type, `optimizer` is not of
@@ -238,7 +278,7 @@ def with_aggregator(
         pre_reduce,
         post_reduce,
         communication,
-        has_loss_scale=inner is not optimizer,
+        has_loss_scale=tf_keras_optimizers.scales_loss(optimizer),
     )
     tf_keras_optimizers.replace_sum(inner, aggregator)
     return optimizer

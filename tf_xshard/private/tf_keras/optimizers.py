@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 from tf_xshard.private import names
 
@@ -20,21 +23,69 @@ _LEGACY = names.PrivateNames(
         ),
     },
 )
-names.attributes(_LEGACY.feature, "_aggregate_gradients")
+names.attributes(
+    _LEGACY.feature,
+    "_aggregate_gradients",
+    # Makes an object a part of an optimizer's checkpoints.
+    "_track_trackable",
+    # Creates the variables of a legacy optimizer before its first step.
+    "_create_all_weights",
+    # The optimizer inside Model Garden's ExponentialMovingAverage, which calls
+    # its apply_gradients. Present in tf-models-official 2.20.
+    "_optimizer",
+)
+
+
+class Aggregator(abc.ABC):
+    """Reduces an optimizer's gradients instead of summing them."""
+
+    # A part of the optimizer's checkpoints, if it has any.
+    residuals: tf.Module | None = None
+
+    @abc.abstractmethod
+    def __call__(self, grads_and_vars: Iterable[tuple]) -> list[tuple]:
+        """Reduces (gradient, variable) pairs for a step."""
+
+    @abc.abstractmethod
+    def reduced(self, pairs: list[tuple]) -> list[tuple]:
+        """Reduces pairs for a plan, which is no step."""
+
+    @abc.abstractmethod
+    def refuse_skip(self) -> None:
+        """Raises RuntimeError if no step has reduced gradients."""
+
+
+def _chain(optimizer: Any) -> list:
+    """Returns an optimizer and the optimizers inside it, outermost first."""
+    chain = [optimizer]
+    while True:
+        last = chain[-1]
+        if hasattr(last, "inner_optimizer"):  # A LossScaleOptimizer.
+            chain.append(last.inner_optimizer)
+        elif any(
+            one.__name__ == "ExponentialMovingAverage"
+            and one.__module__.startswith("official.")
+            for one in type(last).__mro__
+        ):
+            chain.append(last._optimizer)
+        else:
+            return chain
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Returns True if an optimizer is or has a LossScaleOptimizer."""
+    return any(hasattr(one, "inner_optimizer") for one in _chain(optimizer))
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Returns the optimizer that sums gradients, inside LossScaleOptimizers.
+    """Returns the optimizer that sums gradients, inside its wrappers.
 
     Raises TypeError if it is not an optimizer of tf_keras, or sums gradients in
     its own way.
     """
     import tf_keras
 
-    while isinstance(
-        optimizer, tf_keras.mixed_precision.LossScaleOptimizer
-    ) or hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
+    optimizer = _chain(optimizer)[-1]
     kind = type(optimizer)
     if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer):
         overrides = kind._aggregate_gradients is not _LEGACY.aggregate
@@ -59,11 +110,11 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def replace_sum(optimizer: Any, aggregator: Any) -> None:
+def replace_sum(optimizer: Any, aggregator: Aggregator) -> None:
     """Makes an optimizer of `unwrapped` call an aggregator instead of summing.
 
-    `apply_gradients` then calls `aggregator.refuse_skip` if a caller asks it
-    not to aggregate.
+    `apply_gradients` then calls `refuse_skip` if a caller asks it not to
+    aggregate, or if it has not aggregated. Checkpoints get the residuals.
     """
     if hasattr(optimizer, "gradient_aggregator"):
         optimizer.gradient_aggregator = aggregator
@@ -72,6 +123,8 @@ def replace_sum(optimizer: Any, aggregator: Any) -> None:
     optimizer.apply_gradients = _guarded(
         optimizer.apply_gradients, aggregator.refuse_skip
     )
+    if aggregator.residuals is not None:
+        optimizer._track_trackable(aggregator.residuals, "gradient_residuals")
 
 
 def _guarded(apply: Callable, refuse_skip: Callable[[], None]) -> Callable:
@@ -85,9 +138,29 @@ def _guarded(apply: Callable, refuse_skip: Callable[[], None]) -> Callable:
             "experimental_aggregate_gradients", True
         ):
             refuse_skip()
-        return apply(*args, **kwargs)
+        result = apply(*args, **kwargs)
+        refuse_skip()
+        return result
 
     return apply_gradients
+
+
+def aggregator_of(optimizer: Any) -> Aggregator | None:
+    """Returns an optimizer's aggregator; None if it sums gradients."""
+    inner = _chain(optimizer)[-1]
+    found = getattr(inner, "gradient_aggregator", None)
+    found = found or vars(inner).get("aggregate_gradients")
+    return found if isinstance(found, Aggregator) else None
+
+
+def created_variables(optimizer: Any, trained: Sequence) -> list:
+    """Creates an optimizer's variables for its trained ones; returns them."""
+    inner = _chain(optimizer)[-1]
+    if hasattr(inner, "gradient_aggregator"):
+        inner._create_all_weights(trained)
+        return list(inner.variables())
+    inner.build(trained)
+    return list(inner.variables)
 
 
 def uses_float16() -> bool:
