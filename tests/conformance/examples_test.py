@@ -46,7 +46,7 @@ def _numbers(text):
 
 
 def test_every_example_is_named():
-    assert len(NAMES) == 12
+    assert len(NAMES) == 13
     for name in NAMES:
         assert f"- `{name}`: " in examples.__doc__
         assert len((_FOLDER / f"{name}.py").read_text().splitlines()) < 80
@@ -71,6 +71,11 @@ def test_custom_loop():
     losses = re.findall(r"loss ([\d.]+)", out)
     assert losses[:2] == losses[2:] and float(losses[1]) < float(losses[0])
     assert _numbers(out)[-1] < 1e-6
+
+
+def test_from_tf_keras():
+    first, second, plan, *_ = _example("from_tf_keras").splitlines()
+    assert _numbers(first)[-1] < 1e-6 and _numbers(second)[-1] < 1e-6
 
 
 def test_padded_text():

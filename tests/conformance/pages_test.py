@@ -23,7 +23,14 @@ NOTEBOOK = DOCS / "digits.ipynb"
 PAGES = [README, paths.ROOT / "benchmarks" / "README.md", *DOCS.glob("*.md")]
 # Blocks that import these are read only: they need a TPU, or another
 # environment.
-NOT_RUN = ("TPUClusterResolver", "import horovod", "import torch")
+NOT_RUN = (
+    "TPUClusterResolver",
+    "import horovod",
+    "import torch",
+    # tests/tf_keras/model_garden_test.py runs these.
+    "from official.",
+    "import tensorflow_recommenders",
+)
 # TensorFlow's, of a collective strategy that is made after something has run.
 _TENSORFLOWS_OWN = ("Collective ops is not configured at program startup.",)
 

@@ -1,0 +1,358 @@
+"""Trains Model Garden's and TF-Recommenders' models; prints differences.
+
+It runs in an environment that has both. Each group must end with the weights
+of one device that gets its rows.
+"""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_recommenders as tfrs
+import tf_keras
+from official.core import base_trainer
+from official.core import config_definitions as definitions
+from official.modeling import optimization
+from official.modeling.optimization import lamb
+from official.modeling.optimization import legacy_adamw
+from official.nlp.configs import encoders
+from official.nlp.tasks import sentence_prediction
+from official.vision.configs import image_classification as image_configs
+from official.vision.tasks import image_classification
+
+import tf_xshard
+from tests.programs import tf_keras_program
+from tests.support import replicas
+from tf_xshard.distribute import site
+
+NUM_STEPS = 3
+BATCH_SIZE = 8
+# Adam's default enlarges rounding errors: the gradient of BERT's key biases is
+# exactly zero.
+EPSILON = 0.01
+NUM_REPLICAS = tf_keras_program.NUM_REPLICAS
+GROUPS = tf_keras_program.GROUPS
+ROWS = BATCH_SIZE // NUM_REPLICAS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its optimizer, and how it gets an aggregator."""
+
+    model: str
+    optimizer: dict
+    groups: list | None = None
+    # The optimizer of one device, if it is another one.
+    reference: dict | None = None
+    options: dict = dataclasses.field(default_factory=dict)
+    # with_aggregator, in place of build_optimizer's argument.
+    afterwards: bool = False
+    legacy: bool = True
+
+
+def _optimizer(name, rate, ema=None, **options):
+    return {
+        "optimizer": {"type": name, name: options},
+        "learning_rate": {
+            "type": "constant",
+            "constant": {"learning_rate": rate},
+        },
+        "ema": ema,
+    }
+
+
+CASES = {
+    "bert, adamw": Case(
+        "bert",
+        _optimizer("adamw", 0.01, epsilon=EPSILON, gradient_clip_norm=0.0),
+        GROUPS,
+        # It clips each replica's gradient, and one device's is the group's.
+        _optimizer("adamw", 0.01, epsilon=EPSILON, gradient_clip_norm=0.05),
+        {"post_reduce": tf_xshard.clip_by_global_norm(0.05)},
+    ),
+    "bert, lamb": Case("bert", _optimizer("lamb", 0.01, epsilon=EPSILON)),
+    "bert, new adam": Case(
+        "bert",
+        _optimizer("adam_experimental", 0.01, epsilon=EPSILON),
+        GROUPS,
+        afterwards=True,
+        legacy=False,
+    ),
+    "bert, ema": Case(
+        "bert",
+        _optimizer("sgd", 0.1, {"average_decay": 0.9}),
+        GROUPS,
+        afterwards=True,
+    ),
+    "resnet, sgd": Case("resnet", _optimizer("sgd", 0.1, momentum=0.9)),
+}
+# Each of the four processes also trains what it is compared with.
+BY_WORKERS = ("bert, lamb",)
+
+
+def _bert_task():
+    encoder = encoders.EncoderConfig(
+        type="bert",
+        bert=encoders.BertEncoderConfig(
+            vocab_size=50,
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=6,
+            dropout_rate=0.0,
+            attention_dropout_rate=0.0,
+        ),
+    )
+    return sentence_prediction.SentencePredictionTask(
+        sentence_prediction.SentencePredictionConfig(
+            model=sentence_prediction.ModelConfig(
+                encoder=encoder, num_classes=3
+            )
+        )
+    )
+
+
+def _resnet_task():
+    config = image_configs.ImageClassificationTask()
+    config.model.num_classes = 4
+    config.model.input_size = [16, 16, 3]
+    config.model.backbone.type = "resnet"
+    config.model.backbone.resnet.model_id = 10
+    config.model.backbone.resnet.depth_multiplier = 0.25
+    config.model.norm_activation.use_sync_bn = True
+    # Metrics of a few classes.
+    config.evaluation.top_k = 2
+    return image_classification.ImageClassificationTask(config)
+
+
+# Trained with gradients of random numbers, as tf_keras's own optimizers.
+OPTIMIZERS = {
+    "lamb": lambda **options: lamb.LAMB(
+        0.1, weight_decay_rate=0.1, global_clipnorm=0.5, **options
+    ),
+    "legacy_adamw": lambda **options: legacy_adamw.AdamWeightDecay(
+        0.1, weight_decay_rate=0.1, gradient_clip_norm=0.0, **options
+    ),
+}
+OPTIMIZER_CASES = {
+    "lamb": tf_keras_program.Case("lamb", "mean", GROUPS, "argument"),
+    "lamb sum": tf_keras_program.Case("lamb", "sum", GROUPS),
+    "lamb scaled": tf_keras_program.Case(
+        "lamb", "mean", GROUPS, is_scaled=True
+    ),
+    "legacy_adamw": tf_keras_program.Case(
+        "legacy_adamw", "sum", GROUPS, "argument"
+    ),
+}
+
+
+TASKS = {"bert": _bert_task, "resnet": _resnet_task}
+
+
+def data(model, members):
+    """The batches of replicas, one after another, or of their one device."""
+    rng = np.random.default_rng(5)
+    shape = (NUM_STEPS, NUM_REPLICAS, ROWS)
+    labels = rng.integers(0, 3, size=shape, dtype="int32")
+    if model == "bert":
+        features = {
+            "input_word_ids": rng.integers(0, 50, (*shape, 6), "int32"),
+            "input_mask": np.ones((*shape, 6), "int32"),
+            "input_type_ids": np.zeros((*shape, 6), "int32"),
+            "label_ids": labels[..., None],
+        }
+    else:
+        images = rng.normal(size=(*shape, 16, 16, 3)).astype("float32")
+        features = (images, labels)
+
+    def rows(one):
+        mine = one[:, members]
+        return mine.reshape(-1, *mine.shape[3:])
+
+    return tf.data.Dataset.from_tensor_slices(
+        tf.nest.map_structure(rows, features)
+    )
+
+
+def build_optimizer(case, one_device):
+    config = (one_device and case.reference) or case.optimizer
+    factory = optimization.OptimizerFactory(
+        optimization.OptimizationConfig(config)
+    )
+    rate = factory.build_learning_rate()
+    arguments = ("mean", case.groups)
+    aggregator = None
+    if not one_device and not case.afterwards:
+        aggregator = tf_xshard.tf_keras.gradient_aggregator(
+            *arguments, **case.options
+        )
+    optimizer = factory.build_optimizer(
+        rate,
+        gradient_aggregator=aggregator,
+        use_legacy_optimizer=case.legacy,
+    )
+    if not one_device and case.afterwards:
+        tf_xshard.tf_keras.with_aggregator(
+            optimizer, *arguments, **case.options
+        )
+    return optimizer
+
+
+def trained(case, strategy, members):
+    """Trains through Model Garden's Trainer; returns values by replica.
+
+    Without `members`, each replica gets its own rows.
+    """
+    is_one_device = members is not None
+    batch_size = ROWS * len(members) if is_one_device else ROWS
+    with strategy.scope():
+        tf_keras.utils.set_random_seed(1)
+        task = TASKS[case.model]()
+        model = task.build_model()
+        for layer in model.submodules:
+            if isinstance(layer, tf_keras.layers.Dropout):
+                layer.rate = 0.0  # Devices draw different numbers.
+        trainer = base_trainer.Trainer(
+            definitions.ExperimentConfig(
+                task=task.task_config,
+                trainer=definitions.TrainerConfig(
+                    train_tf_while_loop=True, train_tf_function=True
+                ),
+            ),
+            task,
+            model,
+            build_optimizer(case, is_one_device),
+            evaluate=False,
+            train_dataset=strategy.distribute_datasets_from_function(
+                lambda _: (
+                    data(
+                        case.model, members or site.local_replica_ids(strategy)
+                    )
+                    .batch(batch_size, drop_remainder=True)
+                    .repeat()
+                )
+            ),
+        )
+        logs = trainer.train(tf.constant(NUM_STEPS))
+    assert np.isfinite(logs["training_loss"])
+    return [
+        np.stack(replicas.values(strategy, v))
+        for v in model.trainable_variables
+    ]
+
+
+def difference(strategy, case):
+    """The largest difference of a replica from its group's device."""
+
+    def expected_of(members):
+        alone = trained(case, tf.distribute.get_strategy(), members)
+        return [one[0] for one in alone]
+
+    return tf_keras_program.largest_difference(
+        strategy, trained(case, strategy, None), case.groups, expected_of
+    )
+
+
+# TF-Recommenders.
+
+
+class TwoTowers(tfrs.Model):
+    """The retrieval model of TF-Recommenders' introduction."""
+
+    def __init__(self):
+        super().__init__()
+        users, titles = (
+            [f"{name} {i}" for i in range(20)] for name in ("user", "title")
+        )
+        self.user_model = self._tower(users)
+        self.title_model = self._tower(titles)
+        self.task = tfrs.tasks.Retrieval()
+
+    def _tower(self, vocabulary):
+        return tf_keras.Sequential(
+            [
+                tf_keras.layers.StringLookup(
+                    vocabulary=vocabulary, mask_token=None
+                ),
+                tf_keras.layers.Embedding(len(vocabulary) + 1, 4),
+            ]
+        )
+
+    def compute_loss(self, features, training=False):
+        return self.task(
+            self.user_model(features["user"]),
+            self.title_model(features["title"]),
+        )
+
+
+def _ratings():
+    rng = np.random.default_rng(6)
+    shape = (NUM_STEPS * BATCH_SIZE,)
+    return {
+        name: np.array([f"{name} {i}" for i in rng.integers(0, 20, shape)])
+        for name in ("user", "title")
+    }
+
+
+def two_towers(strategy):
+    """Compares `fit` with the sum of the replicas' gradients."""
+    with strategy.scope():
+        tf_keras.utils.set_random_seed(2)
+        model = TwoTowers()
+        model.compile(
+            tf_xshard.tf_keras.with_aggregator(
+                tf_keras.optimizers.Adagrad(0.5),
+                "sum",
+                # The task's loss is the sum of the replica's rows.
+                loss_normalization="replica",
+            )
+        )
+    batches = tf.data.Dataset.from_tensor_slices(_ratings()).batch(BATCH_SIZE)
+    model.fit(batches, verbose=0)
+    tf_keras.utils.set_random_seed(2)
+    alone = TwoTowers()
+    optimizer = tf_keras.optimizers.Adagrad(0.5)
+    for batch in batches:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n(
+                [
+                    alone.compute_loss(
+                        {k: v[i : i + ROWS] for k, v in batch.items()}
+                    )
+                    for i in range(0, BATCH_SIZE, ROWS)
+                ]
+            )
+        optimizer.minimize(loss, alone.trainable_variables, tape)
+    return float(
+        max(
+            np.max(np.abs(np.stack(replicas.values(strategy, v)) - want))
+            for v, want in zip(
+                model.trainable_variables,
+                alone.get_weights(),
+                strict=True,
+            )
+        )
+    )
+
+
+def main(kind):
+    strategy = tf_keras_program.strategy_of(kind)
+    found = {}
+    tf_keras_program.OPTIMIZERS.update(OPTIMIZERS)
+    for name, case in OPTIMIZER_CASES.items():
+        if not (case.is_scaled and kind == "tpu"):
+            found[name] = tf_keras_program.difference(strategy, case)
+    for name, case in CASES.items():
+        if kind == "workers" and name not in BY_WORKERS:
+            continue
+        found[name] = difference(strategy, case)
+    if kind == "mirrored":
+        found["two towers"] = two_towers(strategy)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
