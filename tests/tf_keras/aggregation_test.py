@@ -1,6 +1,9 @@
 """Optimizers of tf_keras that reduce with the stages of CrossShardOptimizer."""
 
+import copy
 import functools
+import gc
+import weakref
 
 import keras
 import pytest
@@ -9,7 +12,10 @@ import tf_keras
 
 import tf_xshard
 from tests.support import keras_2
+from tests.support import replicas
 
+LEGACY_SGD = tf_keras.optimizers.legacy.SGD
+_BFLOAT16 = tf_xshard.Communication(dtype="bfloat16", error_feedback=True)
 KINDS = ("mirrored", "tpu", "workers")
 NAMES = (
     "fit",
@@ -143,7 +149,75 @@ def test_refuses_to_skip_the_aggregation():
         aggregator = vars(optimizer).get("aggregate_gradients")
         aggregated = (aggregator or optimizer.gradient_aggregator)(pairs)
         optimizer.apply_gradients(aggregated, **skip)
+        with pytest.raises(RuntimeError, match="would train separately"):
+            optimizer.apply_gradients(aggregated, **skip)
     assert float(pairs[0][1]) == 0
+
+
+@pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
+def test_refuses_a_loss_scale_optimizer_that_it_does_not_know(kind):
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        variable = tf.Variable(2.0)
+        optimizer = kind(1.0)
+        outer = tf_keras.mixed_precision.LossScaleOptimizer(optimizer)
+        tf_xshard.tf_keras.with_aggregator(
+            optimizer, group_assignment=[[0], [1]]
+        )
+
+    @tf.function(autograph=False)
+    def step():
+        strategy.run(
+            lambda: outer.apply_gradients([(tf.constant(1.0), variable)])
+        )
+
+    with pytest.raises(RuntimeError, match="Pass the LossScaleOptimizer to"):
+        step()
+    assert replicas.values(strategy, variable) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
+def test_a_copy_trains_with_its_own_state(kind):
+    with replicas.mirrored(2).scope():
+        optimizer = tf_xshard.tf_keras.with_aggregator(kind(1.0))
+        other = copy.deepcopy(optimizer)
+        other.learning_rate = 0.5
+        variable = tf.Variable(2.0)
+    other.apply_gradients([(tf.constant(1.0), variable)])
+    assert variable.numpy() == 1.5
+    steps = [one.iterations.numpy() for one in (optimizer, other)]
+    assert steps == [0, 1]
+
+
+@pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
+def test_residuals_are_saved_by_a_checkpoint_that_was_used_before(
+    kind, tmp_path
+):
+    optimizer = kind(1.0)
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer)
+    checkpoint.save(str(tmp_path / "before"))
+    tf_xshard.tf_keras.with_aggregator(optimizer, communication=_BFLOAT16)
+    optimizer.apply_gradients([(tf.constant([1.003]), tf.Variable([2.0]))])
+    path = checkpoint.save(str(tmp_path / "after"))
+    names = [name for name, _ in tf.train.list_variables(path)]
+    assert any("gradient_residuals/residuals/0" in name for name in names)
+
+
+def test_residuals_stay_with_their_variables():
+    """Ids of deleted variables are used again."""
+    aggregator = tf_xshard.tf_keras.gradient_aggregator(communication=_BFLOAT16)
+    variable = tf.Variable([2.0])
+    aggregator([(tf.constant([1.003]), variable)])
+    alive = weakref.ref(variable)
+    del variable
+    gc.collect()
+    assert alive() is not None
+
+
+@pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
+def test_no_gradients_at_first(kind):
+    optimizer = tf_xshard.tf_keras.with_aggregator(kind(1.0))
+    optimizer.apply_gradients([])
 
 
 @pytest.mark.parametrize(

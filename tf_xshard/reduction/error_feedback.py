@@ -52,6 +52,8 @@ class Residuals:
 
     def __init__(self, trained: Sequence) -> None:
         self._of: dict[int, keras.Variable] = {}
+        # A key is an id, which a deleted variable's successor may have.
+        self._trained: list = []
         self.add(trained)
 
     @property
@@ -65,6 +67,7 @@ class Residuals:
 
     def add(self, trained: Sequence) -> None:
         """Creates residuals of trained variables."""
+        self._trained += trained
         for variable in trained:
             self._of[replica_variables.key(variable)] = (
                 replica_variables.accumulator_of(

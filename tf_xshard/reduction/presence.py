@@ -190,7 +190,8 @@ def _check_consistent(patterns: Sequence[Pattern]) -> None:
                 f" replica 0 passes {len(first)}. All replicas must pass the"
                 " same variables, or the same structure, in one call. For a"
                 " gradient that a replica does not have, pass None to the"
-                " optimizer."
+                " optimizer, or zeros to a legacy optimizer or"
+                " LossScaleOptimizer of tf_keras, which drop None."
             )
     for entries in zip(*patterns, strict=True):
         dtypes = {entry.dtype for entry in entries if entry.dtype}

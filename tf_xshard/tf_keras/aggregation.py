@@ -78,9 +78,12 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
         self._pre_hook = hooks.Hook("pre_reduce", pre_reduce)
         self._post_hook = hooks.Hook("post_reduce", post_reduce)
         self._reducer = arguments.checked_reducer(communication)
-        self._has_loss_scale = has_loss_scale
-        # Whether gradients have been reduced, also in a trace.
-        self.was_called = False
+        self._has_loss_scale = (
+            has_loss_scale or tf_keras_optimizers.uses_float16()
+        )
+        # The calls, also in traces, whose gradients have not been applied.
+        self._num_reduced = 0
+        self._needs_vote = self._reducer.communication.error_feedback
         # A checkpoint that gets `residuals` saves and restores them.
         self.residuals: SavedResiduals | None = None
         if self._reducer.communication.error_feedback:
@@ -97,7 +100,7 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
         Returns:
           The pairs with reduced gradients, in the same order.
         """
-        self.was_called = True
+        self._num_reduced += 1
         return self.reduced(list(grads_and_vars))
 
     def reduced(self, pairs: list[tuple]) -> list[tuple]:
@@ -128,7 +131,8 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
             batch, site, groups, self._reduction, carry
         )
         batch = self._post_hook(batch, _unscaled)
-        if self._is_scaled() and (groups.num_groups > 1 or self.residuals):
+        self._needs_vote = groups.num_groups > 1 or self.residuals is not None
+        if self._has_loss_scale and self._needs_vote:
             # A LossScaleOptimizer asks replica 0 whether all skip the step.
             finite = loss_scaling.all_replicas_finite(
                 [*arrived.values, *batch.values],
@@ -142,18 +146,37 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
             self.residuals.keep(carry, finite)
         return batch.pairs()
 
-    def _is_scaled(self) -> bool:
-        return self._has_loss_scale or tf_keras_optimizers.uses_float16()
+    def begin_update(self, is_called_by_another: bool) -> None:
+        """Takes note that a replica applies the gradients of one call.
 
-    def refuse_skip(self) -> None:
-        """Raises RuntimeError if no gradients have been aggregated."""
-        if not self.was_called:
+        Args:
+          is_called_by_another: Whether the caller has reduced them, as a
+            LossScaleOptimizer does.
+
+        Raises:
+          RuntimeError: If no gradients have been reduced, or if another
+            optimizer may skip the step on a part of the replicas.
+        """
+        if not self._num_reduced:
             raise RuntimeError(
                 "apply_gradients was told not to aggregate gradients, but"
-                " with_aggregator's optimizer has not aggregated any, so each"
+                " with_aggregator's optimizer has not aggregated them, so each"
                 " replica would train separately. Leave out"
                 " skip_gradients_aggregation=True (and"
                 " experimental_aggregate_gradients=False)."
+            )
+        self._num_reduced -= 1
+        if (
+            is_called_by_another
+            and self._needs_vote
+            and not self._has_loss_scale
+        ):
+            raise RuntimeError(
+                "apply_gradients was told not to aggregate gradients, as by a"
+                " LossScaleOptimizer that with_aggregator did not get. With"
+                " several groups or error feedback, replicas might skip a step"
+                " separately. Pass the LossScaleOptimizer to with_aggregator."
+                " To change reduced gradients, pass post_reduce."
             )
 
 

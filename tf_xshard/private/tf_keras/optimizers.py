@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ names.attributes(
     "_aggregate_gradients",
     # Makes an object a part of an optimizer's checkpoints.
     "_track_trackable",
+    "_coalesced_children",
     # Creates the variables of a legacy optimizer before its first step.
     "_create_all_weights",
     # The optimizer inside Model Garden's ExponentialMovingAverage, which calls
@@ -51,8 +53,12 @@ class Aggregator(abc.ABC):
         """Reduces pairs for a plan, which is no step."""
 
     @abc.abstractmethod
-    def refuse_skip(self) -> None:
-        """Raises RuntimeError if no step has reduced gradients."""
+    def begin_update(self, is_called_by_another: bool) -> None:
+        """Takes note that a replica applies the gradients of one call.
+
+        Raises RuntimeError if they have not been reduced, or if another
+        optimizer applies them that may skip the step in a part of the groups.
+        """
 
 
 def _chain(optimizer: Any) -> list:
@@ -113,33 +119,42 @@ def unwrapped(optimizer: Any) -> Any:
 def replace_sum(optimizer: Any, aggregator: Aggregator) -> None:
     """Makes an optimizer of `unwrapped` call an aggregator instead of summing.
 
-    `apply_gradients` then calls `refuse_skip` if a caller asks it not to
-    aggregate, or if it has not aggregated. Checkpoints get the residuals.
+    `apply_gradients` then calls `begin_update`. Checkpoints get the residuals.
     """
     if hasattr(optimizer, "gradient_aggregator"):
         optimizer.gradient_aggregator = aggregator
     else:
         optimizer.aggregate_gradients = aggregator
-    optimizer.apply_gradients = _guarded(
-        optimizer.apply_gradients, aggregator.refuse_skip
+    # A method, which copy.deepcopy binds to the copy.
+    optimizer.apply_gradients = types.MethodType(
+        _guarded(type(optimizer).apply_gradients), optimizer
     )
     if aggregator.residuals is not None:
         optimizer._track_trackable(aggregator.residuals, "gradient_residuals")
+        # New optimizers keep the children that a checkpoint once asked for.
+        vars(optimizer).pop("_coalesced_children", None)
 
 
-def _guarded(apply: Callable, refuse_skip: Callable[[], None]) -> Callable:
+def _guarded(apply: Callable) -> Callable:
     parameters = inspect.signature(apply)
 
     @functools.wraps(apply)
-    def apply_gradients(*args: Any, **kwargs: Any) -> Any:
-        found = parameters.bind(*args, **kwargs).arguments
+    def apply_gradients(
+        self: Any, grads_and_vars: Iterable[tuple], *args: Any, **kwargs: Any
+    ) -> Any:
+        pairs = list(grads_and_vars)
+        found = parameters.bind(self, pairs, *args, **kwargs).arguments
         found = {**found, **found.pop("kwargs", {})}
+        aggregator = aggregator_of(self)
+        assert aggregator is not None
         if found.get("skip_gradients_aggregation") or not found.get(
             "experimental_aggregate_gradients", True
         ):
-            refuse_skip()
-        result = apply(*args, **kwargs)
-        refuse_skip()
+            aggregator.begin_update(is_called_by_another=True)
+            return apply(self, pairs, *args, **kwargs)
+        result = apply(self, pairs, *args, **kwargs)
+        if pairs:
+            aggregator.begin_update(is_called_by_another=False)
         return result
 
     return apply_gradients
