@@ -36,7 +36,7 @@ class Row:
 
     Attributes:
       python: The interpreter: this one, or one on the PATH.
-      tensorflow: A requirement of pip for `tensorflow-cpu`; "nightly" for
+      tensorflow: A requirement of pip for `tensorflow`; "nightly" for
         tf-nightly-cpu.
       keras: A requirement for `keras`; "nightly" for keras-nightly.
       may_fail: Whether a failure of `--smoke` is printed, but not returned:
@@ -70,7 +70,7 @@ def version(*names):
             return m.version(name)
         except m.PackageNotFoundError:
             pass
-print(platform.python_version(), version("tf-nightly-cpu", "tensorflow-cpu"),
+print(platform.python_version(), version("tf-nightly-cpu", "tensorflow"),
       version("keras-nightly", "keras"), version("jax"), sep=" | ")
 """
 
@@ -78,21 +78,20 @@ print(platform.python_version(), version("tf-nightly-cpu", "tensorflow-cpu"),
 def _install(row: Row, python: str, run) -> None:
     """Installs the package and a row's versions into an environment."""
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
-    nightly = row.tensorflow == "nightly"
-    tensorflow = "tensorflow-cpu" + ("" if nightly else row.tensorflow)
     if row.keras != "nightly":
-        run(
-            *(*pip, "install", "-q", ".[cpu,test]"),
-            *(tensorflow, f"keras{row.keras}"),
-        )
+        tensorflow, keras = f"tensorflow{row.tensorflow}", f"keras{row.keras}"
+        run(*pip, "install", "-q", ".[tensorflow,test]", tensorflow, keras)
         return
-    run(*pip, "install", "-q", ".[cpu,test]", tensorflow)
+    # Apart, since tf_keras requires a release of TensorFlow.
+    run(*pip, "install", "-q", ".[tensorflow,test]")
+    if row.tensorflow == "nightly":
+        run(*pip, "uninstall", "-q", "-y", "tensorflow")
+        run(*pip, "install", "-q", "--pre", "tf-nightly-cpu")
+    else:
+        run(*pip, "install", "-q", f"tensorflow{row.tensorflow}")
     # Both are installed into one folder, and TensorFlow requires one of them.
     run(*pip, "uninstall", "-q", "-y", "keras", "keras-nightly")
     run(*pip, "install", "-q", "--pre", "--no-deps", "keras-nightly")
-    if nightly:
-        run(*pip, "uninstall", "-q", "-y", "tensorflow-cpu")
-        run(*pip, "install", "-q", "--pre", "tf-nightly-cpu")
 
 
 def _run_row(name: str, folder: str) -> bool:
