@@ -92,14 +92,7 @@ class MPI(transport.Transport):
     def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_to_all`."""
         return [
-            self._call(
-                recorder.REDUCE_SCATTER,
-                position,
-                one,
-                _all_to_all,
-                one.shape,
-            )
-            for position, one in enumerate(rows)
+            self._all_to_all(position, one) for position, one in enumerate(rows)
         ]
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -121,18 +114,21 @@ class MPI(transport.Transport):
                 recorder.ALL_REDUCE, position, tensor, _sum, tensor.shape
             )
         # MPI can't sum 16-bit floats, but it can send them.
-        size = self.groups.group_size
-        num_elements = tensor.shape.num_elements()
-        flat = tf.pad(tf.reshape(tensor, [-1]), [[0, -num_elements % size]])
-        part = self._reduce_scatter(position, tf.reshape(flat, [size, -1]))
-        parts = self._all_gather(position, tf.cast(part, tensor.dtype))
-        total = tf.reshape(parts, [-1])[:num_elements]
-        return tf.reshape(total, tensor.shape)
+        return transport.sum_by_parts(
+            tensor,
+            self.groups.group_size,
+            functools.partial(self._all_to_all, position),
+            functools.partial(self._all_gather, position),
+        )
+
+    def _all_to_all(self, position: int, rows: tf.Tensor) -> tf.Tensor:
+        return self._call(
+            recorder.REDUCE_SCATTER, position, rows, _all_to_all, rows.shape
+        )
 
     def _reduce_scatter(self, position: int, rows: tf.Tensor) -> tf.Tensor:
         if _has_16_bits(rows):
-            [received] = self.all_to_all([rows])
-            return tf.reduce_sum(tf.cast(received, tf.float32), 0)
+            return transport.sum_of_rows(self._all_to_all(position, rows))
         return self._call(
             recorder.REDUCE_SCATTER,
             position,

@@ -1,7 +1,9 @@
 """Sums over groups with `CollectiveReduceV2`, one group key per group.
 
-TensorFlow chooses NCCL (GPUs) or a ring (CPUs, hosts). Needs a `tf.function`;
-works inside `tf.cond`, `tf.while_loop` and with steps_per_execution > 1.
+The GPUs of one process communicate by NCCL; CPUs and logical GPUs form a ring.
+Across processes, the strategy's `CommunicationOptions` decide. Needs a
+`tf.function`; works inside `tf.cond`, `tf.while_loop` and with
+steps_per_execution > 1.
 
 A group key names a set of devices. An instance key names an operation of that
 set. Both keys are hashes of the devices or the operation, not counters.
@@ -62,7 +64,7 @@ class Subgroups(transport.Transport):
             group_size=len(members),
             group_key=_FIRST_GROUP_KEY
             + _hash(*(names[r] for r in members)) % _GROUP_KEYS,
-            communication_hint="auto",
+            communication_hint=_hint(site),
             # The watchdog has the timeout.
             timeout_seconds=0,
         )
@@ -83,11 +85,8 @@ class Subgroups(transport.Transport):
 
     def reduce_scatter(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.reduce_scatter`."""
-        if "GPU" in self.site.device:
-            # CPUs have no CollectiveReduceScatterV2. GPUs use an all-reduce,
-            # on which TensorFlow itself relies, though it sends more bytes.
-            return super().reduce_scatter(rows)
-        return [_sum_of_rows(received) for received in self.all_to_all(rows)]
+        # Only NCCL has CollectiveReduceScatterV2. This sends as many bytes.
+        return list(map(transport.sum_of_rows, self.all_to_all(rows)))
 
     def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_to_all`."""
@@ -99,8 +98,8 @@ class Subgroups(transport.Transport):
     def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_gather`."""
         return [
-            self._all_gather(position, tensor[tf.newaxis])
-            for position, tensor in enumerate(shards)
+            self._stack(position, shard)
+            for position, shard in enumerate(shards)
         ]
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -124,6 +123,14 @@ class Subgroups(transport.Transport):
         return gathered
 
     def _all_reduce(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
+        # On GPUs, TensorFlow's all-reduce does not support bfloat16.
+        if "GPU" in self.site.device and tensor.dtype == tf.bfloat16:
+            return transport.sum_by_parts(
+                tensor,
+                self.groups.group_size,
+                functools.partial(self._all_to_all, position),
+                functools.partial(self._stack, position),
+            )
         return self._run(
             functools.partial(
                 tf.raw_ops.CollectiveReduceV2,
@@ -142,6 +149,8 @@ class Subgroups(transport.Transport):
 
     def _all_to_all(self, position: int, rows: tf.Tensor) -> tf.Tensor:
         """Sends row i to the replica at position i of the group."""
+        dtype = rows.dtype
+        rows = _movable(rows)
         received = self._run(
             functools.partial(tf.raw_ops.CollectiveAllToAllV2, **self._common),
             recorder.REDUCE_SCATTER,
@@ -152,7 +161,10 @@ class Subgroups(transport.Transport):
                 % _FIRST_GATHER_KEY
             ),
         )
-        return tf.ensure_shape(received, rows.shape)
+        return tf.bitcast(tf.ensure_shape(received, rows.shape), dtype)
+
+    def _stack(self, position: int, shard: tf.Tensor) -> tf.Tensor:
+        return self._all_gather(position, shard[tf.newaxis])
 
     def _all_gather(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates tensors; an unknown number of rows is a power of two."""
@@ -168,11 +180,8 @@ class Subgroups(transport.Transport):
             key = _hash(lane, name, shape) % _GATHER_KEYS << _EXPONENT_BITS
             return _FIRST_GATHER_KEY + key + exponent
 
-        # CollectiveGatherV2 does not support bfloat16. It only moves bytes, so
-        # bfloat16 can be sent as float16.
         dtype = tensor.dtype
-        if dtype == tf.bfloat16:
-            tensor = tf.bitcast(tensor, tf.float16)
+        tensor = _movable(tensor)
         operation = functools.partial(
             tf.raw_ops.CollectiveGatherV2, **self._common
         )
@@ -215,11 +224,21 @@ class Subgroups(transport.Transport):
         )
 
 
-def _sum_of_rows(rows: tf.Tensor) -> tf.Tensor:
-    """Sums over the first dimension, in float32 for 16-bit dtypes."""
-    if rows.dtype.size < 4:
-        rows = tf.cast(rows, tf.float32)
-    return tf.reduce_sum(rows, 0)
+def _movable(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the same bits in a dtype that all devices can move."""
+    # CollectiveGatherV2 does not support bfloat16.
+    is_bfloat16 = tensor.dtype == tf.bfloat16
+    return tf.bitcast(tensor, tf.float16) if is_bfloat16 else tensor
+
+
+def _hint(site: site_lib.Site) -> str:
+    """Returns how TensorFlow should communicate: "nccl" or "auto"."""
+    # "auto" is a ring, also on GPUs, unless a MultiWorkerMirroredStrategy was
+    # made with CommunicationImplementation.NCCL. MirroredStrategy's own
+    # collectives use NCCL, but not on logical GPUs: NCCL has one rank per GPU.
+    if site.kind != "mirrored" or "GPU" not in site.device:
+        return "auto"
+    return "auto" if site_lib.has_split_gpus() else "nccl"
 
 
 def _next_power_of_two(rows: tf.Tensor) -> tf.Tensor:

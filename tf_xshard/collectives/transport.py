@@ -182,6 +182,31 @@ class Transport(abc.ABC):
         """See `sum`."""
 
 
+def sum_of_rows(rows: tf.Tensor) -> tf.Tensor:
+    """Sums over the first dimension, in float32 for 16-bit dtypes."""
+    if rows.dtype.size < 4:
+        rows = tf.cast(rows, tf.float32)
+    return tf.reduce_sum(rows, 0)
+
+
+def sum_by_parts(
+    tensor: tf.Tensor,
+    group_size: int,
+    all_to_all: Callable[[tf.Tensor], tf.Tensor],
+    all_gather: Callable[[tf.Tensor], tf.Tensor],
+) -> tf.Tensor:
+    """Sums over a group whose library moves a dtype, but does not sum it.
+
+    Each replica sums a part. The functions are `Transport`'s, for one tensor.
+    An all-reduce sends as many bytes.
+    """
+    num_elements = tensor.shape.num_elements()
+    flat = tf.pad(tf.reshape(tensor, [-1]), [[0, -num_elements % group_size]])
+    part = sum_of_rows(all_to_all(tf.reshape(flat, [group_size, -1])))
+    parts = all_gather(tf.cast(part, tensor.dtype))
+    return tf.reshape(tf.reshape(parts, [-1])[:num_elements], tensor.shape)
+
+
 def _in_row(
     tensor: tf.Tensor, position: int | tf.Tensor, num_rows: int
 ) -> tf.Tensor:

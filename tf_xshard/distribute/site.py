@@ -71,6 +71,15 @@ def check_devices(strategy: tf.distribute.Strategy) -> None:
         )
 
 
+def has_split_gpus() -> bool:
+    """Returns True if a visible GPU is divided into logical GPUs."""
+    configurations = map(
+        tf.config.get_logical_device_configuration,
+        tf.config.get_visible_devices("GPU"),
+    )
+    return any(len(one or ()) > 1 for one in configurations)
+
+
 def _device(name: str) -> str:
     spec = tf.DeviceSpec.from_string(name)
     return f"{spec.device_type}:{spec.device_index}"
