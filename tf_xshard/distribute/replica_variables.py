@@ -18,10 +18,15 @@ import tensorflow as tf
 from tf_xshard.private.keras import shards as keras_shards
 
 
-def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
+def make(
+    shape: Sequence[int],
+    dtype: str,
+    name: str,
+    kind: type[keras.Variable] = keras.Variable,
+) -> keras.Variable:
     """Creates a variable of zeros that each replica updates separately."""
     is_float = tf.as_dtype(dtype).is_floating
-    return keras.Variable(
+    return kind(
         tf.zeros(shape, dtype),
         dtype=dtype,
         trainable=False,
@@ -31,6 +36,12 @@ def make(shape: Sequence[int], dtype: str, name: str) -> keras.Variable:
         synchronization="on_read",
         name=name,
     )
+
+
+def takes(dtype: str, saved: str) -> bool:
+    """Returns True if a variable takes saved values of a dtype."""
+    # Counters had 32 bits up to version 0.1.0.
+    return saved == dtype or (saved, dtype) == ("int32", "int64")
 
 
 def read(variable: Any) -> tf.Tensor:

@@ -26,6 +26,7 @@ from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import whole
 from tf_xshard.private.keras import moving_averages
 from tf_xshard.private.keras import optimizer_state
+from tf_xshard.private.keras import wrapper_internals
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
 
@@ -382,11 +383,15 @@ class AGNOptimizer(base.GradientWrapper):
             self._set_untracked("_accumulator", sums)
             # Checkpoints store the variables under this name.
             self._accumulators = sums.sums
-            self._pending = replica_variables.make((), "int32", "pending")
+            self._pending = replica_variables.make(
+                (), "int64", "pending", wrapper_internals.Counter
+            )
             self._exchanges = replica_variables.make((), "int64", "exchanges")
             # Save the flag, since a file can be written while the center is
             # shown.
-            self._shown = replica_variables.make((), "int32", "center_is_shown")
+            self._shown = replica_variables.make(
+                (), "int64", "center_is_shown", wrapper_internals.Counter
+            )
             pairs = Center(variables, self._center, self._shown, self._strategy)
             self._set_untracked("_center_pairs", pairs)
             self._exclude_center()

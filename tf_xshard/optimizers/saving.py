@@ -214,7 +214,7 @@ def _write(optimizer: Any, store: Any) -> None:
 def _fits(level: Sequence[np.ndarray], variables: Sequence[Any]) -> bool:
     return len(level) == len(variables) and all(
         array.shape == tuple(variable.shape)
-        and array.dtype.name == _dtype(variable)
+        and replica_variables.takes(_dtype(variable), array.dtype.name)
         for array, variable in zip(level, variables, strict=True)
     )
 

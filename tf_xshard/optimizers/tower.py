@@ -28,6 +28,7 @@ from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.fit import global_mean
 from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.keras import optimizer_state
+from tf_xshard.private.keras import wrapper_internals
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.private.tensorflow import tracing
 from tf_xshard.reduction import gradients as gradients_lib
@@ -174,7 +175,9 @@ class TowerOptimizer(base.GradientWrapper):
         if self._num_towers == 1:
             return
         with self._named():
-            self._tower = replica_variables.make((), "int32", "tower")
+            self._tower = replica_variables.make(
+                (), "int64", "tower", wrapper_internals.Counter
+            )
             sums = accumulator.GradientAccumulator(
                 variables, "accumulator", self._seen, counts_rows=True
             )
@@ -459,7 +462,7 @@ class TowerOptimizer(base.GradientWrapper):
             return []
         check = tf.debugging.assert_equal(
             replica_variables.read(self._tower),
-            0,
+            tf.constant(0, tf.int64),
             "apply_towers() is called while a round of apply() is open."
             " Complete the round, or call reset().",
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import replica_variables
 from tf_xshard.group_state import inventory
 from tf_xshard.group_state import merge
 from tf_xshard.group_state import replica_io
@@ -60,16 +61,17 @@ def matched(
         )
     for one, (_, other) in zip(own, its, strict=False):
         site = (
-            *(one.part, one.shape, one.dtype),
+            *(one.part, one.shape),
             _own_name(one.name, one.of_optimizer),
         )
         there = (
             other["part"],
             tuple(other["shape"]),
-            other["dtype"],
             _own_name(other["name"], other["of_optimizer"]),
         )
-        if site != there:
+        if site != there or not (
+            replica_variables.takes(one.dtype, other["dtype"])
+        ):
             raise ValueError(
                 f"{directory!r} was saved from another model or optimizer:"
                 f" instead of {one.name!r} of {one.part!r},"

@@ -70,7 +70,7 @@ def tower_train_step(
     >>> model = TowerModel(x, keras.layers.Dense(1)(x))
     >>> model.compile(
     ...     tf_xshard.TowerOptimizer(keras.optimizers.SGD(0.1), num_towers=2),
-    ...     "mse")
+    ...     "mse", jit_compile=False)
     >>> history = model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0)
     >>> int(model.optimizer.iterations)
     1

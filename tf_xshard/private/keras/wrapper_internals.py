@@ -47,11 +47,15 @@ _NODES = names.PrivateNames(
         # Called first when a node is read. An argument of the caller has the
         # node.
         "adapter": _TRACKABLE + "_checkpoint_adapter",
+        # A variable's value, when it is written and when it is read.
+        "serialize": "keras.Variable._serialize_to_tensors",
+        "restore": "keras.Variable._restore_from_tensors",
     },
 )
 # The caller's argument that has the node that is read, in 2.20 to 2.22.
 _POSITION = "checkpoint_position"
 _PREFIX = "tf_xshard_"
+_VALUE = "VARIABLE_VALUE"
 # The children of a MultiOptimizer that are its optimizers. A plain
 # MultiOptimizer does not save them, so each wrapper around it tracks them.
 _OF_MULTI_OPTIMIZER = "optimizer_"
@@ -78,6 +82,21 @@ class OwnPart(tf.train.experimental.PythonState):
         self, save_type: str = "checkpoint", **kwargs: Any
     ) -> dict:
         return self._children()
+
+
+class Counter(keras.Variable):
+    """An int64 variable, of which checkpoints have 32 bits, as they always had.
+
+    TensorFlow keeps int32 variables on the CPU, where a step that XLA compiles
+    for a GPU can't read them. On one GPU, `fit` compiles steps with XLA.
+    """
+
+    def _serialize_to_tensors(self) -> dict:
+        return {_VALUE: tf.cast(self.value, tf.int32)}
+
+    def _restore_from_tensors(self, restored_tensors: dict) -> Any:
+        self.assign(tf.cast(restored_tensors[_VALUE], tf.int64))
+        return self.value
 
 
 class WrapperInternals(keras.optimizers.Optimizer):
