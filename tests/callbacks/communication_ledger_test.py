@@ -131,3 +131,17 @@ def test_one_ledger_for_two_models():
     second.steps_per_execution = 2
     _fit(second, ledger)
     assert int(second.optimizer.iterations.numpy()) == 8
+
+
+def test_op_determinism_forbids_clocks(monkeypatch):
+    """`enable_op_determinism` lasts as long as the process, hence the patch."""
+
+    def timestamp():
+        raise tf.errors.FailedPreconditionError(None, None, "determinism")
+
+    model = _model(replicas.mirrored(2))
+    monkeypatch.setattr(tf, "timestamp", timestamp)
+    history = _fit(model, tf_xshard.CommunicationLedger())
+    assert "communication_seconds" not in history
+    plan = tf_xshard.communication_plan(model)
+    assert history["communication_bytes"] == [4 * plan.bytes_per_step]

@@ -42,7 +42,8 @@ class CommunicationLedger(keras.callbacks.Callback):
 
     On TPUs, a step is one program without counters. The callback then
     multiplies the plan's numbers by the number of steps that ran, and omits
-    `communication_seconds`.
+    `communication_seconds`. It also omits them under
+    `tf.config.experimental.enable_op_determinism`, which forbids clocks.
 
     Args:
       rows_per_step: See `communication_plan`. Used only on TPUs. Default: None.
@@ -80,6 +81,7 @@ class CommunicationLedger(keras.callbacks.Callback):
         self._skipped_before: dict[str, int] = {}
         self._num_steps = 0
         self._plan: Any = None
+        self._has_clock = True
         self.totals: dict[str, float] = {}
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -96,6 +98,9 @@ class CommunicationLedger(keras.callbacks.Callback):
             self._plan = communication_plan.communication_plan(
                 self.model, rows_per_step=self._rows_per_step
             )
+            return
+        self._has_clock = _has_clock()
+        if not self._has_clock:
             return
         # A train function that was traced earlier counts no seconds. Make a new
         # function, and keep the old one for the next `fit`.
@@ -145,7 +150,7 @@ class CommunicationLedger(keras.callbacks.Callback):
                 strict=True,
             )
         }
-        if self._plan is not None:
+        if self._plan is not None or not self._has_clock:
             del ran["communication_seconds"]
         for name, after in self._skipped().items():
             ran[name] = float(after - self._skipped_before[name])
@@ -189,6 +194,15 @@ class CommunicationLedger(keras.callbacks.Callback):
         num_local = len(site_lib.local_replica_ids(strategy))
         totals = watchdog.WATCHDOG.totals()
         return counters.Totals(*(one / num_local for one in totals))
+
+
+def _has_clock() -> bool:
+    """Returns False if TensorFlow must be deterministic."""
+    try:
+        tf.timestamp()
+    except tf.errors.FailedPreconditionError:
+        return False
+    return True
 
 
 def _timed(model: keras.Model, untimed: Callable) -> Callable:
