@@ -10,7 +10,9 @@ import pytest
 
 from tests.support import seeds
 
-NUM_LOGICAL_CPUS = 8
+NUM_LOGICAL_DEVICES = 8
+# Megabytes of a logical GPU.
+GPU_MEMORY = 512
 # Limits a test with --full; setup.cfg limits it otherwise.
 FULL_TIMEOUT_SECONDS = 3000
 # Files that mostly wait, and where in the order of the files they run: one
@@ -27,6 +29,11 @@ def pytest_addoption(parser):
         "--full",
         action="store_true",
         help="large counts: more sweeps, more kills; takes much longer",
+    )
+    parser.addoption(
+        "--gpu",
+        action="store_true",
+        help="the replicas of most tests are parts of one GPU, not of the CPU",
     )
 
 
@@ -56,20 +63,37 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "full: runs with --full only (large counts)"
     )
+    on_gpu = config.getoption("--gpu")
+    if not on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     if config.option.dist == "no" or hasattr(config, "workerinput"):
-        _set_up_tensorflow()
+        _set_up_tensorflow(on_gpu)
 
 
-def _set_up_tensorflow():
+def _set_up_tensorflow(on_gpu):
     """What holds for all tests of this process, before TensorFlow has run."""
     import tensorflow as tf
 
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
+        [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_DEVICES,
     )
     # Not for each test: see `seeds`.
     tf.random.set_seed(1)
+    if on_gpu:
+        [gpu, *_] = tf.config.list_physical_devices("GPU")
+        tf.config.set_visible_devices([gpu], "GPU")
+        tf.config.set_logical_device_configuration(
+            gpu,
+            [tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MEMORY)]
+            * NUM_LOGICAL_DEVICES,
+        )
+        # Many tests compare bits, and one device with many.
+        tf.config.experimental.enable_op_determinism()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        tf.config.list_logical_devices()
+        # The programs that tests start have logical CPUs.
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 
 def pytest_collection_modifyitems(config, items):

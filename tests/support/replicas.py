@@ -1,4 +1,4 @@
-"""Strategies over logical CPUs, and the values that every replica holds."""
+"""Strategies over logical devices, and the values that every replica holds."""
 
 import functools
 import itertools
@@ -18,8 +18,10 @@ def mirrored(num_replicas: int) -> tf.distribute.MirroredStrategy:
     # Plain Keras' collectives of two strategies in one process would meet under
     # one key ("Shape mismatch in the collective instance 100").
     tf.distribute.MirroredStrategy._collective_key_base += 100_000
+    # Visible with `--gpu` only.
+    kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     return tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(num_replicas)]
+        [f"{kind}:{i}" for i in range(num_replicas)]
     )
 
 

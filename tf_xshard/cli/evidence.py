@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at most this many GPUs or CPUs (default: 8)",
     )
     parser.add_argument(
+        "--split-gpu",
+        type=int,
+        metavar="MB",
+        help="divide the first GPU into logical GPUs of this memory",
+    )
+    parser.add_argument(
         "--width",
         type=int,
         default=1024,
@@ -360,7 +366,14 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("--width and --megabytes must be positive")
     if options.replicas < 2:
         parser.error("--replicas must be at least 2")
-    strategy = logical_devices.best_strategy(options.replicas)
+    if options.split_gpu is None:
+        strategy = logical_devices.best_strategy(options.replicas)
+    elif options.split_gpu < 1 or not tf.config.list_physical_devices("GPU"):
+        parser.error("--split-gpu needs a GPU and a positive number")
+    else:
+        strategy = logical_devices.split_gpu(
+            options.replicas, options.split_gpu
+        )
     if "CPU" in strategy.extended.worker_devices[0]:
         _progress(
             "This machine has no TPU and fewer than two GPUs: using CPUs."

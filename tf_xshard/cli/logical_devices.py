@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_xshard.distribute import site
+
 
 def use_logical_cpus(count: int) -> list[str]:
     """Splits the CPU into logical devices, and returns their names."""
@@ -18,6 +20,17 @@ def use_logical_cpus(count: int) -> list[str]:
             " its first operation."
         ) from error
     return [f"CPU:{index}" for index in range(count)]
+
+
+def split_gpu(count: int, megabytes: int) -> tf.distribute.Strategy:
+    """Creates a strategy over logical GPUs of the first GPU."""
+    [gpu, *_] = tf.config.list_physical_devices("GPU")
+    tf.config.set_visible_devices([gpu], "GPU")
+    tf.config.set_logical_device_configuration(
+        gpu,
+        [tf.config.LogicalDeviceConfiguration(memory_limit=megabytes)] * count,
+    )
+    return tf.distribute.MirroredStrategy([f"GPU:{i}" for i in range(count)])
 
 
 def best_strategy(num_replicas: int) -> tf.distribute.Strategy:
@@ -44,5 +57,6 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     """Describes a strategy, such as "MirroredStrategy over 4 logical CPUs"."""
     devices = strategy.extended.worker_devices
     kinds = sorted({device.split(":")[-2] for device in devices})
-    kind = "/".join("logical CPU" if k == "CPU" else k for k in kinds)
+    logical = {"CPU", "GPU"} if site.has_split_gpus() else {"CPU"}
+    kind = "/".join(f"logical {k}" if k in logical else k for k in kinds)
     return f"{type(strategy).__name__} over {len(devices)} {kind}s"
