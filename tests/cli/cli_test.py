@@ -182,6 +182,21 @@ def test_demo_refuses(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--width 0", "must be positive"),
+        ("--replicas 1", "must be at least 2"),
+        ("--split-gpu 0", "needs a GPU and a positive number"),
+    ],
+)
+def test_evidence_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["evidence", *arguments.split()])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_logical_cpus_are_made_before_tensorflow_runs():
     with pytest.raises(RuntimeError, match="before TensorFlow runs"):
         logical_devices.use_logical_cpus(3)
