@@ -218,6 +218,7 @@ def test_residuals_stay_with_their_variables():
 def test_no_gradients_at_first(kind):
     optimizer = tf_xshard.tf_keras.with_aggregator(kind(1.0))
     optimizer.apply_gradients([])
+    assert not tf_xshard.communication_plan(optimizer, []).operations
 
 
 @pytest.mark.parametrize(

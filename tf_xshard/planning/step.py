@@ -94,7 +94,7 @@ def _of_tf_keras(
         state.extend(tf_keras_optimizers.created_variables(optimizer, trained))
 
     return Step(
-        replica_variables.strategy_of(trained[0])
+        next(map(replica_variables.strategy_of, trained), None)
         or tf.distribute.get_strategy(),
         inputs,
         on_replica,
