@@ -46,6 +46,33 @@ def test_the_metadata_allows_a_newer_keras():
     assert "    keras >=3.12,<4\n" in text
 
 
+@pytest.mark.parametrize(
+    "installed, is_refused",
+    [
+        ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.22.0"}, True),
+        ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}, False),
+        ({"tensorflow-tpu": "2.21.0"}, False),
+    ],
+)
+def test_two_tensorflows_of_different_versions(
+    installed, is_refused, monkeypatch
+):
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    if not is_refused:
+        dependencies.check()
+        return
+    found = (
+        "tensorflow 2.21.0 and tensorflow-cpu 2.22.0, which have overwritten"
+    )
+    with pytest.raises(ImportError, match=found):
+        dependencies.check()
+
+
 def _run(*arguments):
     return subprocess.run(
         [sys.executable, *arguments],

@@ -6,6 +6,7 @@ The versions are in the package's metadata or, in a checkout, in setup.cfg.
 from __future__ import annotations
 
 import configparser
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -20,6 +21,8 @@ from packaging import version
 
 Minor = tuple[int, int]
 
+# They install into one folder.
+_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu")
 _INSTALL = (
     "Install one TensorFlow: pip install 'tf_xshard[cpu]' (CPUs),"
     " 'tf_xshard[tensorflow]' (GPUs) or 'tf_xshard[tpu]' (TPUs)."
@@ -109,10 +112,25 @@ def refuse_moved(feature: str, names: Sequence[str]) -> None:
     )
 
 
+def _refuse_mixed_tensorflows() -> None:
+    found = {}
+    for name in _TENSORFLOWS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if len(set(found.values())) > 1:
+        packages = " and ".join(" ".join(one) for one in found.items())
+        raise ImportError(
+            f"tf_xshard found {packages}, which have overwritten each other's"
+            " files. tf_keras requires the package tensorflow. Make a new"
+            f" environment. {_INSTALL}"
+        )
+
+
 def check() -> None:
     """Raises ImportError if TensorFlow or Keras is missing or unusable."""
     if importlib.util.find_spec("tensorflow") is None:
         raise ImportError(f"tf_xshard found no TensorFlow. {_INSTALL}")
+    _refuse_mixed_tensorflows()
     tensorflow = importlib.import_module("tensorflow")
     keras = importlib.import_module("keras")
     # A copy of the package without metadata has no versions to compare with.

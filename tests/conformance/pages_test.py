@@ -172,7 +172,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 def test_the_commands_of_the_readme():
     command = (
-        "python3 -m venv .venv && .venv/bin/python -m pip install"
+        "python3 -m venv --clear .venv && .venv/bin/python -m pip install"
         " '.[{}]' && .venv/bin/python -m {}"
     )
     demo = command.format("cpu,demo", "tf_xshard demo")
