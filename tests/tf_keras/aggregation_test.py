@@ -176,6 +176,29 @@ def test_refuses_a_loss_scale_optimizer_that_it_does_not_know(kind):
     assert replicas.values(strategy, variable) == [2.0, 2.0]
 
 
+def test_refuses_a_gradient_in_one_group_only():
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        variables = [tf.Variable(2.0), tf.Variable(3.0)]
+        optimizer = tf_xshard.tf_keras.with_aggregator(
+            tf_keras.optimizers.SGD(1.0), group_assignment=[[0, 1], [2, 3]]
+        )
+
+    def step(holders):
+        one = tf.constant(1.0)
+        replica = tf.distribute.get_replica_context()
+        holds = int(replica.replica_id_in_sync_group) in holders
+        optimizer.apply_gradients(
+            zip([one, one if holds else None], variables, strict=True)
+        )
+
+    with pytest.raises(ValueError, match=r"without one: \[2, 3\]"):
+        strategy.run(lambda: step([0]))
+    assert replicas.values(strategy, variables[0]) == [2.0] * 4
+    strategy.run(lambda: step([0, 3]))  # Each group has a gradient.
+    assert replicas.values(strategy, variables[1]) == [1.0] * 4
+
+
 @pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
 def test_a_copy_trains_with_its_own_state(kind):
     with replicas.mirrored(2).scope():

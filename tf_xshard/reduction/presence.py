@@ -168,6 +168,23 @@ def agree(
     return patterns
 
 
+def local_patterns(
+    gradients: Sequence, variables: Sequence, site: site_lib.Site
+) -> tuple[Pattern, ...]:
+    """Returns the patterns of this process's replicas, without communicating."""
+
+    def in_cross_replica_context(
+        strategy: tf.distribute.Strategy, pattern: Any
+    ) -> _Opaque:
+        boxes = strategy.experimental_local_results(pattern)
+        return _Opaque(tuple(box.value for box in boxes))
+
+    own = own_pattern(gradients, variables)
+    if site.replica_id is None:
+        return (own,)  # One program is traced for all replicas.
+    return _merge_call(in_cross_replica_context, _Opaque(own), site).value
+
+
 def _merge_call(
     fn: Callable, argument: _Opaque, site: site_lib.Site
 ) -> _Opaque:

@@ -20,6 +20,7 @@ from tf_xshard.private.tf_keras import optimizers as tf_keras_optimizers
 from tf_xshard.reduction import error_feedback
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
+from tf_xshard.reduction import presence
 from tf_xshard.reduction import reducer as reducer_lib
 
 _NAME = "tf_xshard.tf_keras"
@@ -131,6 +132,8 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
             batch, site, groups, self._reduction, carry
         )
         batch = self._post_hook(batch, _unscaled)
+        if groups.num_groups > 1:
+            _check_updates(batch, site)
         self._needs_vote = groups.num_groups > 1 or self.residuals is not None
         if self._has_loss_scale and self._needs_vote:
             # A LossScaleOptimizer asks replica 0 whether all skip the step.
@@ -177,6 +180,30 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
                 " several groups or error feedback, replicas might skip a step"
                 " separately. Pass the LossScaleOptimizer to with_aggregator."
                 " To change reduced gradients, pass post_reduce."
+            )
+
+
+def _check_updates(
+    batch: gradients_lib.GradientBatch, site: site_lib.Site
+) -> None:
+    """Raises ValueError if only some groups would update a variable.
+
+    tf_keras updates a variable on all replicas of a process in one merge_call.
+    """
+    patterns = presence.local_patterns(batch.values, batch.variables, site)
+    for entries in zip(*patterns, strict=True):
+        lacking = [
+            number
+            for number, entry in enumerate(entries)
+            if entry.kind == presence.NONE
+        ]
+        if lacking and len(lacking) < len(entries):
+            raise ValueError(
+                f"No replica of a group has a gradient for {entries[0].name!r},"
+                " but another group has one (replicas without one:"
+                f" {lacking}). tf_keras updates a variable in all groups or in"
+                " none. Pass zeros instead of None, or use Keras 3 and"
+                " CrossShardOptimizer, which leaves the variable as it is."
             )
 
 
