@@ -1,5 +1,6 @@
 """Sums over MPI: against NumPy, on four processes; and what goes wrong."""
 
+import re
 import time
 
 import keras
@@ -135,6 +136,7 @@ def test_a_process_that_is_missing():
             "MPI's all-reduce of shape () waited longer than 2 seconds"
             " (Communication.timeout_seconds) for ranks [3] of [0, 1, 2, 3]."
         ) in text
+        assert re.search(r"steps: Worker 3 \(127\.0\.0\.1:\d+\)\.", text)
         assert 2 <= seconds < 20
 
 

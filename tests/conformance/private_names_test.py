@@ -186,6 +186,7 @@ def _instances():
     found = {
         "A tf_xshard optimizer": [optimizer],
         "SwapEMAWeights": [optimizer],
+        runtime._STORE.feature: [runtime.context()],
         "CrossShardOptimizer(shard_update=True)": [weight],
         "ScalarLoss and what fit calls": [model, model._compile_loss],
         "tf_xshard.multi_worker_fit()": [model],

@@ -346,12 +346,14 @@ class _Group:
                         " program.",
                     )
             if waited > seconds:
+                missing = self._missing()
                 self._fail(
                     requests,
                     f"MPI's {what} waited longer than {seconds:g} seconds"
                     " (Communication.timeout_seconds) for ranks"
-                    f" {self._missing()} of {list(self._members)}. They have"
-                    " ended, hang, or run different steps. Restart the"
+                    f" {missing} of {list(self._members)}. They have ended,"
+                    " hang, or run different steps:"
+                    f" {', '.join(map(runtime.worker, missing))}. Restart the"
                     " program.",
                 )
 

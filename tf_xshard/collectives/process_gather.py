@@ -59,11 +59,11 @@ class ProcessGather:
             except tf.errors.OpError as error:
                 runtime.withdraw(own)
                 raise RuntimeError(
-                    f"{what}: worker {rank} did not call this method within"
-                    f" {timeout_seconds} seconds (Communication."
+                    f"{what}: {runtime.worker(rank)} did not call this method"
+                    f" within {timeout_seconds} seconds (Communication."
                     "timeout_seconds). Each worker holds a part of the state,"
                     " so call it on every worker, not only on the chief. If"
-                    f" worker {rank} has ended, see its output."
+                    " this worker has ended, see its output."
                 ) from error
         with _lock:
             _rounds[what] = number + 1

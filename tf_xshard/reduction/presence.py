@@ -171,7 +171,7 @@ def agree(
 def local_patterns(
     gradients: Sequence, variables: Sequence, site: site_lib.Site
 ) -> tuple[Pattern, ...]:
-    """Returns the patterns of this process's replicas, without communicating."""
+    """Returns the patterns of this process's replicas only."""
 
     def in_cross_replica_context(
         strategy: tf.distribute.Strategy, pattern: Any
@@ -280,8 +280,8 @@ def _receive(
         answer = runtime.lookup(key, timeout_seconds)
     except tf.errors.OpError as error:
         raise RuntimeError(
-            f"Worker {rank} did not say within {timeout_seconds} seconds"
-            " which of these variables it has gradients for:"
+            f"{runtime.worker(rank)} did not say within {timeout_seconds}"
+            " seconds which of these variables it has gradients for:"
             f" {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. It"
             " ended, hangs, or traces a different step than this worker. See"
             " its output; all workers must run the same steps."

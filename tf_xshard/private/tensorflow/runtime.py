@@ -29,6 +29,20 @@ _STORE = names.PrivateNames(
         "delete": _CONTEXT + "delete_config_key_value",
     },
 )
+# What MultiWorkerMirroredStrategy was told about the cluster. The errors about
+# a silent worker, which have no strategy, give its address.
+names.attributes(_STORE.feature, "_collective_ops_server_def")
+
+
+def worker(rank: int) -> str:
+    """Starts an error about a worker, with its rank and address."""
+    server = _STORE.context()._collective_ops_server_def
+    addresses = [
+        job.tasks[index]
+        for job in server.cluster.job  # The chief's job precedes the workers'.
+        for index in sorted(job.tasks)
+    ]
+    return f"Worker {rank} ({addresses[rank]})"
 
 
 def publish(key: str, value: str) -> None:
@@ -73,7 +87,7 @@ def exchange(
             values.append(lookup(f"{key}/{rank}", timeout_seconds))
         except tf.errors.DeadlineExceededError as error:
             raise TimeoutError(
-                f"Worker {rank} did not reach this point ({key}) within"
+                f"{worker(rank)} did not reach this point ({key}) within"
                 f" {timeout_seconds:g} seconds (Communication."
                 "timeout_seconds). It has ended, hangs, or runs different"
                 " steps."
