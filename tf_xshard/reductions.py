@@ -17,8 +17,8 @@ class Reduction:
     # Users pass this name.
     name: str
     # Returns the divisor of the sum, from the number of losses. None for a
-    # reduction that is not a multiple of the sum. No optimizer can use such a
-    # reduction, since gradients are communicated as sums.
+    # reduction that is not a multiple of the sum. `checked` refuses it, since
+    # gradients are communicated as sums.
     divisor: Callable[[Any], Any] | None = None
 
     def of_sum(self, count: Any) -> Any:

@@ -312,22 +312,23 @@ def test_a_timeout_costs_no_threads():
 def test_a_failed_call_does_not_count_for_the_next_one(monkeypatch):
     """Even if the watchdog looks before the call has reset the count."""
     waiting = object.__new__(watchdog._Waiting)
-    waiting.lane = types.SimpleNamespace(timeout_seconds=3)
     waiting._graph, waiting._count = object(), None
     waiting._last, waiting._since = 0, 0.0
-    waiting._read = lambda: 5
-    for now, runs, is_overdue in (
-        (1.0, True, False),
-        (3.0, False, False),
-        (9.0, False, False),
-        (10.0, True, False),
-        (12.0, True, False),
-        (12.5, True, True),
+    monkeypatch.setattr(
+        watchdog.runtime_variables, "read", lambda handle, dtype: 5
+    )
+    for now, runs, seconds in (
+        (1.0, True, 0.0),
+        (3.0, False, 0.0),
+        (9.0, False, 0.0),
+        (10.0, True, 1.0),
+        (12.0, True, 3.0),
+        (12.5, True, 3.5),
     ):
         monkeypatch.setattr(
             watchdog.runtime, "a_function_uses", lambda handle, runs=runs: runs
         )
-        assert waiting.is_overdue(now) == is_overdue, now
+        assert waiting.seconds(now) == seconds, now
 
 
 def test_a_graph_of_tf1_is_not_counted_when_it_is_built():

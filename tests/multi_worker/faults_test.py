@@ -34,11 +34,11 @@ CAUSE = (
 )
 _STANDS_STILL = (
     f"A batch waited longer than {launched_job.TIMEOUT_SECONDS} seconds for"
-    r" data, or for the other workers .* One of them hangs\."
+    r" data, or for the other workers .* One of them hangs"
 )
 _CAUSES = {
     "stop": CAUSE.format(r"\d"),
-    "hang": _STANDS_STILL,
+    "hang": rf"{_STANDS_STILL}, probably Worker \d \(127\.0\.0\.1:\d+\)\.",
     "load": _STANDS_STILL,
 }
 _ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -507,13 +507,16 @@ def test_a_worker_that_does_not_take_part_is_named(results):
     """And its barrier ends in time; the next one does not wait."""
     waited = []
     for result in results[:3]:
-        (_, text, _), (name, _, seconds), (_, _, again) = result["absent"]
+        (_, text, _), (name, cause, seconds), (_, _, again) = result["absent"]
         assert re.search(
             r"Worker 3 \(127\.0\.0\.1:\d+\) did not say within 3 seconds",
             text,
         )
         assert "the_weight" in text
         assert name == "DeadlineExceededError"
+        assert re.search(
+            r"different steps, probably Worker 3 \(127\.0\.0\.1:\d+\)\. ", cause
+        )
         assert again < 3
         waited.append(seconds)
     # The first to end tells the others.

@@ -22,9 +22,10 @@ its `Channel`. Imports `distribute` and above.
 - `merge_call`: sums over groups in `merge_call`.
 - `one_hot`: sums over groups with the strategy's own all-reduce.
 - `cross_replica_sum`: `CrossReplicaSum`, and the dtypes that TPUs can sum.
-- `process_gather`: gathers bytes from every process, outside of a step; its
-  timeout names the silent worker.
+- `process_gather`: gathers bytes from every process, outside of a step, and
+  names a worker that does not take part.
 - `watchdog`: the timeout of every collective in a step.
+- `silent_workers`: names the workers that the others wait for.
 - `counters`: counts collectives, bytes and seconds while a step runs.
 - `recorder`: records collectives while a step is traced, for plans.
 - `runtime_variables`: variables for the watchdog, the counters and tokens.

@@ -40,6 +40,7 @@ from absl import logging
 
 from tf_xshard import communication as communication_lib
 from tf_xshard.collectives import recorder
+from tf_xshard.collectives import silent_workers
 from tf_xshard.collectives import transport
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import engines
@@ -51,7 +52,6 @@ _POLLS_BEFORE_SLEEP = 50
 _SECONDS_OF_SLEEP = 100e-6
 # The time in which this process is stopped does not count as waiting.
 _MOST_SECONDS_BETWEEN_POLLS = 1.0
-_SECONDS_TO_ASK_WHO_WAITS = 3.0
 _SECONDS_TO_PASS_ON = 0.5
 _SECONDS_BETWEEN_QUESTIONS_WHO_ENDED = 2.0
 _MAX_TAG = 32767
@@ -334,7 +334,7 @@ class _Group:
             last = now
             if waited > seconds / 2 and not is_told:
                 # The processes that time out first then know who else waits.
-                self._tell_that_this_waits()
+                silent_workers.say_waits(self._key, self._rank)
                 is_told = True
             if waited > next_question:
                 next_question += _SECONDS_BETWEEN_QUESTIONS_WHO_ENDED
@@ -346,7 +346,7 @@ class _Group:
                         " program.",
                     )
             if waited > seconds:
-                missing = self._missing()
+                missing = silent_workers.silent(self._key, self._members)
                 self._fail(
                     requests,
                     f"MPI's {what} waited longer than {seconds:g} seconds"
@@ -367,24 +367,6 @@ class _Group:
     @property
     def _key(self) -> str:
         return f"tf_xshard/mpi/waits/{self._members}/{self.num_started}"
-
-    def _tell_that_this_waits(self) -> None:
-        # Rank 0 holds the store, so it is gone if rank 0 has ended.
-        with contextlib.suppress(tf.errors.OpError):
-            runtime.publish(f"{self._key}/{self._rank}", "")
-
-    def _missing(self) -> list[int]:
-        """Asks which processes of the group wait in the same collective."""
-        missing = []
-        deadline = time.monotonic() + _SECONDS_TO_ASK_WHO_WAITS
-        for rank in self._members:
-            try:
-                runtime.lookup(
-                    f"{self._key}/{rank}", deadline - time.monotonic()
-                )
-            except tf.errors.OpError:
-                missing.append(rank)
-        return missing
 
 
 _ENDED = "tf_xshard/mpi/ended"

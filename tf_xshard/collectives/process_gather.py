@@ -25,14 +25,16 @@ class ProcessGather:
     """Communicates between the processes of a strategy.
 
     All processes must call the same methods in the same order. `local_ids` are
-    the ids of the replicas that this process drives.
+    the ids of the replicas that this process drives. Errors begin with `what`.
     """
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
         communication: communication_lib.Communication,
+        what: str,
     ) -> None:
+        self._what = what
         self._strategy = strategy
         self._communication = communication
         self._num_replicas = strategy.num_replicas_in_sync
@@ -40,13 +42,32 @@ class ProcessGather:
         self.num_processes = self._num_replicas // len(self.local_ids)
         self.rank = site_lib.rank(strategy)
 
-    def rendezvous(self, what: str) -> None:
-        """Waits until all processes call `rendezvous` with the same argument.
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Gathers a payload from every process, by rank. Collective.
 
-        After a timeout, a rendezvous can be tried again, unlike a collective.
+        Raises RuntimeError, with the name of a worker that does not take part.
         """
         if self.num_processes == 1:
-            return
+            return [payload]
+        self._wait_for_all()
+        sizes = self._all_gather(np.array([len(payload)], np.int64))
+        # Rows are padded to powers of two, so that few shapes are traced.
+        width = 1 << int(max(sizes) // 8).bit_length()
+        padded = payload + bytes(8 * width - len(payload))
+        rows = self._all_gather(np.frombuffer(padded, np.int64))
+        return [
+            row.tobytes()[:size]
+            for row, size in zip(
+                rows.reshape(self.num_processes, width), sizes, strict=True
+            )
+        ]
+
+    def _wait_for_all(self) -> None:
+        """Waits until all processes call this method for the same `what`.
+
+        After a timeout, it can be tried again, unlike a collective.
+        """
+        what = self._what
         with _lock:
             number = _rounds.get(what, 0)
         prefix = f"tf_xshard/rendezvous/{what}"
@@ -70,22 +91,6 @@ class ProcessGather:
         if number:
             # All processes have left the previous round.
             runtime.withdraw(f"{prefix}/{number - 1}/{self.rank}")
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Gathers a payload from every process, by rank. Collective."""
-        if self.num_processes == 1:
-            return [payload]
-        sizes = self._all_gather(np.array([len(payload)], np.int64))
-        # Rows are padded to powers of two, so that few shapes are traced.
-        width = 1 << int(max(sizes) // 8).bit_length()
-        padded = payload + bytes(8 * width - len(payload))
-        rows = self._all_gather(np.frombuffer(padded, np.int64))
-        return [
-            row.tobytes()[:size]
-            for row, size in zip(
-                rows.reshape(self.num_processes, width), sizes, strict=True
-            )
-        ]
 
     def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Concatenates the int64 numbers of all processes."""

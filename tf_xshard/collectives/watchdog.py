@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 from absl import logging
@@ -22,11 +22,16 @@ from absl import logging
 from tf_xshard.collectives import counters
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import runtime_variables
+from tf_xshard.collectives import silent_workers
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.tensorflow import runtime
 
 _LOOKS_PER_TIMEOUT = 20
 _MAX_SECONDS_BETWEEN_LOOKS = 5.0
+# A worker that has waited for this share of a timeout says so.
+_SHARE_BEFORE_SAYING_SO = 0.5
+_KEY = "tf_xshard/waits"
+_MOST_SUSPECTS = 5
 # On a busy machine, a sleep may take this many times the requested time.
 _MOST_PER_SLEEP = 3
 
@@ -115,9 +120,9 @@ class _Waiting:
         # wait for each other.
         return tf.raw_ops.AssignAddVariableOp(resource=self._count, value=value)
 
-    def is_overdue(self, now: float) -> bool:
-        """Returns True if a collective has waited longer than the timeout."""
-        count = self._read()
+    def seconds(self, now: float) -> float:
+        """Returns how long a collective has waited; 0 if none waits."""
+        count = int(runtime_variables.read(self._count, tf.int64))
         # A step that fails on one replica cancels the other replicas'
         # collectives, which leaves counts odd. The function that runs now may
         # be another function, or the next call of this function, which has not
@@ -125,13 +130,7 @@ class _Waiting:
         runs = self._graph is None or runtime.a_function_uses(self._count)
         if count != self._last or not runs:
             self._last, self._since = count, now
-        is_waiting = count % 2 == 1
-        if not is_waiting or now - self._since <= self.lane.timeout_seconds:
-            return False
-        return self._read() == count
-
-    def _read(self) -> int:
-        return int(runtime_variables.read(self._count, tf.int64))
+        return now - self._since if count % 2 == 1 else 0.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,11 +155,11 @@ class WatchedBatch:
         """Stops the timeout. A second call does nothing."""
         WATCHDOG.remove(self)
 
-    def is_overdue(self, num_ended: int, now: float) -> bool:
-        """Returns True if no collective has ended within the timeout."""
+    def seconds(self, num_ended: int, now: float) -> float:
+        """Returns for how long no collective has ended."""
         if self._num_ended != num_ended or (not runtime.a_function_runs()):
             self._num_ended, self._since = num_ended, now
-        return now - self._since > self.timeout_seconds
+        return now - self._since
 
 
 class Watchdog:
@@ -251,6 +250,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         clock = _Clock()
+        has_said_so = False
         while True:
             context = runtime.context()
             with self._lock:
@@ -265,8 +265,18 @@ class Watchdog:
                     one for one in self.lanes.values() if one.context is context
                 ]
                 batches = list(self.batches)
+            message = None
             try:
-                message = _overdue(waiting, lanes, batches, clock.seconds)
+                found = list(_waits(waiting, lanes, batches, clock.seconds))
+                is_slow = any(
+                    share > _SHARE_BEFORE_SAYING_SO for share, _ in found
+                )
+                if is_slow != has_said_so:
+                    _say(is_slow)
+                    has_said_so = is_slow
+                errors = [error for share, error in found if share > 1]
+                if errors:
+                    message = errors[0] + _suspects()
             except Exception as error:
                 # Collectives have no timeout without this thread, so its
                 # failure ends them.
@@ -274,7 +284,7 @@ class Watchdog:
                 if runtime.context() is not context:
                     message = None  # The context was reset during the reads.
             if message:
-                message += " Restart the program."
+                message += ". Restart the program."
                 logging.error(message)
                 runtime.abort_collectives(message)
                 return
@@ -292,33 +302,56 @@ class Watchdog:
 WATCHDOG = Watchdog()
 
 
-def _overdue(
+def _waits(
     waiting: Sequence[_Waiting],
     lanes: Sequence[_Lane],
     batches: Sequence[WatchedBatch],
     now: float,
-) -> str | None:
-    """Returns an error message for what is overdue at a time, or None."""
-    overdue = [one.lane for one in waiting if one.is_overdue(now)]
-    stuck = []
-    if batches:
-        num_ended = sum(lane.counters.num_ended() for lane in lanes)
-        stuck = [one for one in batches if one.is_overdue(num_ended, now)]
-    if overdue:
-        return (
-            f"A collective on {overdue[0].device} waited longer than"
-            f" {overdue[0].timeout_seconds} seconds for the other replicas"
-            " (Communication.timeout_seconds). One of them ended, hangs, or"
-            " runs different steps."
+) -> Iterator[tuple[float, str]]:
+    """Yields the used share of each timeout, and the error if it is over 1."""
+    for one in waiting:
+        timeout = one.lane.timeout_seconds
+        share = one.seconds(now) / timeout
+        if share > 1:
+            share = one.seconds(now) / timeout  # It may just have ended.
+        yield (
+            share,
+            f"A collective on {one.lane.device} waited longer than"
+            f" {timeout} seconds for the other replicas (Communication."
+            "timeout_seconds). One of them ended, hangs, or runs different"
+            " steps",
         )
-    if stuck:
-        return (
-            "A batch waited longer than"
-            f" {stuck[0].timeout_seconds} seconds for data, or for"
-            " the other workers to have data"
-            " (Communication.timeout_seconds). One of them hangs."
+    if not batches:
+        return
+    num_ended = sum(lane.counters.num_ended() for lane in lanes)
+    for batch in batches:
+        yield (
+            batch.seconds(num_ended, now) / batch.timeout_seconds,
+            f"A batch waited longer than {batch.timeout_seconds} seconds for"
+            " data, or for the other workers to have data (Communication."
+            "timeout_seconds). One of them hangs",
         )
-    return None
+
+
+def _say(waits: bool) -> None:
+    """Tells the other workers, if there are any, whether this one waits."""
+    rank, addresses = runtime.cluster()
+    if len(addresses) > 1 and waits:
+        silent_workers.say_waits(_KEY, rank)
+    elif len(addresses) > 1:
+        silent_workers.say_continues(_KEY, rank)
+
+
+def _suspects() -> str:
+    """Names the workers that don't wait, for the end of an error."""
+    rank, addresses = runtime.cluster()
+    others = [one for one in range(len(addresses)) if one != rank]
+    if not others or not (found := silent_workers.silent(_KEY, others)):
+        return ""
+    names = [runtime.worker(one) for one in found[:_MOST_SUSPECTS]]
+    if len(found) > len(names):
+        names.append(f"{len(found) - len(names)} others")
+    return f", probably {', '.join(names)}"
 
 
 def run(

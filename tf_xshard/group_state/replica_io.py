@@ -41,7 +41,9 @@ class ReplicaValues:
         self.strategy = strategy
         self.num_replicas = strategy.num_replicas_in_sync
         self.communication = communication
-        self._processes = process_gather.ProcessGather(strategy, communication)
+        self._processes = process_gather.ProcessGather(
+            strategy, communication, "Reading or writing the state of groups"
+        )
         # In the order of `replica_variables.copies`.
         self.local_ids = self._processes.local_ids
         self.num_processes = self._processes.num_processes

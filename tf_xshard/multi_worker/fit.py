@@ -220,7 +220,9 @@ def _take_the_chief_s_seed(
     # part of every batch, so different orders repeat rows and leave out others.
     before = runtime.GlobalSeed()
     own = [before.seed, before.next_seed(), secrets.randbits(31)]
-    processes = process_gather.ProcessGather(strategy, _active[-1])
+    processes = process_gather.ProcessGather(
+        strategy, _active[-1], "fit or evaluate"
+    )
     seeds = [
         json.loads(one) for one in processes.gather(json.dumps(own).encode())
     ]

@@ -110,10 +110,11 @@ def _replacement(operation: Any) -> Any:
         np.array(config["replicas"], np.int64)
     )
     with ir.InsertionPoint(operation), operation.location:
-        if target == tpu_operations.COLLECTIVE_PERMUTE:
+        if target == tpu_operations.CUSTOM_CALLS["CollectivePermute"]:
             return tpu_simulation.stablehlo.CollectivePermuteOp(
                 operation.operands[0], replicas
             ).result
+        assert target == tpu_operations.CUSTOM_CALLS["AllToAll"], target
         return tpu_simulation.stablehlo.AllToAllOp(
             [operation.operands[0]],
             split_dimension=config["split_dimension"],

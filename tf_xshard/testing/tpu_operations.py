@@ -11,9 +11,12 @@ import tensorflow as tf
 
 from tf_xshard.private.jax import tpu_simulation
 
-# Custom calls that stablehlo.py replaces by StableHLO's operations.
-ALL_TO_ALL = "tf_xshard.all_to_all"
-COLLECTIVE_PERMUTE = "tf_xshard.collective_permute"
+# Maps TPU operations to the custom calls that stand for them, and which
+# stablehlo.py replaces by StableHLO's operations.
+CUSTOM_CALLS = {
+    "AllToAll": "tf_xshard.all_to_all",
+    "CollectivePermute": "tf_xshard.collective_permute",
+}
 
 
 def rewrite(
@@ -31,7 +34,7 @@ def rewrite(
             node.op = "XlaAllReduce"
             node.attr["reduce_op"].s = b"Add"
             node.attr["mode"].s = b"CrossReplica"
-        elif node.op in ("AllToAll", "CollectivePermute"):
+        elif node.op in CUSTOM_CALLS:
             _make_custom_call(node, by_name)
             replaced.add(node.name)
         for attribute in tpu_simulation.PLACEMENT:
@@ -61,9 +64,9 @@ def _output_of_custom_call(name: str, replaced: set[str]) -> str:
 def _make_custom_call(
     node: tf.compat.v1.NodeDef, by_name: dict[str, tf.compat.v1.NodeDef]
 ) -> None:
-    target = ALL_TO_ALL if node.op == "AllToAll" else COLLECTIVE_PERMUTE
+    target = CUSTOM_CALLS[node.op]
     config = {"replicas": _constant(node.input[1], by_name).tolist()}
-    if target == ALL_TO_ALL:
+    if node.op == "AllToAll":
         for key in ("split_dimension", "concat_dimension", "split_count"):
             config[key] = node.attr[key].i
     dtype = node.attr["T"].type

@@ -33,7 +33,9 @@ class WholeSlots:
         communication: communication_lib.Communication,
     ) -> None:
         self._groups = groups
-        self._processes = process_gather.ProcessGather(strategy, communication)
+        self._processes = process_gather.ProcessGather(
+            strategy, communication, _WHAT
+        )
 
     def layout(self, variable: Any) -> shards_lib.Layout:
         """Returns the split of a variable."""
@@ -72,7 +74,6 @@ class WholeSlots:
                 " of the tf.function. Instead of tf.saved_model.save(model),"
                 " use model.export(), which leaves the optimizer out."
             )
-        self._processes.rendezvous(_WHAT)
         layout = slot.layout
         own = [
             layout.held(np.asarray(copy))

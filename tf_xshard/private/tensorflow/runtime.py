@@ -29,20 +29,30 @@ _STORE = names.PrivateNames(
         "delete": _CONTEXT + "delete_config_key_value",
     },
 )
-# What MultiWorkerMirroredStrategy was told about the cluster. The errors about
-# a silent worker, which have no strategy, give its address.
+# What MultiWorkerMirroredStrategy was told about the cluster. Errors about a
+# silent worker, which may come from a thread without a strategy, use it.
 names.attributes(_STORE.feature, "_collective_ops_server_def")
 
 
 def worker(rank: int) -> str:
     """Starts an error about a worker, with its rank and address."""
+    _, addresses = cluster()
+    return f"Worker {rank} ({addresses[rank]})"
+
+
+def cluster() -> tuple[int, list[str]]:
+    """Returns this worker's rank and all workers' addresses; [] if alone."""
     server = _STORE.context()._collective_ops_server_def
-    addresses = [
-        job.tasks[index]
+    if server is None:
+        return 0, []
+    tasks = [
+        (job.name, index, job.tasks[index])
         for job in server.cluster.job  # The chief's job precedes the workers'.
         for index in sorted(job.tasks)
     ]
-    return f"Worker {rank} ({addresses[rank]})"
+    own = server.job_name, server.task_index
+    rank = [(name, index) for name, index, _ in tasks].index(own)
+    return rank, [address for *_, address in tasks]
 
 
 def publish(key: str, value: str) -> None:
