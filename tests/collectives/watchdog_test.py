@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
 import keras
 import numpy as np
