@@ -225,6 +225,22 @@ def test_attributes_of_instances():
     )
 
 
+@pytest.mark.parametrize(
+    "job, index, rank", [("chief", 0, 0), ("worker", 1, 2)]
+)
+def test_the_cluster_has_no_evaluator(monkeypatch, job, index, rank):
+    """Its job's name is between the chief's and the workers'."""
+    cluster = tf.train.ClusterSpec(
+        {"worker": ["b:1", "c:1"], "evaluator": ["e:1"], "chief": ["a:1"]}
+    )
+    server = tf.train.ServerDef(
+        cluster=cluster.as_cluster_def(), job_name=job, task_index=index
+    )
+    monkeypatch.setattr(runtime.context(), "_collective_ops_server_def", server)
+    assert runtime.cluster() == (rank, ["a:1", "b:1", "c:1"])
+    assert runtime.worker(2) == "Worker 2 (c:1)"
+
+
 def test_every_private_attribute_is_declared():
     """A table has each foreign private attribute that private/ touches."""
     declared = {one for found in names.ATTRIBUTES.values() for one in found}

@@ -507,12 +507,18 @@ def test_a_worker_that_does_not_take_part_is_named(results):
     """And its barrier ends in time; the next one does not wait."""
     waited = []
     for result in results[:3]:
-        (_, text, _), (name, cause, seconds), (_, _, again) = result["absent"]
+        (_, text, _), (_, read, _), barrier, (_, _, again) = result["absent"]
+        name, cause, seconds = barrier
         assert re.search(
             r"Worker 3 \(127\.0\.0\.1:\d+\) did not say within 3 seconds",
             text,
         )
         assert "the_weight" in text
+        assert re.search(
+            r"the state of groups: Worker 3 \(127\.0\.0\.1:\d+\) did not call"
+            " this method within 3 seconds",
+            read,
+        )
         assert name == "DeadlineExceededError"
         assert re.search(
             r"different steps, probably Worker 3 \(127\.0\.0\.1:\d+\)\. ", cause

@@ -304,21 +304,24 @@ def _nested(strategy, stack, gradients):
 
 
 def absent(strategy):
-    """Worker 3 never traces the step, nor calls a barrier."""
+    """Worker 3 never traces the step, saves, nor calls a barrier."""
     with strategy.scope():
-        weight = keras.Variable(0.0, name="the_weight")
+        dense = keras.layers.Dense(1, use_bias=False, name="the_weight")
+        model = keras.Sequential([keras.layers.Input([1]), dense])
         optimizer = tf_xshard.CrossShardOptimizer(
             keras.optimizers.SGD(1.0),
             communication=tf_xshard.Communication(timeout_seconds=3),
         )
+        model.compile(optimizer, "mse")
     if strategy.cluster_resolver.task_id == 3:
-        time.sleep(13)
+        time.sleep(16)
         return None
     errors = []
     for call in (
         lambda: replicas.apply_once(
-            strategy, optimizer, lambda r: [tf.constant(1.0)], [weight]
+            strategy, optimizer, lambda r: [tf.ones([1, 1])], [dense.kernel]
         ),
+        lambda: tf_xshard.GroupState(model).divergence(),
         lambda: tf_xshard.barrier(strategy, timeout_seconds=3),
         lambda: tf_xshard.barrier(strategy, timeout_seconds=3),
     ):

@@ -185,18 +185,19 @@ def test_refuses_a_gradient_in_one_group_only():
         )
 
     def step(holders):
-        one = tf.constant(1.0)
         replica = tf.distribute.get_replica_context()
-        holds = int(replica.replica_id_in_sync_group) in holders
-        optimizer.apply_gradients(
-            zip([one, one if holds else None], variables, strict=True)
-        )
+        index = int(replica.replica_id_in_sync_group)
+        gradient = tf.constant(index + 1.0)
+        held = gradient if index in holders else None
+        optimizer.apply_gradients(zip([gradient, held], variables, strict=True))
 
     with pytest.raises(ValueError, match=r"without one: \[2, 3\]"):
         strategy.run(lambda: step([0]))
     assert replicas.values(strategy, variables[0]) == [2.0] * 4
     strategy.run(lambda: step([0, 3]))  # Each group has a gradient.
-    assert replicas.values(strategy, variables[1]) == [1.0] * 4
+    # The mean over a group of N=4 times the gradients 1, 2, 3, 4 or None.
+    assert replicas.values(strategy, variables[0]) == [-4.0] * 2 + [-12.0] * 2
+    assert replicas.values(strategy, variables[1]) == [1.0] * 2 + [-5.0] * 2
 
 
 @pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])

@@ -353,8 +353,7 @@ class _Group:
                     " (Communication.timeout_seconds) for ranks"
                     f" {missing} of {list(self._members)}. They have ended,"
                     " hang, or run different steps:"
-                    f" {', '.join(map(runtime.worker, missing))}. Restart the"
-                    " program.",
+                    f" {silent_workers.named(missing)}. Restart the program.",
                 )
 
     def _fail(self, requests: list[Any], message: str) -> None:

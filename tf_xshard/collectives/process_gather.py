@@ -82,9 +82,9 @@ class ProcessGather:
                 raise RuntimeError(
                     f"{what}: {runtime.worker(rank)} did not call this method"
                     f" within {timeout_seconds} seconds (Communication."
-                    "timeout_seconds). Each worker holds a part of the state,"
-                    " so call it on every worker, not only on the chief. If"
-                    " this worker has ended, see its output."
+                    "timeout_seconds). It needs all workers, so call it on"
+                    " every worker, not only on the chief. If this worker has"
+                    " ended, see its output."
                 ) from error
         with _lock:
             _rounds[what] = number + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -17,6 +17,7 @@ from tf_xshard.private.tensorflow import runtime
 # The store is on the leader, and a call hangs while the leader is stopped.
 _SECONDS_PER_CALL = 5.0
 _SECONDS_PER_ANSWER = 0.2
+_MOST_NAMES = 5
 
 
 def say_waits(key: str, rank: int) -> None:
@@ -29,7 +30,7 @@ def say_continues(key: str, rank: int) -> None:
     _call(lambda: runtime.withdraw(f"{key}/{rank}"))
 
 
-def silent(key: str, ranks: Iterable[int]) -> list[int]:
+def silent(key: str, ranks: Sequence[int]) -> list[int]:
     """Asks which workers do not wait."""
     found: list[int] = []
 
@@ -42,6 +43,14 @@ def silent(key: str, ranks: Iterable[int]) -> list[int]:
 
     # Without an answer, the leader is silent. Of many, some names are enough.
     return list(found) if _call(ask) or found else [0]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Lists workers for an error, with their addresses."""
+    names = [runtime.worker(rank) for rank in ranks[:_MOST_NAMES]]
+    if len(ranks) > _MOST_NAMES:
+        names.append(f"and {len(ranks) - _MOST_NAMES} more")
+    return ", ".join(names)
 
 
 def _call(function: Callable[[], None]) -> bool:

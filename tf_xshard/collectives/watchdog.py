@@ -31,7 +31,6 @@ _MAX_SECONDS_BETWEEN_LOOKS = 5.0
 # A worker that has waited for this share of a timeout says so.
 _SHARE_BEFORE_SAYING_SO = 0.5
 _KEY = "tf_xshard/waits"
-_MOST_SUSPECTS = 5
 # On a busy machine, a sleep may take this many times the requested time.
 _MOST_PER_SLEEP = 3
 
@@ -272,7 +271,7 @@ class Watchdog:
                     share > _SHARE_BEFORE_SAYING_SO for share, _ in found
                 )
                 if is_slow != has_said_so:
-                    _say(is_slow)
+                    _tell_others(is_slow)
                     has_said_so = is_slow
                 errors = [error for share, error in found if share > 1]
                 if errors:
@@ -333,7 +332,7 @@ def _waits(
         )
 
 
-def _say(waits: bool) -> None:
+def _tell_others(waits: bool) -> None:
     """Tells the other workers, if there are any, whether this one waits."""
     rank, addresses = runtime.cluster()
     if len(addresses) > 1 and waits:
@@ -348,10 +347,7 @@ def _suspects() -> str:
     others = [one for one in range(len(addresses)) if one != rank]
     if not others or not (found := silent_workers.silent(_KEY, others)):
         return ""
-    names = [runtime.worker(one) for one in found[:_MOST_SUSPECTS]]
-    if len(found) > len(names):
-        names.append(f"{len(found) - len(names)} others")
-    return f", probably {', '.join(names)}"
+    return f", probably {silent_workers.named(found)}"
 
 
 def run(

@@ -192,9 +192,10 @@ def _check_updates(
     """
     patterns = presence.local_patterns(batch.values, batch.variables, site)
     for entries in zip(*patterns, strict=True):
+        first = site.rank * site.num_local_replicas
         lacking = [
-            number
-            for number, entry in enumerate(entries)
+            replica_id
+            for replica_id, entry in enumerate(entries, first)
             if entry.kind == presence.NONE
         ]
         if lacking and len(lacking) < len(entries):

@@ -45,14 +45,15 @@ def cluster() -> tuple[int, list[str]]:
     server = _STORE.context()._collective_ops_server_def
     if server is None:
         return 0, []
-    tasks = [
-        (job.name, index, job.tasks[index])
-        for job in server.cluster.job  # The chief's job precedes the workers'.
-        for index in sorted(job.tasks)
-    ]
+    # The cluster may also have an evaluator, which has no rank.
+    jobs = {job.name: job.tasks for job in server.cluster.job}
+    addresses = {
+        (name, index): address
+        for name in ("chief", "worker")
+        for index, address in sorted(jobs.get(name, {}).items())
+    }
     own = server.job_name, server.task_index
-    rank = [(name, index) for name, index, _ in tasks].index(own)
-    return rank, [address for *_, address in tasks]
+    return list(addresses).index(own), list(addresses.values())
 
 
 def publish(key: str, value: str) -> None:
