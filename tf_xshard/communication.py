@@ -26,8 +26,9 @@ class Communication:
         and rounds every partial sum. Relative to the sum of magnitudes, the
         error is at most `group_size` * 2^-8 (bfloat16) or `group_size` * 2^-11
         (float16). In groups of more than 16 (bfloat16) or 128 (float16)
-        replicas, this bound exceeds 1/16. Gradients are then summed in float32,
-        or in their own dtype if it has 16 bits. float16 overflows above 65504.
+        replicas, this bound exceeds 1/16. Gradients are then sent and summed in
+        float32, or in their own dtype if it has 16 bits. float16 overflows
+        above 65504.
         `"int8"` sends a quarter of float32's bytes, as 8-bit integers with one
         float32 scale for each 256 values. The integers are summed in float32
         and rounded again. float64 gradients must therefore not exceed the range
@@ -50,11 +51,12 @@ class Communication:
         `"int8"`, `"bfloat16"` and `"float16"`. Default: False.
       rounding: `"nearest"` (default), or `"stochastic"` (`"int8"` only), which
         rounds up or down at random, so that the mean over steps is exact.
-      transport: The library that processes with one CPU replica each use to
-        communicate. `"auto"` (default) uses MPI if `tf_xshard.connect` found
-        that MPI started the processes, and if mpi4py is installed. Otherwise,
-        it uses TensorFlow's own collectives. `"mpi"` uses MPI, or raises an
-        error that says why it can't. `"tensorflow"` never uses MPI.
+      transport: The library for communication between processes that have
+        one CPU replica each. `"auto"` (default) uses MPI if
+        `tf_xshard.connect` found that MPI started the processes, and if mpi4py
+        is installed. Otherwise, it uses TensorFlow's own collectives. `"mpi"`
+        uses MPI, or raises an error that says why it can't. `"tensorflow"`
+        never uses MPI.
 
     Raises:
       TypeError: If an argument has the wrong type.

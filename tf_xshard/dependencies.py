@@ -63,7 +63,7 @@ def specifier(distribution: str) -> specifiers.SpecifierSet:
 
 def tested(distribution: str) -> tuple[Minor, Minor]:
     """Returns the oldest and the newest tested (major, minor) version."""
-    # The newest tested version is just below the smallest upper bound. Keras'
+    # The newest tested version is just below the smallest upper bound. Keras's
     # bound is in the extra `[tested]`, since the package allows newer versions.
     bounds = specifier(distribution)
     oldest = max(_minor(one.version) for one in bounds if one.operator == ">=")

@@ -53,9 +53,10 @@ class GroupCheckpoint(keras.callbacks.Callback):
       on_preemption: Whether to save and end when a process of the job gets
         SIGTERM or SIGUSR1. Slurm, Kubernetes and clouds send these signals
         before they take a machine away. All processes save after the same
-        batch, or after validation, and end with SystemExit(143). They ask each
-        other after a batch, about twice a second. After a restart, training
-        continues to the same bits as without an interruption. Default: False.
+        batch, or after validation, and end with SystemExit(143). About twice a
+        second, after a batch, they check for such a signal. After a restart,
+        training gives the same bits as without an interruption. Default:
+        False.
 
     Raises:
       ValueError: If an argument is invalid. When `fit` begins, if the save is

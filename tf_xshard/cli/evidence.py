@@ -271,7 +271,7 @@ def _times(strategy: tf.distribute.Strategy, width: int, seconds: float) -> str:
         {name: _step(strategy, wrap, width) for name, wrap in wrappers.items()},
         seconds,
     )
-    lines = ["| step | ms | of plain Keras' (quartiles) |", "|---|---|---|"]
+    lines = ["| step | ms | of plain Keras's (quartiles) |", "|---|---|---|"]
     for name in (_PLAIN, again, *list(_WRAPPERS)[1:]):
         ratios = found[name] / found[_PLAIN]
         milliseconds = 1e3 * np.median(found[name])

@@ -59,7 +59,7 @@ def main():
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     loss = "sparse_categorical_crossentropy"
     one = train(tf.distribute.get_strategy(), loss)
-    losses = {"Keras' loss": loss, "GlobalMean": tf_xshard.GlobalMean(loss)}
+    losses = {"Keras's loss": loss, "GlobalMean": tf_xshard.GlobalMean(loss)}
     for name, used in losses.items():
         pairs = zip(one, train(strategy, used), strict=True)
         difference = max(np.abs(a - b).max() for a, b in pairs)

@@ -102,7 +102,7 @@ def multi_worker_fit(
     """Makes Keras's training loops work across several processes.
 
     Under MultiWorkerMirroredStrategy with several processes, `fit` and
-    `evaluate` of Keras 3.12 to 3.15 fail in two places. This function replaces
+    `evaluate` of Keras 3.12 to 3.16 fail in two places. This function replaces
     both until `undo` is called or the `with` block ends. Metrics then cover all
     workers, and the last batch need not divide evenly between workers. Nothing
     changes for other strategies. If Keras has fixed a place, this function

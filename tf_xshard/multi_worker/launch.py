@@ -179,7 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         type=int,
         default=0,
-        help="how often to restart all workers after one has failed; the script"
+        help="how many times to restart all workers after a failure; the script"
         " resumes from its last save (tf_xshard.GroupCheckpoint)",
     )
     parser.add_argument(

@@ -238,7 +238,7 @@ class StackPlan:
         if self.loss_normalization != "global":
             raise ValueError(
                 f"GlobalMean({loss.name}) is divided by the number of replicas,"
-                f" as Keras' losses are, but {self.root.name} has"
+                f" as Keras's losses are, but {self.root.name} has"
                 ' loss_normalization="replica". Leave loss_normalization out.'
             )
         alone = group_assignment_lib.GroupAssignment.contiguous(

@@ -146,7 +146,7 @@ class CommunicationPlan:
         if self.balance is not None:
             largest, variable, share = self.balance
             lines.append(
-                "update: the replica with the most to do has"
+                "update: the replica with the most work has"
                 f" {largest:.3g} times the mean. The costliest variable,"
                 f" {variable}, has {share:.1%} of the cost, and one replica"
                 " updates it."

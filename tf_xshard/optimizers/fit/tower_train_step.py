@@ -75,7 +75,7 @@ def tower_train_step(
     >>> int(model.optimizer.iterations)
     1
 
-    Source: `tf.contrib.estimator.replicate_model_fn` (TensorFlow 1.14); Keras'
+    Source: `tf.contrib.estimator.replicate_model_fn` (TensorFlow 1.14); Keras's
     guide "Customizing what happens in fit() with TensorFlow".
     """
     if not callable(devices):

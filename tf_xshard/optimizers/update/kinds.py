@@ -100,7 +100,7 @@ def elementwise(optimizer_class: _Class) -> _Class:
 
 
 def per_variable(optimizer_class: _Class) -> _Class:
-    """Declares that an optimizer updates each variable by itself.
+    """Declares that an optimizer updates each variable separately.
 
     `CrossShardOptimizer(..., shard_update=True)` then lets one replica of a
     group update a variable, and hold its slot variables. The others get the new
