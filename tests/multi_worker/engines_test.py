@@ -448,13 +448,7 @@ def test_a_script_between_the_launcher_and_python():
     code = f"import sys; sys.argv[0] = 'tf-xshard'; {code}"
     command = mpiexec.command(2, "x")[:3]
     script = ["bash", "-c", '"$0" -c "$1"; true', sys.executable, code]
-    ended = subprocess.run(
-        [*command, *script],
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        timeout=500,
-    )
+    ended = mpiexec.run_command([*command, *script])
     lines = ended.stdout.splitlines()
     assert len(lines) == 2 and lines[0] == lines[1], ended.stderr
 

@@ -23,11 +23,16 @@ def command(number, module, *arguments):
 
 
 def run(number, module, *arguments):
+    """Runs a module in so many processes, as `run_command` does."""
+    return run_command(command(number, module, *arguments))
+
+
+def run_command(launch):
     """Runs it to its end; each process prints into a file of its own.
 
     `mpiexec` itself may put the lines of two processes into one.
     """
-    launcher, *rest = command(number, module, *arguments)
+    launcher, *rest = launch
     with tempfile.TemporaryDirectory() as directory:
         ended = subprocess.run(
             [launcher, f"-outfile-pattern={directory}/%r", *rest],
