@@ -46,7 +46,13 @@ CASES = {
     ),
     "bfloat16": (
         _bfloat16,
-        [("all-reduce", "gradients", "bfloat16", NUM_BYTES // 2, 1.5, 1)],
+        # On GPUs, each replica sums a part.
+        [
+            ("reduce-scatter", "gradients", "bfloat16", PADDED // 2, 0.75, 1),
+            ("all-gather", "gradients", "bfloat16", PADDED // 8, 3, 1),
+        ]
+        if replicas.KIND == "GPU"
+        else [("all-reduce", "gradients", "bfloat16", NUM_BYTES // 2, 1.5, 1)],
     ),
     "int8": (
         lambda: _cross_shard(

@@ -11,15 +11,21 @@ import tensorflow as tf
 from tf_xshard import testing
 from tf_xshard.private.keras import shards as keras_shards
 
+# GPUs are visible with `--gpu` only.
+KIND = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
+# Between two runs of one computation: on a GPU, cuBLAS chooses its algorithms
+# by their time.
+REPEATED = 0.0 if KIND == "CPU" else 1e-6
+
 
 @functools.cache
-def mirrored(num_replicas: int) -> tf.distribute.MirroredStrategy:
+def mirrored(
+    num_replicas: int, kind: str = KIND
+) -> tf.distribute.MirroredStrategy:
     """One strategy per number of replicas, shared by all tests."""
     # Plain Keras' collectives of two strategies in one process would meet under
     # one key ("Shape mismatch in the collective instance 100").
     tf.distribute.MirroredStrategy._collective_key_base += 100_000
-    # Visible with `--gpu` only.
-    kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     return tf.distribute.MirroredStrategy(
         [f"{kind}:{i}" for i in range(num_replicas)]
     )

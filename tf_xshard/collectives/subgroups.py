@@ -149,8 +149,6 @@ class Subgroups(transport.Transport):
 
     def _all_to_all(self, position: int, rows: tf.Tensor) -> tf.Tensor:
         """Sends row i to the replica at position i of the group."""
-        dtype = rows.dtype
-        rows = _movable(rows)
         received = self._run(
             functools.partial(tf.raw_ops.CollectiveAllToAllV2, **self._common),
             recorder.REDUCE_SCATTER,
@@ -161,7 +159,7 @@ class Subgroups(transport.Transport):
                 % _FIRST_GATHER_KEY
             ),
         )
-        return tf.bitcast(tf.ensure_shape(received, rows.shape), dtype)
+        return tf.ensure_shape(received, rows.shape)
 
     def _stack(self, position: int, shard: tf.Tensor) -> tf.Tensor:
         return self._all_gather(position, shard[tf.newaxis])
@@ -180,15 +178,12 @@ class Subgroups(transport.Transport):
             key = _hash(lane, name, shape) % _GATHER_KEYS << _EXPONENT_BITS
             return _FIRST_GATHER_KEY + key + exponent
 
-        dtype = tensor.dtype
-        tensor = _movable(tensor)
         operation = functools.partial(
             tf.raw_ops.CollectiveGatherV2, **self._common
         )
-        gathered = self._run(
+        return self._run(
             operation, recorder.ALL_GATHER, position, tensor, instance_key
         )
-        return tf.bitcast(gathered, dtype)
 
     def _run(
         self,
@@ -199,6 +194,10 @@ class Subgroups(transport.Transport):
         instance_key: Callable[[str], Any],
     ) -> tf.Tensor:
         cost = self._note(kind, tensor, position)
+        dtype = tensor.dtype
+        # TensorFlow sums bfloat16 (on CPUs), but does not move it.
+        if dtype == tf.bfloat16 and kind != recorder.ALL_REDUCE:
+            tensor = tf.bitcast(tensor, tf.float16)
         device = self.site.device
         lane = f"{self._number}_{position % self._lanes}"
         # Each device has its own token. Otherwise, automatic control
@@ -210,7 +209,7 @@ class Subgroups(transport.Transport):
         token = runtime_variables.handle(
             device, f"tf_xshard_ordering_token_{token_lane}", tf.float32
         )
-        return watchdog.run(
+        result = watchdog.run(
             lambda: operation(
                 input=tensor,
                 instance_key=instance_key(lane),
@@ -222,13 +221,7 @@ class Subgroups(transport.Transport):
             float(self.communication.timeout_seconds),
             cost,
         )
-
-
-def _movable(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the same bits in a dtype that all devices can move."""
-    # CollectiveGatherV2 does not support bfloat16.
-    is_bfloat16 = tensor.dtype == tf.bfloat16
-    return tf.bitcast(tensor, tf.float16) if is_bfloat16 else tensor
+        return result if result.dtype == dtype else tf.bitcast(result, dtype)
 
 
 def _hint(site: site_lib.Site) -> str:
