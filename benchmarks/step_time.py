@@ -2,9 +2,9 @@
 
 And much less with `shard_update=True` where the update is a large part of it.
 
-One process, MirroredStrategy over logical CPUs. Plain Keras twice, the wrapper
-without and with `shard_update`, interleaved in blocks:
-`python -m benchmarks.step_time`.
+One process, MirroredStrategy over logical CPUs, or over one GPU with `--gpu`.
+Plain Keras twice, the wrapper without and with `shard_update`, interleaved in
+blocks: `python -m benchmarks.step_time`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks import measuring
 from tf_xshard.cli import logical_devices
 
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "logical CPUs")
+_GPU = flags.DEFINE_bool("gpu", False, "one GPU in place of logical CPUs")
 _BLOCKS = flags.DEFINE_integer("blocks", 9, "interleaved blocks", 5)
 _MODELS = flags.DEFINE_list(
     "models",
@@ -259,7 +260,10 @@ def _measure(title, how, strategy, name):
 def main(argv):
     del argv
     tf.get_logger().setLevel("ERROR")
-    devices = logical_devices.use_logical_cpus(_REPLICAS.value)
+    if _GPU.value:
+        devices = ["GPU:0"]
+    else:
+        devices = logical_devices.use_logical_cpus(_REPLICAS.value)
     strategy = tf.distribute.MirroredStrategy(devices)
     measuring.print_setting(logical_devices.describe(strategy))
     for name in _MODELS.value:

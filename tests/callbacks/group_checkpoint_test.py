@@ -232,7 +232,8 @@ def test_a_killed_process_goes_on_to_the_bit(tmp_path):
     )
     assert resumed_logs == logs[1:]
     # Two groups, each of two equal replicas.
-    kernel = replicas.values(replicas.mirrored(4), model.layers[0].kernel)
+    strategy = replicas.mirrored(4, "CPU")
+    kernel = replicas.values(strategy, model.layers[0].kernel)
     for r, other, is_equal in ((0, 2, True), (1, 3, True), (0, 1, False)):
         assert np.array_equal(kernel[r], kernel[other]) == is_equal
 

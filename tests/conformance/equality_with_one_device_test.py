@@ -146,9 +146,10 @@ def test_no_keras_optimizer_is_left_out():
 
 def test_one_replica_is_plain_keras():
     reference = training.alone(SETTINGS["adam"])
-    for strategy in (None, tf.distribute.OneDeviceStrategy("CPU:3")):
+    other = tf.distribute.OneDeviceStrategy(f"{replicas.KIND}:3")
+    for strategy in (None, other):
         got = training.train(_wrapped(SETTINGS["adam"]), strategy)[1]
-        assert training.deviation(got, reference) == 0.0
+        assert training.deviation(got, reference) <= replicas.REPEATED
 
 
 @pytest.mark.parametrize(

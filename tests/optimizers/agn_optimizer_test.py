@@ -395,10 +395,10 @@ def test_the_callback_shows_the_center(swap_on_epoch):
     seen, weights = _seen_in_fit(swap_on_epoch)
     seen_without, weights_without = _seen_in_fit()
     # Training is the same; the swap changes what others see.
-    assert training.deviation(weights, weights_without) == 0.0
+    assert training.deviation(weights, weights_without) <= replicas.REPEATED
     for (where, *shown), (_, *plain) in zip(seen, seen_without, strict=True):
         if where == "test" or (where == "epoch" and swap_on_epoch):
             plain = plain[::-1]
-        np.testing.assert_array_equal(shown, plain)
+        np.testing.assert_allclose(shown, plain, 0, replicas.REPEATED)
     _, [first, second], _ = next(s for s in seen_without if s[0] == "test")
     assert np.abs(first - second).max() > 1e-4

@@ -38,4 +38,4 @@ def test_an_optimizer_that_copies_weights_when_it_is_built(wrapper):
         for has_input in (True, False)
     )
     for expected, value in zip(with_input, without, strict=True):
-        np.testing.assert_array_equal(value, expected)
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)

@@ -36,7 +36,9 @@ def train(callbacks, seed, epoch=0):
     Returns:
       The model and the losses.
     """
-    model = group_training.compiled(replicas.mirrored(4), seed=seed)
+    # Also with `--gpu`: the program that is killed trains on CPUs.
+    strategy = replicas.mirrored(4, "CPU")
+    model = group_training.compiled(strategy, seed=seed)
     x, y = group_training.data(16 * STEPS_PER_EPOCH)
     dataset = (
         tf.data.Dataset.from_tensor_slices((x, y))

@@ -200,7 +200,14 @@ def test_refuses_a_gradient_in_one_group_only():
     assert replicas.values(strategy, variables[1]) == [1.0] * 2 + [-5.0] * 2
 
 
-@pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
+# On GPUs, an eager step that XLA compiles can't reach all replicas' variables.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        functools.partial(tf_keras.optimizers.SGD, jit_compile=False),
+        LEGACY_SGD,
+    ],
+)
 def test_a_copy_trains_with_its_own_state(kind):
     with replicas.mirrored(2).scope():
         optimizer = tf_xshard.tf_keras.with_aggregator(kind(1.0))
