@@ -91,7 +91,7 @@ WRONG_VALUES = [
         lambda: CrossShardOptimizer(
             _cross(loss_normalization="replica")(), loss_normalization="global"
         ),
-        "has one loss_normalization",
+        "need one value of loss_normalization",
     ),
     (_cross(group_assignment=[[0, 0]]), "replica 0 twice"),
     (partial(tf_xshard.clip_by_norm, 0), "positive and finite"),

@@ -395,7 +395,7 @@ def test_a_process_of_no_engine(script):
     [
         ({"num_workers": 2}, {}, "num_workers=2, but .* no engine"),
         ({"num_workers": 3}, TORCHRUN, "but torchrun started 2 processes"),
-        ({}, KUBERNETES, "does not tell a process how many there are"),
+        ({}, KUBERNETES, "does not tell a process how many processes"),
         ({}, {"RANK": "0", "WORLD_SIZE": "2"}, "where rank 0 is. Set MASTER_"),
         ({"num_workers": 0}, {}, "num_workers must be a positive int"),
         ({"num_workers": 1}, KUBERNETES, "gives this process rank 1"),

@@ -34,7 +34,7 @@ CAUSE = (
 )
 _STANDS_STILL = (
     f"A batch waited longer than {launched_job.TIMEOUT_SECONDS} seconds for"
-    r" data, or for the other workers .* One of them hangs"
+    r" data, or for the other workers .* A worker or its input pipeline hangs"
 )
 _CAUSES = {
     "stop": CAUSE.format(r"\d"),

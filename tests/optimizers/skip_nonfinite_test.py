@@ -516,7 +516,7 @@ def _limit_on_a_tpu():
         (
             lambda: _tower(_cross(), skip_nonfinite=False),
             ValueError,
-            "has one skip_nonfinite",
+            "need one value of skip_nonfinite",
         ),
         (_inside_multi_optimizer, ValueError, "whose other optimizers would"),
         (_several_that_reduce, ValueError, "reduce the gradients of different"),

@@ -328,7 +328,7 @@ def _waits(
             batch.seconds(num_ended, now) / batch.timeout_seconds,
             f"A batch waited longer than {batch.timeout_seconds} seconds for"
             " data, or for the other workers to have data (Communication."
-            "timeout_seconds). One of them hangs",
+            "timeout_seconds). A worker or its input pipeline hangs",
         )
 
 

@@ -427,9 +427,9 @@ class Catalog:
         if local and self.groups.group_size > 1:
             alone = [[r] for r in range(self.groups.num_replicas)]
             raise ValueError(
-                f"GroupState.{what}: {local[0]!r} is a local variable, of which"
-                " each replica of a group has its own value. Make each replica"
-                f" a group: GroupState(model, {alone})."
+                f"GroupState.{what}: {local[0]!r} is a local variable, so each"
+                " replica of a group has its own value. Make each replica a"
+                f" group: GroupState(model, {alone})."
             )
 
     def communication(self) -> communication_lib.Communication:

@@ -138,8 +138,8 @@ def found_place(
         return None
     if place.size is None and num_workers is None:
         raise ValueError(
-            f"{place.engine} does not tell a process how many there are. Pass"
-            " the number of processes, such as a Job's completions:"
+            f"{place.engine} does not tell a process how many processes there"
+            " are. Pass their number, such as a Job's completions:"
             " tf_xshard.connect(num_workers=4). If each process trains alone,"
             " call tf_xshard.connect(alone=True)."
         )

@@ -317,7 +317,7 @@ def _setting(root: Any, name: str, default: Any) -> Any:
     }
     if len(given) > 1:
         raise ValueError(
-            f"A stack of tf_xshard optimizers has one {name}, got"
+            f"Nested tf_xshard optimizers need one value of {name}, got"
             f" {sorted(given)} in {[one.name for one in stack]}. Pass {name} to"
             " only one of these optimizers."
         )

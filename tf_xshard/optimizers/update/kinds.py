@@ -203,9 +203,10 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
         if of in known or any(mark in vars(of) for mark in marks):
             continue
         raise ValueError(
-            f"shard_update=True: it is not known how {of.__name__} updates"
-            " variables. If each element depends only on the same element of"
-            " the gradient, declare it: tf_xshard.elementwise("
-            f"{of.__name__}). If a variable depends only on its own whole"
-            f" gradient: tf_xshard.per_variable({of.__name__})."
+            "shard_update=True: tf_xshard does not know how"
+            f" {of.__name__} updates variables. If each element depends only"
+            " on the same element of the gradient, declare it:"
+            f" tf_xshard.elementwise({of.__name__}). If a variable depends"
+            " only on its own whole gradient:"
+            f" tf_xshard.per_variable({of.__name__})."
         )

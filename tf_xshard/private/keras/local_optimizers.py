@@ -155,7 +155,7 @@ def _refuse_call_by_others(optimizer: keras.optimizers.Optimizer) -> None:
         raise RuntimeError(
             f"The {name} {optimizer.name!r} is inside a tf_xshard optimizer,"
             f" so it no longer sums gradients over the {num_replicas} replicas."
-            " If you called it directly, the replicas would diverge."
+            " A direct call would let the replicas diverge."
             f" Call the tf_xshard optimizer, or create another {name}."
         )
 
