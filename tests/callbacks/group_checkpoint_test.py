@@ -54,7 +54,7 @@ class _StopAt(keras.callbacks.Callback):
     ],
 )
 def test_goes_on_where_it_ended(every, stop, optimizer, groups, tmp_path):
-    """Weights, logs and all, as with no interruption, to the bit."""
+    """Weights, logs and all, as with no interruption; to the bit on CPUs."""
 
     def fit(directory, seed=1, *more):
         model = _compiled(optimizer, groups, seed)
@@ -71,11 +71,15 @@ def test_goes_on_where_it_ended(every, stop, optimizer, groups, tmp_path):
     assert 4 * position.epoch + position.step == done // steps * steps
     resumed, got = fit(tmp_path / "b", 7)
     group_training.assert_same(
-        group_training.values(resumed), group_training.values(model)
+        group_training.values(resumed),
+        group_training.values(model),
+        replicas.REPEATED,
     )
     assert len(got["loss"]) == 3 - position.epoch
     for name, values in got.items():
-        assert values == expected[name][position.epoch :]
+        np.testing.assert_allclose(
+            values, expected[name][position.epoch :], 0, replicas.REPEATED
+        )
 
 
 def test_an_epoch_that_is_no_multiple_of_what_one_call_takes(tmp_path):
@@ -97,9 +101,11 @@ def test_an_epoch_that_is_no_multiple_of_what_one_call_takes(tmp_path):
         position = tf_xshard.GroupCheckpoint.position(directory)
         assert position == (epoch, batch + 1)
         history, resumed = fit(directory)
-        group_training.assert_same(resumed, values)
+        group_training.assert_same(resumed, values, replicas.REPEATED)
         for name in expected:
-            assert history[name] == expected[name][1:]
+            np.testing.assert_allclose(
+                history[name], expected[name][1:], 0, replicas.REPEATED
+            )
 
 
 @pytest.fixture(scope="module")

@@ -268,7 +268,7 @@ def test_stacks():
 
     optimizer = tf_xshard.TowerOptimizer(make, 2)
     assert calls == [1] and optimizer.learning_rate.numpy() == 0.5
-    with pytest.raises(ValueError, match="one loss_normalization"):
+    with pytest.raises(ValueError, match="one value of loss_norm"):
         tf_xshard.TowerOptimizer(
             tf_xshard.CrossShardOptimizer(
                 O.SGD(1.0), loss_normalization="replica"
@@ -281,7 +281,7 @@ def test_stacks():
 def test_one_tower_is_the_inner_optimizer():
     reference = training.alone(SETTINGS["adam"])
     _, got = training.train(_towers(SETTINGS["adam"], 1))
-    assert training.deviation(got, reference) == 0.0
+    assert training.deviation(got, reference) <= replicas.REPEATED
 
 
 def test_config():

@@ -137,10 +137,13 @@ def values(model):
     ]
 
 
-def assert_same(found, expected):
-    """The same bits, everywhere."""
+def assert_same(found, expected, tolerance=0.0):
+    """The same bits, everywhere, or values that differ by the tolerance."""
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one.dtype == other.dtype and one.shape == other.shape
-            assert one.tobytes() == other.tobytes(), (one, other)
+            if tolerance:
+                np.testing.assert_allclose(one, other, 0, tolerance)
+            else:
+                assert one.tobytes() == other.tobytes(), (one, other)

@@ -55,8 +55,8 @@ class GroupCheckpoint(keras.callbacks.Callback):
         before they take a machine away. All processes save after the same
         batch, or after validation, and end with SystemExit(143). About twice a
         second, after a batch, they check for such a signal. After a restart,
-        training gives the same bits as without an interruption. Default:
-        False.
+        training gives the same bits as without an interruption (on GPUs, only
+        with `tf.config.experimental.enable_op_determinism`). Default: False.
 
     Raises:
       ValueError: If an argument is invalid. When `fit` begins, if the save is
