@@ -1,4 +1,4 @@
-"""The launcher of the MPI that the extra [test] brings."""
+"""The launcher of the MPI in this environment: MPICH of [test], or Open MPI."""
 
 import json
 import os
@@ -13,6 +13,12 @@ import tempfile
 from tests.support import paths
 
 TIMEOUT_SECONDS = 400
+# Open MPI as root, and with more processes than cores.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 
 
 def command(number, module, *arguments):
@@ -33,18 +39,27 @@ def run_command(launch):
     `mpiexec` itself may put the lines of two processes into one.
     """
     launcher, *rest = launch
+    is_open_mpi = (pathlib.Path(launcher).parent / "ompi_info").exists()
     with tempfile.TemporaryDirectory() as directory:
+        files = (
+            ["--output", f"file={directory}/out"]
+            if is_open_mpi
+            else [f"-outfile-pattern={directory}/%r"]
+        )
         ended = subprocess.run(
-            [launcher, f"-outfile-pattern={directory}/%r", *rest],
+            [launcher, *files, *rest],
             stderr=subprocess.PIPE,
             text=True,
             cwd=paths.ROOT,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+            env={**_OPEN_MPI, **os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
             timeout=TIMEOUT_SECONDS,
         )
-        ended.stdout = "".join(
-            file.read_text() for file in pathlib.Path(directory).iterdir()
-        )
+        ended.stdout = ""
+        for file in pathlib.Path(directory).iterdir():
+            if file.suffix == ".err":
+                ended.stderr += file.read_text()
+            else:
+                ended.stdout += file.read_text()
     return ended
 
 
