@@ -3,8 +3,8 @@
 Four processes on one machine under MultiWorkerMirroredStrategy, 162 tensors and
 52 million float32 numbers per step, groups of two, summed in the ways of
 `group_sums`, interleaved, with the bytes on the wire. With `--horovod_python`,
-Horovod's process sets on the same tensors, before and after:
-`python -m benchmarks.multi_worker`.
+Horovod's process sets on the same tensors, before and after. With `--gigabits`,
+over a slow network: `python -m benchmarks.multi_worker`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ _SETTINGS = flags.DEFINE_enum(
     ["launch", "memory", "none"],
     "of the environment: those of `launch`, only those by which freed memory is"
     " kept, or none",
+)
+_GIGABITS = flags.DEFINE_float(
+    "gigabits",
+    None,
+    "the processes share a network of so many Gbit/s, which is the loopback"
+    " interface of a namespace; needs root, and the settings of `launch`",
 )
 _WORKER = flags.DEFINE_bool("worker", False, "for the program's own use")
 
@@ -93,7 +99,8 @@ def _worker():
         return strategy.run(on_replica)
 
     names = _ONLY.value or list(group_sums.VARIANTS)
-    if not by_mpi:
+    # Without Open MPI, MPI uses shared memory, which no network limits.
+    if not by_mpi or (_GIGABITS.value and not mpiexec.is_open_mpi()):
         names = [name for name in names if "MPI" not in name]
     steps = {name: make(group_sums.VARIANTS[name]) for name in names}
     mine = list(group_sums.GROUPS)[group_sums.GROUPS.group_of(rank)]
@@ -235,11 +242,13 @@ def _horovod() -> float:
     """Horovod's median seconds per step, in a separate run."""
     python = _HOROVOD_PYTHON.value
     line, found = horovod_run.printed(
-        horovod_run.command(
-            python,
-            NUM_WORKERS,
-            "horovod_process_sets.py",
-            [str(_BLOCKS.value * _STEPS.value)],
+        _limited(
+            horovod_run.command(
+                python,
+                NUM_WORKERS,
+                "horovod_process_sets.py",
+                [str(_BLOCKS.value * _STEPS.value)],
+            )
         ),
         "horovod",
         horovod_run.environment(python),
@@ -247,6 +256,18 @@ def _horovod() -> float:
     )
     print(line, flush=True)
     return found["median"]
+
+
+def _limited(command: list[str]) -> list[str]:
+    """The command on a network of `--gigabits`, or as it is without it."""
+    if not _GIGABITS.value:
+        return command
+    limit = f"rate {_GIGABITS.value:g}gbit burst 4mb latency 200ms"
+    script = (
+        "ip link set lo up && tc qdisc add dev lo root tbf"
+        f' {limit} && exec "$@"'
+    )
+    return ["unshare", "--net", "sh", "-c", script, "sh", *command]
 
 
 def _settings() -> dict[str, str]:
@@ -262,8 +283,13 @@ def _started(arguments) -> list[subprocess.Popen]:
         command = mpiexec.command(NUM_WORKERS, *arguments[1:])
         return [
             subprocess.Popen(
-                command,
-                env={**os.environ, **quiet},
+                _limited(command),
+                env={
+                    **mpiexec.OPEN_MPI,
+                    **(mpiexec.OPEN_MPI_OVER_TCP if _GIGABITS.value else {}),
+                    **os.environ,
+                    **quiet,
+                },
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -282,9 +308,12 @@ def main(argv):
     del argv
     if _WORKER.value:
         _worker()
+    if _GIGABITS.value and _SETTINGS.value != "launch":
+        raise ValueError("--gigabits needs --settings=launch")
+    limit = f" of {_GIGABITS.value:g} Gbit/s" if _GIGABITS.value else ""
     measuring.print_setting(
-        f"{NUM_WORKERS} processes on the loopback interface, one CPU device"
-        f" each, {os.cpu_count()} cores"
+        f"{NUM_WORKERS} processes on the loopback interface{limit}, one CPU"
+        f" device each, {os.cpu_count()} cores"
     )
     horovod = [_horovod()] if _HOROVOD_PYTHON.value else []
     processes = _started(
@@ -295,6 +324,7 @@ def main(argv):
             f"--blocks={_BLOCKS.value}",
             f"--steps={_STEPS.value}",
             *(f"--only={name}" for name in _ONLY.value),
+            *([f"--gigabits={_GIGABITS.value}"] if _GIGABITS.value else []),
         ]
     )
     ours = {}

@@ -14,11 +14,22 @@ from tests.support import paths
 
 TIMEOUT_SECONDS = 400
 # Open MPI as root, and with more processes than cores.
-_OPEN_MPI = {
+OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+# Open MPI over the loopback interface, and not by shared memory.
+OPEN_MPI_OVER_TCP = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,tcp",
+    "OMPI_MCA_btl_tcp_if_include": "lo",
+}
+
+
+def is_open_mpi():
+    """Whether the environment's MPI is Open MPI."""
+    return pathlib.Path(sysconfig.get_path("scripts"), "ompi_info").exists()
 
 
 def command(number, module, *arguments):
@@ -39,11 +50,10 @@ def run_command(launch):
     `mpiexec` itself may put the lines of two processes into one.
     """
     launcher, *rest = launch
-    is_open_mpi = (pathlib.Path(launcher).parent / "ompi_info").exists()
     with tempfile.TemporaryDirectory() as directory:
         files = (
             ["--output", f"file={directory}/out"]
-            if is_open_mpi
+            if is_open_mpi()
             else [f"-outfile-pattern={directory}/%r"]
         )
         ended = subprocess.run(
@@ -51,7 +61,7 @@ def run_command(launch):
             stderr=subprocess.PIPE,
             text=True,
             cwd=paths.ROOT,
-            env={**_OPEN_MPI, **os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+            env={**OPEN_MPI, **os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
             timeout=TIMEOUT_SECONDS,
         )
         ended.stdout = ""
