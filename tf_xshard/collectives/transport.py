@@ -125,10 +125,10 @@ class Transport(abc.ABC):
         ValueError if this path can only sum.
         """
         raise ValueError(
-            'Communication(dtype="int8") needs an all-to-all, which this path'
-            f" does not have: {self.name}. Use it under MirroredStrategy, or"
-            " under MultiWorkerMirroredStrategy in a tf.function. Elsewhere,"
-            ' use dtype="bfloat16".'
+            f'Communication(dtype="{self.communication.dtype}") needs an'
+            f" all-to-all, which this path does not have: {self.name}. Use it"
+            " under MirroredStrategy, or under MultiWorkerMirroredStrategy in a"
+            ' tf.function. Elsewhere, use dtype="bfloat16".'
         )
 
     def position(self) -> int | tf.Tensor:

@@ -218,7 +218,7 @@ def summed(
         [one[tf.newaxis] for one in sums], transport
     )
     counts = [len(bucket) for bucket in buckets]
-    with recorder.labelled(dtype="int8"):
+    with recorder.labelled(dtype=transport.communication.dtype):
         stacks = transport.all_gather(
             [one[0] for one in _together(sent, counts)]
         )
@@ -258,7 +258,7 @@ def _scattered(
     tensors = [one for bucket in buckets for one in bucket]
     counts = [len(bucket) for bucket in buckets]
     sent, lost = _quantized(tensors, transport)
-    with recorder.labelled(dtype="int8"):
+    with recorder.labelled(dtype=transport.communication.dtype):
         received = transport.all_to_all(_together(sent, counts))
     sums = [
         sum_rows(

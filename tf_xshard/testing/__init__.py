@@ -14,8 +14,8 @@ can't be in the same environment.
   raises an error for operations that the simulated TPU can't execute.
 - `stablehlo`: lowers the program to StableHLO, for given shapes, in a syntax
   that every compiler reads.
-- `tpu_operations`: TPU operations that the simulated TPU executes; add a new
-  operation here first.
+- `tpu_operations`: TPU operations that the simulated TPU executes. Add a new
+  operation here first; if XLA has no operation for it, also to `stablehlo`.
 - `execution`: replaces `strategy.run()`; adds the program's execution to the
   user's graph.
 - `xla_cpu`: executes a program on N devices of XLA:CPU.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import keras
 
 from tf_xshard.optimizers import stack
-from tf_xshard.private import names
+from tf_xshard.private.keras import optimizer_state
 
 _Class = TypeVar("_Class", bound=type)
 _ELEMENTWISE_MARK = "is_tf_xshard_elementwise"
@@ -47,12 +47,6 @@ _MUON = getattr(_KERAS, "Muon", None)
 # Muon takes as long for this many operations as Lamb for an element: 370 to 810
 # with matrices of 256 to 1024 rows, on 2 cores of an x86-64 server.
 _FLOPS_PER_ELEMENT = 500
-# Present in Keras 3.12 to 3.16.
-_NAMES = names.PrivateNames(
-    "Muon in CrossShardOptimizer(shard_update=True)",
-    # Returns whether Muon updates a variable like AdamW, element by element.
-    {"uses_adamw": "keras.optimizers.Muon._should_use_adamw"},
-)
 
 
 def elementwise(optimizer_class: _Class) -> _Class:
@@ -175,7 +169,7 @@ def cost_of_owner(
     if _MUON is None or kind is not _MUON:
         is_owned = kind in _PER_VARIABLE or _PER_VARIABLE_MARK in vars(kind)
         return size if is_owned else None
-    if _NAMES.uses_adamw(optimizer, _Spec(shape, path)):
+    if optimizer_state.MUON.uses_adamw(optimizer, _Spec(shape, path)):
         return None
     # Each step of the iteration multiplies three pairs of matrices.
     small, large = sorted(shape[-2:])

@@ -33,6 +33,13 @@ names.attributes(
 _EXCLUDED = "_exclude_from_weight_decay"
 _EXCLUDED_NAMES = "_exclude_from_weight_decay_pattern"
 
+# Present in Keras 3.12 to 3.16.
+MUON = names.PrivateNames(
+    "Muon in CrossShardOptimizer(shard_update=True)",
+    # Returns whether Muon updates a variable like AdamW, element by element.
+    {"uses_adamw": "keras.optimizers.Muon._should_use_adamw"},
+)
+
 
 def track(optimizer: keras.optimizers.Optimizer, child: Any, name: str) -> None:
     """Makes `tf.train.Checkpoint` find an object under an optimizer."""
