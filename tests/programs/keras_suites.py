@@ -1,7 +1,8 @@
 """Runs the tests that Keras' wheel ships, with every optimizer wrapped or none.
 
-`python -m tests.programs.keras_suites plain|wrapped none|mirrored FILE
-[SUITE ...]` writes each test's outcome to a JSON file.
+`python -m tests.programs.keras_suites plain|wrapped none|mirrored FILE PART
+[SUITE ...]` writes each test's outcome to a JSON file. The part 2/3 is every
+third test, from the second.
 
 What a test calls (`SGD(...)`, `optimizers.get(...)`, `compile("rmsprop")`)
 makes the optimizer as ever, which is then wrapped. Under MirroredStrategy each
@@ -60,10 +61,12 @@ class Wrapping:
 
     Args:
       wrap: A function from an optimizer to the one to use instead.
+      tests: A slice of the tests to run.
     """
 
-    def __init__(self, wrap):
+    def __init__(self, wrap, tests):
         self._wrap_one = wrap
+        self._tests = tests
         self._stand_ins = {}
         self.outcomes = {}
 
@@ -109,6 +112,7 @@ class Wrapping:
 
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items):
+        items[:] = items[self._tests]
         for module in {item.module for item in items}:
             for name, value in list(vars(module).items()):
                 if _is_optimizer_class(value):
@@ -225,8 +229,8 @@ def _run_tests_in_scope(strategy):
     case.setUp, case.tearDown = in_scope, out_of_scope
 
 
-def main(kind, strategy_name, path, *suites):
-    """Runs suites, by default all of them; writes {test: outcome}."""
+def main(kind, strategy_name, path, part, *suites):
+    """Runs a part of suites, by default of all; writes {test: outcome}."""
     strategy = None
     paths = list(suites or SUITES)
     if strategy_name == "mirrored":
@@ -238,8 +242,10 @@ def main(kind, strategy_name, path, *suites):
     elif not suites:
         paths += DISTRIBUTION
     is_plain = kind == "plain"
+    number, num_parts = map(int, part.split("/"))
     plugin = Wrapping(
-        (lambda one: one) if is_plain else tf_xshard.CrossShardOptimizer
+        (lambda one: one) if is_plain else tf_xshard.CrossShardOptimizer,
+        slice(number - 1, None, num_parts),
     )
     owner = keras.optimizers.Optimizer
     if not is_plain:

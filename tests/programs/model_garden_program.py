@@ -24,6 +24,7 @@ from official.vision.tasks import image_classification
 
 import tf_xshard
 from tests.programs import tf_keras_program
+from tests.support import fitting
 from tests.support import replicas
 from tf_xshard.distribute import site
 
@@ -230,7 +231,7 @@ def trained(case, strategy, members):
             build_optimizer(case, is_one_device),
             evaluate=False,
             train_dataset=strategy.distribute_datasets_from_function(
-                lambda _: (
+                lambda _: fitting.untuned(
                     data(
                         case.model, members or site.local_replica_ids(strategy)
                     )
@@ -313,7 +314,9 @@ def two_towers(strategy):
                 loss_normalization="replica",
             )
         )
-    batches = tf.data.Dataset.from_tensor_slices(_ratings()).batch(BATCH_SIZE)
+    batches = fitting.untuned(
+        tf.data.Dataset.from_tensor_slices(_ratings()).batch(BATCH_SIZE)
+    )
     model.fit(batches, verbose=0)
     tf_keras.utils.set_random_seed(2)
     alone = TwoTowers()

@@ -5,16 +5,21 @@ import tensorflow as tf
 from tests.support import group_training
 
 
-def batches(x, y, batch_size=16):
-    """A dataset that ends as soon as `fit` does.
+def untuned(dataset):
+    """A dataset that ends as soon as training does.
 
     tf.data's tuning threads sleep, and what ends waits for them: seconds after
-    each `fit` on several logical CPUs.
+    each `fit` on several logical CPUs, and up to a minute after a longer one.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
     return dataset.with_options(options)
+
+
+def batches(x, y, batch_size=16):
+    """A dataset of batches that ends as soon as `fit` does."""
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    return untuned(dataset.batch(batch_size))
 
 
 def fit(model, callbacks, epochs=2, xy=None, batch_size=16, **options):

@@ -36,7 +36,7 @@ def printed(program, kind, python=sys.executable):
             stack.callback(process.kill)
             processes.append((process, out, error))
         for process, out, error in processes:
-            process.wait(500)
+            process.wait(2500)  # The test's own limit may end it sooner.
             for one in (out, error):
                 one.seek(0)
             assert process.returncode == 0, error.read()[-3000:]

@@ -83,5 +83,5 @@ def test_the_guide(library, python, tmp_path):
         check=True,
         cwd=tmp_path,
         env={**os.environ, "TF_USE_LEGACY_KERAS": "1"},
-        timeout=500,
+        timeout=1500,
     )
