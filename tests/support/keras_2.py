@@ -21,17 +21,19 @@ def printed(program, kind, python=sys.executable):
             out, error = (
                 stack.enter_context(tempfile.TemporaryFile("w+")) for _ in "oe"
             )
-            process = subprocess.Popen(
-                [python, "-m", f"tests.programs.{program}", kind],
-                stdout=out,
-                stderr=error,
-                cwd=paths.ROOT,
-                env={
-                    **os.environ,
-                    **local_cluster.settings(count),
-                    "TF_USE_LEGACY_KERAS": "1",
-                    "TF_CONFIG": local_cluster.tf_config(addresses, rank),
-                },
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [python, "-m", f"tests.programs.{program}", kind],
+                    stdout=out,
+                    stderr=error,
+                    cwd=paths.ROOT,
+                    env={
+                        **os.environ,
+                        **local_cluster.settings(count),
+                        "TF_USE_LEGACY_KERAS": "1",
+                        "TF_CONFIG": local_cluster.tf_config(addresses, rank),
+                    },
+                )
             )
             stack.callback(process.kill)
             processes.append((process, out, error))

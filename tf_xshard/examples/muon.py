@@ -18,10 +18,10 @@ def train(strategy, shard_update):
             [
                 keras.layers.Input((8, 8)),
                 keras.layers.Flatten(),
-                keras.layers.Dense(128, "relu"),
-                keras.layers.Dense(128, "relu"),
-                keras.layers.Dense(128, "relu"),
-                keras.layers.Dense(128, "relu"),
+                keras.layers.Dense(128, "gelu"),
+                keras.layers.Dense(128, "gelu"),
+                keras.layers.Dense(128, "gelu"),
+                keras.layers.Dense(128, "gelu"),
                 keras.layers.Dense(10, "softmax", name="classes"),
             ]
         )

@@ -20,7 +20,7 @@ def train(strategy, shard_update):
             [
                 keras.layers.Input((8, 8)),
                 keras.layers.Flatten(),
-                keras.layers.Dense(256, "relu"),
+                keras.layers.Dense(256, "gelu"),
                 keras.layers.Dense(10, "softmax"),
             ]
         )
