@@ -308,6 +308,44 @@ def test_a_timeout_costs_no_threads():
     assert len(watchdogs) == 1
 
 
+def test_looking_at_threads_collects_no_garbage():
+    """Before Python 3.11.9, all threads of the process would wait forever."""
+    process = _started("""
+import gc
+import os
+from tf_xshard.private.tensorflow import runtime
+
+class Garbage:
+    def __init__(self):
+        self.itself, self.local = self, threading.local()
+        self.local.value = 1
+
+    def __del__(self):
+        Garbage()  # There is always more.
+
+def wait():
+    threading.Event().wait()  # In a frame that nothing has looked at.
+
+for _ in range(4):
+    threading.Thread(target=wait, daemon=True).start()
+thresholds = gc.get_threshold()
+Garbage()
+gc.set_threshold(1)
+assert not runtime.a_function_runs()
+gc.set_threshold(*thresholds)
+print(gc.isenabled())
+gc.disable()
+assert not runtime.a_function_runs()
+print(gc.isenabled(), flush=True)
+os._exit(0)
+""")
+    timer = threading.Timer(90, process.kill)
+    timer.start()
+    output, errors = _output_of(process)
+    timer.cancel()
+    assert output == ["True", "False"], errors
+
+
 def test_a_failed_call_does_not_count_for_the_next_one(monkeypatch):
     """Even if the watchdog looks before the call has reset the count."""
     waiting = object.__new__(watchdog._Waiting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import sys
 import threading
 import types
@@ -137,9 +138,22 @@ def abort_collectives(message: str) -> None:
     _TIMEOUT.abort(_TIMEOUT.context(), tf.errors.DEADLINE_EXCEEDED, message)
 
 
+def _current_frames() -> dict[int, types.FrameType]:
+    """Returns the frame that each thread is in."""
+    # Before Python 3.11.9, garbage that is collected in this call can deadlock
+    # the process: https://github.com/python/cpython/issues/106883.
+    if sys.version_info >= (3, 11, 9) or not gc.isenabled():
+        return sys._current_frames()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        gc.enable()
+
+
 def _executing() -> Iterator[types.FrameType]:
     """Yields the frames in which other threads wait for TensorFlow to run."""
-    for thread, frame in sys._current_frames().items():
+    for thread, frame in _current_frames().items():
         if (
             thread != threading.get_ident()
             and frame.f_code.co_filename == _TIMEOUT.execute.__file__
