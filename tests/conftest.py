@@ -1,5 +1,6 @@
 """Process state has one owner: devices, seeds and options are set here."""
 
+import faulthandler
 import os
 
 # The replicas of most tests are logical CPUs of this process, and each has a
@@ -15,6 +16,8 @@ NUM_LOGICAL_DEVICES = 8
 GPU_MEMORY = 512
 # Limits a test with --full; setup.cfg limits it otherwise.
 FULL_TIMEOUT_SECONDS = 3000
+# pytest's own standard error, which no test captures.
+_STDERR = pytest.StashKey[int]()
 # Files that mostly wait, and where in the order of the files they run: one
 # beside another would leave the machine idle. faults_test.py is first, far from
 # the cluster of four_processes_test.py, which counts the loopback's bytes.
@@ -63,6 +66,7 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "full: runs with --full only (large counts)"
     )
+    config.stash[_STDERR] = os.dup(2)
     on_gpu = config.getoption("--gpu")
     if not on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -108,6 +112,20 @@ def pytest_collection_modifyitems(config, items):
         return
     for item in large:
         item.add_marker(pytest.mark.skip(reason="needs --full"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Ends a test in which no thread of Python runs, nor pytest-timeout's."""
+    limit = item.get_closest_marker("timeout")
+    seconds = limit.args[0] if limit else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(
+        seconds + 60, exit=True, file=item.config.stash[_STDERR]
+    )
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
