@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Ends a test in which no thread of Python runs, nor pytest-timeout's."""
+    """Ends a test that blocks every thread of Python, pytest-timeout's too."""
     limit = item.get_closest_marker("timeout")
     seconds = limit.args[0] if limit else float(item.config.getini("timeout"))
     faulthandler.dump_traceback_later(
