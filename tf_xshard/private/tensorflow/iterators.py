@@ -21,6 +21,13 @@ _ITERATORS = names.PrivateNames(
         "distributed": (
             "tensorflow.python.distribute.input_lib.DistributedIterator"
         ),
+        # Makes the dataset that prefetches for one device, and which the
+        # user's options do not reach.
+        "module": "tensorflow.python.data.ops.multi_device_iterator_ops",
+        "device_dataset": (
+            "tensorflow.python.data.ops.multi_device_iterator_ops."
+            "_create_device_dataset"
+        ),
     },
 )
 names.attributes(
@@ -48,6 +55,15 @@ def end_iterators_at_exit() -> None:
     Otherwise TensorFlow, when it is torn down, waits for the threads that
     prefetch for devices.
     """
+    device_dataset = _ITERATORS.device_dataset
+
+    # A thread tunes each device's buffer, although its size is fixed. The
+    # process would wait for these threads, one after another.
+    @functools.wraps(device_dataset)
+    def untuned_device_dataset(*args: Any, **kwargs: Any) -> Any:
+        return untuned(device_dataset(*args, **kwargs))
+
+    _ITERATORS.module._create_device_dataset = untuned_device_dataset
     atexit.register(_end_iterators)
 
 
