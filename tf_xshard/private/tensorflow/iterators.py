@@ -58,7 +58,9 @@ def end_iterators_at_exit() -> None:
     device_dataset = _ITERATORS.device_dataset
 
     # A thread tunes each device's buffer, although its size is fixed. The
-    # process would wait for these threads, one after another.
+    # process would wait for these threads, one after another. From here on,
+    # this holds for all strategies of the process, not for the simulated TPU
+    # alone: the function gets nothing that tells them apart.
     @functools.wraps(device_dataset)
     def untuned_device_dataset(*args: Any, **kwargs: Any) -> Any:
         return untuned(device_dataset(*args, **kwargs))
