@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tf_xshard import checks
 from tf_xshard.private.jax import tpu_simulation
-from tf_xshard.private.tensorflow import iterators as tpu_iterators
 from tf_xshard.testing import execution
 from tf_xshard.testing import replicated_program
 from tf_xshard.testing import xla_cpu
@@ -272,7 +271,6 @@ def simulated_tpu_strategy(
             replica_permutation, num_replicas, device_assignment
         )
     _configure_logical_cpus(num_replicas)
-    tpu_iterators.end_iterators_at_exit()
     topology = Topology(num_replicas, num_hosts)
     assignment = None
     if device_assignment:

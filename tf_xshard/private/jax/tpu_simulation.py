@@ -191,8 +191,10 @@ class SimulatedTPUExtended(_Extended):
     def _experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions
     ) -> Any:
-        return super()._experimental_distribute_dataset(
-            tpu_iterators.untuned(dataset), options
+        return tpu_iterators.end_with_process(
+            super()._experimental_distribute_dataset(
+                tpu_iterators.untuned(dataset), options
+            )
         )
 
     def _distribute_datasets_from_function(
@@ -200,8 +202,11 @@ class SimulatedTPUExtended(_Extended):
         dataset_fn: Callable[[Any], tf.data.Dataset],
         options: tf.distribute.InputOptions,
     ) -> Any:
-        return super()._distribute_datasets_from_function(
-            lambda context: tpu_iterators.untuned(dataset_fn(context)), options
+        return tpu_iterators.end_with_process(
+            super()._distribute_datasets_from_function(
+                lambda context: tpu_iterators.untuned(dataset_fn(context)),
+                options,
+            )
         )
 
     def _tpu_function_creator(

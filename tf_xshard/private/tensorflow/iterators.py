@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
+import weakref
 from typing import Any
 
 import tensorflow as tf
 
 from tf_xshard.private import names
 
-# Present in TensorFlow 2.20 to 2.22.
-_ITERATORS = names.PrivateNames(
-    "tf_xshard.testing.simulated_tpu_strategy()",
-    {
-        # An iterator over a distributed dataset. Its `_iterators` has an object
-        # for each host, whose `_iterator` has an iterator for each device in
-        # `_device_iterators`.
-        "distributed": (
-            "tensorflow.python.distribute.input_lib.DistributedIterator"
-        ),
-        # Makes the dataset that prefetches for one device, and which the
-        # user's options do not reach.
-        "module": "tensorflow.python.data.ops.multi_device_iterator_ops",
-        "device_dataset": (
-            "tensorflow.python.data.ops.multi_device_iterator_ops."
-            "_create_device_dataset"
-        ),
-    },
-)
+# Present in TensorFlow 2.20 to 2.22. An iterator over a distributed dataset
+# has in `_iterators` an object for each host, whose `_iterator` has an iterator
+# for each of its `_devices` in `_device_iterators`. Each of these has its
+# `_dataset`, which prefetches for the device.
 names.attributes(
-    _ITERATORS.feature, "_iterators", "_iterator", "_device_iterators"
+    "tf_xshard.testing.simulated_tpu_strategy()",
+    *("_iterators", "_iterator", "_devices", "_device_iterators", "_dataset"),
 )
+
+_distributed_iterators: weakref.WeakSet = weakref.WeakSet()
 
 
 def untuned(dataset: Any) -> Any:
@@ -48,34 +36,50 @@ def untuned(dataset: Any) -> Any:
     return dataset.with_options(options)
 
 
-@functools.cache
-def end_iterators_at_exit() -> None:
-    """Makes unfinished iterators end with the process.
+def end_with_process(distributed_dataset: Any) -> Any:
+    """Makes unfinished iterators over a distributed dataset end at exit.
 
     Otherwise TensorFlow, when it is torn down, waits for the threads that
     prefetch for devices.
     """
-    device_dataset = _ITERATORS.device_dataset
-
-    # A thread tunes each device's buffer, although its size is fixed. The
-    # process would wait for these threads, one after another. From here on,
-    # this holds for all strategies of the process, not for the simulated TPU
-    # alone: the function gets nothing that tells them apart.
-    @functools.wraps(device_dataset)
-    def untuned_device_dataset(*args: Any, **kwargs: Any) -> Any:
-        return untuned(device_dataset(*args, **kwargs))
-
-    _ITERATORS.module._create_device_dataset = untuned_device_dataset
-    atexit.register(_end_iterators)
+    kind: Any = type(distributed_dataset)
+    distributed_dataset.__class__ = _ending(kind)
+    return distributed_dataset
 
 
+@functools.cache
+def _ending(base: Any) -> type:
+    class Ending(base):
+        def __iter__(self) -> Any:
+            iterator = super().__iter__()
+            for of_host in iterator._iterators:
+                _untune_devices(of_host._iterator)
+            _distributed_iterators.add(iterator)
+            return iterator
+
+    Ending.__name__ = base.__name__
+    Ending.__qualname__ = base.__qualname__
+    return Ending
+
+
+def _untune_devices(of_host: Any) -> None:
+    """Tunes no device's buffer: its size is fixed, but a thread would start.
+
+    The user's options do not reach the devices' datasets.
+    """
+    for index, device in enumerate(of_host._devices):
+        # The iterator that is replaced has not started a thread yet.
+        with tf.device(device):
+            of_host._device_iterators[index] = iter(
+                untuned(of_host._device_iterators[index]._dataset)
+            )
+
+
+@atexit.register
 def _end_iterators() -> None:
-    for one in gc.get_objects():
-        if not issubclass(type(one), _ITERATORS.distributed):
-            continue
-        for of_host in one._iterators:
+    for iterator in _distributed_iterators:
+        for of_host in iterator._iterators:
             # End the devices' threads first, since the host's threads wait for
             # them.
-            iterator = getattr(of_host, "_iterator", None)
-            getattr(iterator, "_device_iterators", []).clear()
-        one._iterators = []
+            of_host._iterator._device_iterators.clear()
+        iterator._iterators = []
