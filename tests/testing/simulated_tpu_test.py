@@ -399,6 +399,30 @@ def test_nothing_of_tensorflow_is_patched():
     }
 
 
+@pytest.mark.parametrize("from_function", [False, True])
+def test_only_its_own_iterators_are_untuned(from_function):
+    """Another strategy of the process iterates as it does without ours."""
+
+    def enabled(strategy):
+        data = tf.data.Dataset.range(8).batch(4)
+        if from_function:
+            distributed = strategy.distribute_datasets_from_function(
+                lambda context: data
+            )
+        else:
+            distributed = strategy.experimental_distribute_dataset(data)
+        assert isinstance(distributed, tf.distribute.DistributedDataset)
+        return {
+            of_device._dataset.options().autotune.enabled
+            for of_host in iter(distributed)._iterators
+            for of_device in of_host._iterator._device_iterators
+        }
+
+    for _ in range(2):
+        assert enabled(replicas.tpu(2)) == {False}
+        assert False not in enabled(replicas.mirrored(2))
+
+
 def test_graphs_are_freed(monkeypatch):
     """No reference cycle keeps what a step needed for ever.
 

@@ -43,13 +43,13 @@ def end_with_process(distributed_dataset: Any) -> Any:
     prefetch for devices.
     """
     kind: Any = type(distributed_dataset)
-    distributed_dataset.__class__ = _ending(kind)
+    distributed_dataset.__class__ = _untuning_subclass(kind)
     return distributed_dataset
 
 
 @functools.cache
-def _ending(base: Any) -> type:
-    class Ending(base):
+def _untuning_subclass(base: Any) -> type:
+    class Dataset(base):
         def __iter__(self) -> Any:
             iterator = super().__iter__()
             for of_host in iterator._iterators:
@@ -57,22 +57,22 @@ def _ending(base: Any) -> type:
             _distributed_iterators.add(iterator)
             return iterator
 
-    Ending.__name__ = base.__name__
-    Ending.__qualname__ = base.__qualname__
-    return Ending
+    Dataset.__name__ = base.__name__
+    Dataset.__qualname__ = base.__qualname__
+    return Dataset
 
 
-def _untune_devices(of_host: Any) -> None:
-    """Tunes no device's buffer: its size is fixed, but a thread would start.
+def _untune_devices(iterator: Any) -> None:
+    """Replaces the iterator of each device by one without a tuning thread.
 
-    The user's options do not reach the devices' datasets.
+    The user's options do not reach the devices' datasets, whose buffers have
+    a fixed size.
     """
-    for index, device in enumerate(of_host._devices):
+    of_devices = iterator._device_iterators
+    for index, device in enumerate(iterator._devices):
         # The iterator that is replaced has not started a thread yet.
         with tf.device(device):
-            of_host._device_iterators[index] = iter(
-                untuned(of_host._device_iterators[index]._dataset)
-            )
+            of_devices[index] = iter(untuned(of_devices[index]._dataset))
 
 
 @atexit.register
