@@ -139,18 +139,24 @@ def swap_here(one: Any, other: Any) -> None:
         assign(variable, value)
 
 
-def cond(predicate: tf.Tensor, function: Callable[[], Any]) -> None:
-    """Calls a function if a tensor is true."""
+def cond(
+    predicate: tf.Tensor,
+    function: Callable[[], Any],
+    otherwise: Callable[[], Any] = lambda: None,
+) -> None:
+    """Calls a function if a tensor is true, else the other one."""
     if tf.executing_eagerly():
-        if predicate:
-            function()
+        (function if predicate else otherwise)()
         return
 
-    def call() -> tf.Tensor:
-        function()
-        return tf.constant(True)
+    def calling(one: Callable[[], Any], result: bool) -> Callable:
+        def call() -> tf.Tensor:
+            one()
+            return tf.constant(result)
 
-    tf.cond(predicate, call, lambda: tf.constant(False))
+        return call
+
+    tf.cond(predicate, calling(function, True), calling(otherwise, False))
 
 
 def flat_name(variable: Any) -> str:

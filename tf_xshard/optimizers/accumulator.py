@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard.distribute import indexed_slices
@@ -60,6 +61,12 @@ class SeenVariables:
                     " functions (zeros where there is none), or use a separate"
                     " optimizer for each function."
                 )
+        self._seen.add(index)
+        if not sparse:
+            self._dense.add(index)
+
+    def add_restored(self, index: int, sparse: bool) -> None:
+        """Records that a variable has a sum from a file."""
         self._seen.add(index)
         if not sparse:
             self._dense.add(index)
@@ -120,17 +127,26 @@ class GradientAccumulator:
             if counts_rows
         ]
 
+    def note(self, gradients: Sequence, indices: Sequence[int]) -> None:
+        """Records which variables have a gradient in the traced call."""
+        for gradient, index in zip(gradients, indices, strict=True):
+            if gradient is not None:
+                self._seen.add(
+                    index,
+                    replica_variables.flat_name(self._trained[index]),
+                    isinstance(gradient, tf.IndexedSlices)
+                    and bool(self.touched),
+                )
+
     def add(self, gradients: Sequence, indices: Sequence[int]) -> None:
         """Adds the gradients of one call."""
+        self.note(gradients, indices)
         for gradient, index in zip(gradients, indices, strict=True):
             if gradient is None:
                 continue
-            name = replica_variables.flat_name(self._trained[index])
-            is_sparse = isinstance(gradient, tf.IndexedSlices)
-            self._seen.add(index, name, is_sparse and bool(self.touched))
             if self.sums:
                 replica_variables.add(self.sums[index], gradient)
-            if is_sparse and self.touched:
+            if isinstance(gradient, tf.IndexedSlices) and self.touched:
                 ones = tf.ones_like(gradient.indices, tf.float32)
                 replica_variables.add(
                     self.touched[index],
@@ -141,46 +157,95 @@ class GradientAccumulator:
         """Returns a variable's sum, as a tensor of the variable's shape."""
         return replica_variables.read(self.sums[index])
 
-    def pop_all(self, indices: Sequence[int]) -> tuple[list, list]:
-        """Returns all sums and their variables, and resets the sums to zero."""
+    def note_restored(self) -> None:
+        """Records which variables have a sum from a file."""
+        for index, one in enumerate(self.sums):
+            if index in self._seen:
+                continue
+            rows = _rows_with_numbers(one)
+            touched = np.zeros_like(rows)
+            if self.touched:
+                touched = _rows_with_numbers(self.touched[index])
+            if rows.any():
+                self._seen.add_restored(index, not (rows & ~touched).any())
+
+    def totals(
+        self, gradients: Sequence, indices: Sequence[int]
+    ) -> tuple[list, list]:
+        """Returns all sums with the gradients of the last call, and variables.
+
+        Changes nothing.
+        """
         # The last call's variables (`indices`) are returned even if they are
         # frozen or have no gradient (None). Other variables are returned only
         # if they are trainable and have a gradient.
+        last = dict(zip(indices, gradients, strict=True))
         totals, variables = [], []
         for index, variable in enumerate(self._trained):
-            is_frozen = not getattr(variable, "trainable", True)
-            if index in self._seen:
-                total = self._pop(index)
-            elif index in indices:
-                total = None
-            else:
-                continue
-            if index in indices or not is_frozen:
-                totals.append(total)
+            is_trainable = getattr(variable, "trainable", True)
+            if index in last or (index in self._seen and is_trainable):
+                totals.append(
+                    self._total(index, last.get(index))
+                    if index in self._seen
+                    else None
+                )
                 variables.append(variable)
         return totals, variables
 
-    def _pop(self, index: int) -> Any:
-        """Returns a variable's sum and resets it to zero."""
-        total: Any = self.read(index)
+    def _total(self, index: int, gradient: Any) -> Any:
+        """Returns the sum of a variable with a further gradient, or None."""
+        total = self.read(index)
         if self.touched and self._seen.is_sparse(index):
-            touched = self.touched[index]
-            rows = tf.reshape(
-                tf.where(replica_variables.read(touched) > 0), [-1]
+            return self._total_rows(index, total, gradient)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.tensor_scatter_nd_add(
+                total,
+                gradient.indices[:, tf.newaxis],
+                tf.cast(gradient.values, total.dtype),
             )
-            total = indexed_slices.UniqueSlices(
-                tf.gather(total, rows),
-                rows,
-                tf.constant(list(self.sums[index].shape), tf.int64),
+        if gradient is None:
+            return total
+        return total + tf.cast(gradient, total.dtype)
+
+    def _total_rows(
+        self, index: int, total: tf.Tensor, gradient: tf.IndexedSlices | None
+    ) -> tf.IndexedSlices:
+        """Returns the rows that have had a gradient in this round."""
+        touched = replica_variables.read(self.touched[index]) > 0
+        if gradient is not None:
+            touched = tf.tensor_scatter_nd_update(
+                touched,
+                gradient.indices[:, tf.newaxis],
+                tf.ones_like(gradient.indices, tf.bool),
             )
-            _set_to_zero(touched)
-        _set_to_zero(self.sums[index])
-        return total
+        rows = tf.reshape(tf.where(touched), [-1])
+        values = tf.gather(total, rows)
+        if gradient is not None:
+            positions = tf.searchsorted(rows, tf.cast(gradient.indices, tf.int64))
+            values = tf.tensor_scatter_nd_add(
+                values,
+                positions[:, tf.newaxis],
+                tf.cast(gradient.values, values.dtype),
+            )
+        return indexed_slices.UniqueSlices(
+            values, rows, tf.constant(list(total.shape), tf.int64)
+        )
 
     def reset(self) -> None:
         """Sets all sums to zero, on this replica."""
         for one in (*self.sums, *self.touched):
             _set_to_zero(one)
+
+
+def _rows_with_numbers(variable: keras.Variable) -> np.ndarray:
+    """Returns which rows are not zero, on any replica of this process."""
+    return np.any(
+        [
+            np.reshape(one, [(*one.shape, 1)[0], -1])
+            for one in map(np.asarray, replica_variables.copies(variable))
+        ],
+        axis=(0, 2),
+    )
 
 
 def _set_to_zero(variable: keras.Variable) -> None:

@@ -21,6 +21,7 @@ from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import accumulator
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
+from tf_xshard.optimizers import commit
 from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import whole
@@ -357,6 +358,12 @@ class AGNOptimizer(base.GradientWrapper):
 
     # The training step.
 
+    def _counts(self) -> list[commit.Count]:
+        return [
+            commit.Count("pending", self._pending, is_common=True),
+            commit.Count("exchanges", self._exchanges),
+        ]
+
     def forgetting_traces(self) -> contextlib.AbstractContextManager:
         """See the base class."""
         return self._seen.unchanged()
@@ -418,12 +425,24 @@ class AGNOptimizer(base.GradientWrapper):
         site: site_lib.Site,
         plan: stack.StackPlan,
     ) -> None:
+        batch = batch.scaled(plan.undo(self, site)).multiplied()
+        # An exchange sends what this call's local step writes, so the writes
+        # wait for the gradients only.
+        with plan.commit.writing():
+            self._write_step(batch, site, plan)
+
+    def _write_step(
+        self,
+        batch: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        plan: stack.StackPlan,
+    ) -> None:
+        """Takes a local step, and exchanges at the end of a period."""
         pending = replica_variables.read(self._pending)
         self._center_pairs.hide_here()
         replica_variables.cond(
             tf.equal(pending, 0), self._center_pairs.start_period_here
         )
-        batch = batch.scaled(plan.undo(self, site)).multiplied()
         weight = self._reduction.weight(plan.groups(self, site).group_size)
         indices = optimizer_state.indices_of(self, batch.variables)
 
@@ -479,19 +498,6 @@ class AGNOptimizer(base.GradientWrapper):
                 )
         return super()._skip_counter()
 
-    def _checked_site(self) -> site_lib.Site:
-        strategy = self._strategy
-        if strategy.num_replicas_in_sync > 1 and (
-            not tf.distribute.has_strategy()
-        ):
-            raise RuntimeError(
-                f"{self.name} was created in the scope of"
-                f" {type(strategy).__name__} but is applied outside of it,"
-                " where there are no workers. Apply gradients inside"
-                " strategy.run()."
-            )
-        return super()._checked_site()
-
     def _exchange(
         self,
         num_steps: int | tf.Tensor,
@@ -502,6 +508,7 @@ class AGNOptimizer(base.GradientWrapper):
         """Applies the accumulation of `num_steps` local steps to the center."""
         groups = plan.groups(self, site)
         self._seen.note_update()
+        self._note_restored(self._note_restored_changes)
         local = optimizer_state.trainable_variables(self)
         weight = self._reduction.weight(groups.group_size)
         # Skip variables that are frozen and not among the call's variables.
@@ -519,25 +526,33 @@ class AGNOptimizer(base.GradientWrapper):
             self._reduction,
             feedback and feedback.read(1),
         )
-        finite = None
+        finite = skip = None
         if plan.skip_nonfinite:
             finite = self._checked_finite(own_totals, totals, site, plan)
-        if feedback is not None:
-            feedback.keep(carry, 1, finite)
+            skip = self._noted_skip(finite, plan)
         # A variable without a gradient does not even get weight decay.
         present = [value is not None for value in totals.values]
         of_center = gradients_lib.GradientBatch(totals.values, self._center)
         update = functools.partial(
             whole.apply, self.inner_optimizer, of_center.where(present)
         )
-        if any(present) and finite is None:
-            update()
-        elif any(present):
-            replica_variables.cond(finite, update)
-        self._center_pairs.adopt_here()
-        self._accumulator.reset()
-        replica_variables.assign(self._pending, 0)
-        replica_variables.add(self._exchanges, 1)
+        with (
+            plan.commit.after([*totals.values, finite, skip and skip.check]),
+            plan.commit.writing(),
+        ):
+            if any(present) and finite is None:
+                update()
+            elif any(present):
+                replica_variables.cond(finite, update)
+            if feedback is not None:
+                feedback.keep(carry, finite)
+            if skip is not None:
+                skip.write()
+                replica_variables.assign(self._steps_taken, 0)
+            self._center_pairs.adopt_here()
+            self._accumulator.reset()
+            replica_variables.assign(self._pending, 0)
+            replica_variables.add(self._exchanges, 1)
 
     def _checked_finite(
         self,
@@ -546,7 +561,7 @@ class AGNOptimizer(base.GradientWrapper):
         site: site_lib.Site,
         plan: stack.StackPlan,
     ) -> tf.Tensor:
-        """Returns whether all replicas exchange; counts and reports."""
+        """Returns whether all replicas exchange; reports why not."""
         self._skip_counter()
         finite = loss_scaling.all_finite([*own, *totals.values])
         num_bad, num_stepped = loss_scaling.votes(
@@ -557,7 +572,6 @@ class AGNOptimizer(base.GradientWrapper):
             site,
             self._reducer.channel(plan.groups(self, site)),
         )
-        replica_variables.assign(self._steps_taken, 0)
         skipping.report(
             totals,
             replica_variables.read(self._exchanges),
@@ -567,17 +581,30 @@ class AGNOptimizer(base.GradientWrapper):
             consequence="All replicas skip it.",
         )
         # A period in which no replica took a step has nothing to exchange.
-        finite = tf.logical_and(tf.equal(num_bad, 0), num_stepped > 0)
-        self._count_skip(finite, plan)
-        return finite
+        return tf.logical_and(tf.equal(num_bad, 0), num_stepped > 0)
+
+    def _note_restored_changes(self) -> None:
+        """Records variables that a restored period has changed already."""
+        if self._accumulate == "gradients":
+            self._accumulator.note_restored()
+            return
+        [pending, *_] = replica_variables.copies(self._pending)
+        for index, (local, center) in enumerate(self._center_pairs):
+            if int(pending) and not all(
+                np.array_equal(one, other)
+                for one, other in zip(
+                    replica_variables.copies(local),
+                    replica_variables.copies(center),
+                    strict=True,
+                )
+            ):
+                self._seen.add_restored(index, sparse=False)
 
     def _accumulated(
         self, index: int, num_steps: int | tf.Tensor, weight: int
     ) -> Any:
         """Returns this replica's part of an exchange, in the center's dtype."""
-        # After a restore, no variable has been seen, but any sum may be
-        # nonzero.
-        if index not in self._seen and len(self._seen):
+        if index not in self._seen:
             return None
         divisor: int | tf.Tensor = 1
         if self._accumulate == "gradients":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import arguments
+from tf_xshard.optimizers import commit
 from tf_xshard.optimizers import saving as saving_lib
 from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
@@ -319,20 +320,80 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         grads = list(grads)
         if not grads:
             return
+        site = self._checked_site()
         variables = self._checked_variables(grads, trainable_variables)
         with (
             stack.running(self) as plan,
             reduction_guard.lifted(),
             tf.name_scope(self.name),
         ):
-            site = self._checked_site()
             plan.take_losses(self, site)
             if any(isinstance(one, tf.IndexedSlices) for one in grads):
                 whole.note_summed_rows(self.inner_optimizer)
             values = gradients_lib.standardized(grads, variables)
-            self._step(
-                gradients_lib.GradientBatch(values, variables), site, plan
-            )
+            with self._committing(values, site, plan):
+                self._step(
+                    gradients_lib.GradientBatch(values, variables), site, plan
+                )
+
+    @contextlib.contextmanager
+    def _committing(
+        self, gradients: Sequence, site: site_lib.Site, plan: stack.StackPlan
+    ) -> Iterator[None]:
+        """Makes the writes of an outermost call wait for all gradients."""
+        if plan.root is not self:
+            yield
+            return
+        counts = [
+            *(one for w in stack.wrappers(self) for one in w._counts()),
+            *(
+                commit.Count(
+                    f"{one.name}.iterations", optimizer_state.counter(one)
+                )
+                for one in stack.descendants(self)
+                if not any(stack.children(one))
+            ),
+        ]
+        groups = [plan.groups(one, site) for one, _ in plan.reducing()]
+        with commit.of_call(gradients, counts, groups, site, self.name) as own:
+            plan.commit = own
+            yield
+
+    def _note_restored(self, note: Callable[[], None]) -> None:
+        """Calls a function that reads values from before the traced call."""
+        # A Session's graph has no values yet.
+        if tf.compat.v1.executing_eagerly_outside_functions():
+            with tf.init_scope():
+                note()
+
+    def _counts(self) -> list[commit.Count]:
+        """Returns this wrapper's counters that replicas must agree on."""
+        return []
+
+    def _then(
+        self,
+        plan: stack.StackPlan,
+        update: Callable[[], Any],
+        writes: Callable[[], Any],
+    ) -> None:
+        """Calls the inner optimizer's update, and this wrapper's writes.
+
+        If another wrapper is inside, its reductions do not wait for the gate,
+        and the writes wait for its update.
+        """
+        if not stack.wrappers(self.inner_optimizer):
+            with plan.commit.writing():
+                update()
+                writes()
+            return
+        update()
+        # Reading a counter waits for the update that counts.
+        counts = [
+            optimizer_state.num_calls(one)
+            for one in stack.updating(self.inner_optimizer)
+        ]
+        with plan.commit.after(counts), plan.commit.writing():
+            writes()
 
     def _step(
         self,
@@ -404,6 +465,15 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
 
     def _checked_site(self) -> site_lib.Site:
         """Returns where a step runs, under this optimizer's strategy."""
+        own = self._strategy
+        if own.num_replicas_in_sync > 1 and not tf.distribute.has_strategy():
+            # One call would move the state of the first replica only.
+            raise RuntimeError(
+                f"{self.name} was created in the scope of"
+                f" {type(own).__name__} but is applied outside of it, where"
+                " there are no replicas. Nothing was changed. Apply gradients"
+                " inside strategy.run()."
+            )
         site = site_lib.current()
         self._check_strategy(site.strategy)
         lone_training.refuse(site.strategy, f"{self.name} applies gradients")
@@ -520,9 +590,11 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def _has_residual(self, variable: Any) -> bool:
         return variable_role.role_of(variable).has_loss_gradient
 
-    def _count_skip(self, is_taken: tf.Tensor, plan: stack.StackPlan) -> None:
-        """Counts a step that is skipped unless `is_taken`."""
-        self._skip_counter().note(
+    def _noted_skip(
+        self, is_taken: tf.Tensor, plan: stack.StackPlan
+    ) -> skipping.Noted:
+        """Notes a step that is skipped unless `is_taken`."""
+        return self._skip_counter().noted(
             is_taken, plan.max_consecutive_skips, self.name
         )
 

@@ -29,6 +29,7 @@ from tf_xshard.optimizers.update import sharded
 from tf_xshard.optimizers.update import whole
 from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.keras import shards as keras_shards
+from tf_xshard.reduction import error_feedback
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
 from tf_xshard.reduction import reducer as reducer_lib
@@ -252,27 +253,36 @@ class CrossShardOptimizer(base.GradientWrapper):
         inner = self.inner_optimizer
         scales_loss = stack.has_loss_scale_optimizer(inner)
         reduced, loss_scale, carry = self._reduced(batch, site, plan)
-        finite = None
+        finite = skip = None
         if plan.checks_finite(self):
             finite = self._checked_finite(batch, reduced, site, plan)
+            skip = self._noted_skip(finite, plan)
         elif scales_loss:
             finite = loss_scaling.all_replicas_finite(
                 [*batch.values, *reduced.values],
                 site,
                 self._reducer.channel(plan.groups(self, site)),
             )
-        if self._error_feedback is not None:
-            self._error_feedback.keep(carry, loss_scale, finite)
+        # The residuals are kept after the update, which changes the scale.
+        carry = error_feedback.unscaled(carry, loss_scale)
+        applied = reduced
         if scales_loss:
             # The LossScaleOptimizer skips the step, and lowers its scale.
-            reduced = reduced.with_values(
+            applied = reduced.with_values(
                 loss_scaling.nan_unless(finite, reduced.values)
             )
-        apply = functools.partial(self._apply_reduced, reduced, site, finite)
-        if finite is None or scales_loss:
-            apply()
-        else:
-            replica_variables.cond(finite, apply)
+        update = functools.partial(self._apply_reduced, applied, site, finite)
+        if finite is not None and not scales_loss:
+            update = functools.partial(replica_variables.cond, finite, update)
+
+        def writes() -> None:
+            if self._error_feedback is not None:
+                self._error_feedback.keep(carry, finite)
+            if skip is not None:
+                skip.write()
+
+        with plan.commit.after([*reduced.values, finite, skip and skip.check]):
+            self._then(plan, update, writes)
 
     def _reduced(
         self,
@@ -327,7 +337,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         site: site_lib.Site,
         plan: stack.StackPlan,
     ) -> tf.Tensor:
-        """Returns whether all replicas take the step; counts and reports."""
+        """Returns whether all replicas take the step; reports why not."""
         num_arrived, num_reduced = loss_scaling.votes(
             [
                 tf.logical_not(loss_scaling.all_finite(one.values))
@@ -347,9 +357,7 @@ class CrossShardOptimizer(base.GradientWrapper):
             what="reduced gradient",
             when=tf.equal(num_arrived, 0),
         )
-        finite = tf.equal(num_arrived + num_reduced, 0)
-        self._count_skip(finite, plan)
-        return finite
+        return tf.equal(num_arrived + num_reduced, 0)
 
     def _apply_reduced(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -13,6 +14,15 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.tensorflow import tracing
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_scaling
+
+
+class Noted(NamedTuple):
+    """Holds what a skip counter does in a step."""
+
+    # A graph's assertion that the limit is not exceeded, or None. A step that
+    # exceeds it changes nothing, including the counter.
+    check: tf.Operation | None
+    write: Callable[[], None]
 
 
 class SkipCounter:
@@ -25,15 +35,14 @@ class SkipCounter:
         self.total = replica_variables.make((), "int64", "skipped_steps")
         self.in_a_row = replica_variables.make((), "int64", "skips_in_a_row")
 
-    def note(self, is_taken: tf.Tensor, limit: int | None, name: str) -> None:
-        """Counts a step, on this replica; raises above the limit."""
+    def noted(self, is_taken: tf.Tensor, limit: int | None, name: str) -> Noted:
+        """Notes that this replica takes or skips a step; see `Noted`."""
         is_skipped = tf.cast(tf.logical_not(is_taken), tf.int64)
-        replica_variables.add(self.total, is_skipped)
         in_a_row = is_skipped * (replica_variables.read(self.in_a_row) + 1)
-        replica_variables.assign(self.in_a_row, in_a_row)
+        check = None
         if limit is not None:
             _refuse_in_xla()
-            tf.debugging.assert_less_equal(
+            check = tf.debugging.assert_less_equal(
                 in_a_row,
                 tf.constant(limit, tf.int64),
                 f"{name} has skipped more than max_consecutive_skips={limit}"
@@ -41,6 +50,12 @@ class SkipCounter:
                 " variables have their values from before the first skipped"
                 " step.",
             )
+
+        def write() -> None:
+            replica_variables.add(self.total, is_skipped)
+            replica_variables.assign(self.in_a_row, in_a_row)
+
+        return Noted(check, write)
 
 
 def report(

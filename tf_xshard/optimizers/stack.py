@@ -18,6 +18,7 @@ import keras
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.optimizers import commit
 from tf_xshard.reduction import loss_records
 
 
@@ -61,6 +62,15 @@ def is_wrapper(optimizer: Any) -> bool:
 def wrappers(optimizer: Any) -> list[Any]:
     """Returns tf_xshard's optimizers among `descendants`."""
     return [one for one in descendants(optimizer) if is_wrapper(one)]
+
+
+def updating(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that update variables, and count updates."""
+    return [
+        one
+        for one in with_local_optimizers(optimizer)
+        if not any(children(one))
+    ]
 
 
 def outermost_wrappers(optimizer: Any) -> Iterator[Any]:
@@ -135,6 +145,8 @@ class StackPlan:
         self.losses: list[loss_records.LossRecord] = []
         # True if an earlier call of the traced function took its losses.
         self.other_call_has_losses = False
+        # What the writes of the running call wait for.
+        self.commit = commit.Commit()
 
     def _refuse_reductions_of_local_variables(self) -> None:
         reducing = [one.wrapper for one in self._parts.values() if one.reduces]

@@ -22,6 +22,7 @@ from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import accumulator
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
+from tf_xshard.optimizers import commit
 from tf_xshard.optimizers import cross_shard
 from tf_xshard.optimizers import saving
 from tf_xshard.optimizers import stack
@@ -170,6 +171,11 @@ class TowerOptimizer(base.GradientWrapper):
         """See the base class."""
         return self._seen.unchanged()
 
+    def _counts(self) -> list[commit.Count]:
+        if self._num_towers == 1:
+            return []
+        return [commit.Count("tower", self._tower, is_common=True)]
+
     def _create_state(self, variables: list) -> None:
         super()._create_state(variables)
         if self._num_towers == 1:
@@ -202,47 +208,61 @@ class TowerOptimizer(base.GradientWrapper):
         factor = undo * weight
         if num_items is not None:
             factor *= num_items
+        gradients = _contribution(batch, factor).values
         sums = self._accumulator
         assert sums is not None
-        sums.add(_contribution(batch, factor).values, indices)
+        sums.note(gradients, indices)
+        self._note_restored(sums.note_restored)
         count = replica_variables.read(self._tower) + 1
-        # A file with more towers may have set `count` above `num_towers`.
-        is_last = count >= self._num_towers
-        replica_variables.assign(
-            self._tower, tf.where(is_last, tf.zeros_like(count), count)
-        )
+        counted = [(self._tower, count)]
         if self._items is not None:
-            num_items = self._add_items(num_items, is_last)
+            num_items = self._total_items(num_items)
+            if num_items is not None:
+                counted.append((self._items, num_items))
+
+        def continue_round() -> None:
+            sums.add(gradients, indices)
+            for variable, value in counted:
+                replica_variables.assign(variable, value)
 
         def complete_round() -> None:
             self._seen.note_update()
-            totals = gradients_lib.GradientBatch(*sums.pop_all(indices))
-            with recorder.labelled(every=self._num_towers):
-                self._apply_totals(totals, site, count, num_items, weight)
+            totals = gradients_lib.GradientBatch(
+                *sums.totals(gradients, indices)
+            )
 
-        replica_variables.cond(is_last, complete_round)
+            def update() -> None:
+                with recorder.labelled(every=self._num_towers):
+                    self._apply_totals(totals, site, count, num_items, weight)
 
-    def _add_items(
-        self, num_items: tf.Tensor | None, is_last: tf.Tensor
-    ) -> tf.Tensor | None:
-        """Adds to the round's number of items; returns it, or None."""
+            def writes() -> None:
+                sums.reset()
+                for variable, _ in counted:
+                    replica_variables.assign(variable, 0)
+
+            self._then(plan, update, writes)
+
+        # A file with more towers may have set `count` above `num_towers`.
+        with plan.commit.writing():
+            replica_variables.cond(
+                count >= self._num_towers, complete_round, continue_round
+            )
+
+    def _total_items(self, num_items: tf.Tensor | None) -> tf.Tensor | None:
+        """Returns the round's number of items with this call's, or None."""
         before = replica_variables.read(self._items)
-        if num_items is None:
-            # A file may hold an open round of a GlobalMean.
-            if not tracing.in_xla():
-                tf.debugging.assert_equal(
-                    before,
-                    tf.zeros_like(before),
-                    f"{self.name}: the open round holds gradients of a"
-                    " GlobalMean, and this call has another loss. Call"
-                    " optimizer.reset() to discard the round.",
-                )
-            return None
-        total = before + num_items
-        replica_variables.assign(
-            self._items, tf.where(is_last, tf.zeros_like(total), total)
-        )
-        return total
+        if num_items is not None:
+            return before + num_items
+        # A file may hold an open round of a GlobalMean.
+        if not tracing.in_xla():
+            tf.debugging.assert_equal(
+                before,
+                tf.zeros_like(before),
+                f"{self.name}: the open round holds gradients of a"
+                " GlobalMean, and this call has another loss. Call"
+                " optimizer.reset() to discard the round.",
+            )
+        return None
 
     def _num_items(self, plan: stack.StackPlan) -> tf.Tensor | None:
         """Returns the weight of a call in its round; None for equal weights."""
@@ -417,10 +437,10 @@ class TowerOptimizer(base.GradientWrapper):
                 f" reduction={self.reduction!r}, got {len(weights)} weights."
                 ' Pass weights only with reduction="mean", one for each tower.'
             )
+        site = self._checked_site()
         for gradients in towers:
             variables = self._checked_variables(gradients, trainable_variables)
         with stack.running(self) as plan, tf.name_scope(self.name):
-            site = self._checked_site()
             plan.take_losses(self, site)
             if weights is None and is_mean:
                 weights = loss_records.num_items_of_towers(
@@ -448,7 +468,10 @@ class TowerOptimizer(base.GradientWrapper):
                 ],
                 variables,
             )
-            with tf.control_dependencies(self._refuse_open_round()):
+            with (
+                self._committing(towers, site, plan),
+                plan.commit.after([self._refuse_open_round()]),
+            ):
                 self._apply_totals(
                     summed,
                     site,
@@ -456,17 +479,16 @@ class TowerOptimizer(base.GradientWrapper):
                     tf.convert_to_tensor(sum(weights)) if weights else None,
                 )
 
-    def _refuse_open_round(self) -> list:
-        """Asserts that no round is open; returns the assertions of a graph."""
+    def _refuse_open_round(self) -> tf.Operation | None:
+        """Asserts that no round is open; returns a graph's assertion."""
         if self._num_towers == 1:
-            return []
-        check = tf.debugging.assert_equal(
+            return None
+        return tf.debugging.assert_equal(
             replica_variables.read(self._tower),
             tf.constant(0, tf.int64),
             "apply_towers() is called while a round of apply() is open."
             " Complete the round, or call reset().",
         )
-        return [] if check is None else [check]
 
     def reset(self) -> None:
         """Discards the open round on all replicas.

@@ -47,6 +47,16 @@ def left(variables: Sequence, lost: Sequence[tf.Tensor] | None) -> Carry:
     }
 
 
+def unscaled(carry: Carry, unit: Any) -> Carry:
+    """Returns a carry divided by `unit` (the loss scale)."""
+    if carry is None or not tf.is_tensor(unit):
+        return carry
+    return {
+        name: value / tf.cast(unit, value.dtype)
+        for name, value in carry.items()
+    }
+
+
 class Residuals:
     """Holds a residual variable for each trained variable on each replica."""
 
@@ -85,16 +95,13 @@ class Residuals:
                 result[name] *= tf.cast(unit, result[name].dtype)
         return result
 
-    def keep(
-        self, carry: Carry, unit: Any, is_applied: tf.Tensor | None
-    ) -> None:
-        """Keeps a carry, divided by `unit`, unless the step is skipped."""
-        found = {}
-        for name, value in (carry or {}).items():
-            if name in self._of:
-                if tf.is_tensor(unit):
-                    value /= tf.cast(unit, value.dtype)
-                found[name] = value
+    def keep(self, carry: Carry, is_applied: tf.Tensor | None) -> None:
+        """Keeps a carry, unless the step is skipped."""
+        found = {
+            name: value
+            for name, value in (carry or {}).items()
+            if name in self._of
+        }
 
         def assign() -> None:
             for name, value in found.items():

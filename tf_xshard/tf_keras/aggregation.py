@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tf_xshard import reductions
 from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import arguments
+from tf_xshard.optimizers import commit
 from tf_xshard.optimizers import hooks
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.private.tf_keras import optimizers as tf_keras_optimizers
@@ -50,7 +51,7 @@ class SavedResiduals(tf.Module):
 
     def keep(self, carry: reducer_lib.Carry, finite: tf.Tensor | None) -> None:
         """Keeps a carry, unless the step is skipped."""
-        self._residuals.keep(carry, 1, finite)
+        self._residuals.keep(carry, finite)
 
 
 class GradientAggregator(tf_keras_optimizers.Aggregator):
@@ -106,8 +107,18 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
 
     def reduced(self, pairs: list[tuple]) -> list[tuple]:
         """Reduces (gradient, variable) pairs."""
+        return self.update(pairs, lambda reduced: reduced)
+
+    def update(
+        self, pairs: list[tuple], apply: Callable[[list[tuple]], Any]
+    ) -> Any:
+        """Reduces (gradient, variable) pairs, and calls a function with them.
+
+        What the function writes waits for the gradients of all replicas of this
+        process, and for their reduction.
+        """
         if not pairs:
-            return pairs
+            return apply(pairs)
         site = site_lib.current()
         lone_training.refuse(site.strategy, f"{_NAME} reduces gradients")
         groups = group_assignment_lib.for_replicas(
@@ -120,6 +131,24 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
             gradients_lib.standardized([g for g, _ in pairs], variables),
             variables,
         )
+        with commit.of_call(
+            arrived.values, [], [groups], site, _NAME
+        ) as of_call:
+            batch, carry, finite = self._reduced(arrived, site, groups)
+            with of_call.after([*batch.values, finite]), of_call.writing():
+                if self.residuals is not None:
+                    self.residuals.keep(carry, finite)
+                return apply(batch.pairs())
+
+    def _reduced(
+        self,
+        arrived: gradients_lib.GradientBatch,
+        site: site_lib.Site,
+        groups: group_assignment_lib.GroupAssignment,
+    ) -> tuple[
+        gradients_lib.GradientBatch, reducer_lib.Carry, tf.Tensor | None
+    ]:
+        """Also returns the rounding errors, and whether replicas may skip."""
         batch = arrived
         if self._undoes_division:
             batch = batch.scaled(site.num_replicas)
@@ -127,7 +156,7 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
         batch = self._pre_hook(batch, _unscaled)
         carry, finite = None, None
         if self.residuals is not None:
-            carry = self.residuals.read(variables, site.strategy)
+            carry = self.residuals.read(arrived.variables, site.strategy)
         batch, carry = self._reducer.all_reduce(
             batch, site, groups, self._reduction, carry
         )
@@ -145,16 +174,10 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
             batch = batch.with_values(
                 loss_scaling.nan_unless(finite, batch.values)
             )
-        if self.residuals is not None:
-            self.residuals.keep(carry, finite)
-        return batch.pairs()
+        return batch, carry, finite
 
-    def begin_update(self, is_called_by_another: bool) -> None:
-        """Takes note that a replica applies the gradients of one call.
-
-        Args:
-          is_called_by_another: Whether the caller has reduced them, as a
-            LossScaleOptimizer does.
+    def begin_update(self) -> None:
+        """Takes note that a replica applies gradients that a caller reduced.
 
         Raises:
           RuntimeError: If no gradients have been reduced, or if another
@@ -169,11 +192,7 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
                 " experimental_aggregate_gradients=False)."
             )
         self._num_reduced -= 1
-        if (
-            is_called_by_another
-            and self._needs_vote
-            and not self._has_loss_scale
-        ):
+        if self._needs_vote and not self._has_loss_scale:
             raise RuntimeError(
                 "apply_gradients was told not to aggregate gradients, as by a"
                 " LossScaleOptimizer that with_aggregator did not get. With"

@@ -139,9 +139,15 @@ def set_iterations(
     optimizer._iterations.assign(iterations * steps)
 
 
+def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """Returns the variable that counts an optimizer's calls."""
+    # With accumulation, `iterations` is another number.
+    return optimizer._iterations
+
+
 def num_calls(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     """Returns how often an optimizer was called, with accumulation or not."""
-    return tf.convert_to_tensor(optimizer._iterations)
+    return tf.convert_to_tensor(counter(optimizer))
 
 
 def learning_rate_at(

@@ -27,6 +27,8 @@ _LEGACY = names.PrivateNames(
 names.attributes(
     _LEGACY.feature,
     "_aggregate_gradients",
+    # Called before a legacy optimizer aggregates gradients.
+    "_transform_unaggregated_gradients",
     # Makes an object a part of an optimizer's checkpoints.
     "_track_trackable",
     "_coalesced_children",
@@ -53,11 +55,20 @@ class Aggregator(abc.ABC):
         """Reduces pairs for a plan, which is no step."""
 
     @abc.abstractmethod
-    def begin_update(self, is_called_by_another: bool) -> None:
-        """Takes note that a replica applies the gradients of one call.
+    def update(
+        self, pairs: list[tuple], apply: Callable[[list[tuple]], Any]
+    ) -> Any:
+        """Reduces pairs for a step, and calls a function with them.
 
-        Raises RuntimeError if they have not been reduced, or if another
-        optimizer applies them that may skip the step in a part of the groups.
+        What the function writes waits for all gradients and reductions.
+        """
+
+    @abc.abstractmethod
+    def begin_update(self) -> None:
+        """Takes note that a replica applies gradients that a caller reduced.
+
+        Raises RuntimeError if they have not been reduced, or if the caller may
+        skip the step in a part of the groups.
         """
 
 
@@ -143,19 +154,31 @@ def _guarded(apply: Callable) -> Callable:
         self: Any, grads_and_vars: Iterable[tuple], *args: Any, **kwargs: Any
     ) -> Any:
         pairs = list(grads_and_vars)
-        found = parameters.bind(self, pairs, *args, **kwargs).arguments
-        found = {**found, **found.pop("kwargs", {})}
+        bound = parameters.bind(self, pairs, *args, **kwargs)
+        found = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         aggregator = aggregator_of(self)
         assert aggregator is not None
         if found.get("skip_gradients_aggregation") or not found.get(
             "experimental_aggregate_gradients", True
         ):
-            aggregator.begin_update(is_called_by_another=True)
+            aggregator.begin_update()
             return apply(self, pairs, *args, **kwargs)
-        result = apply(self, pairs, *args, **kwargs)
-        if pairs:
-            aggregator.begin_update(is_called_by_another=False)
-        return result
+        is_legacy = hasattr(self, "gradient_aggregator")
+        # A legacy optimizer's aggregator gets no None.
+        absent = [one for one in pairs if is_legacy and one[0] is None]
+        present = [one for one in pairs if not is_legacy or one[0] is not None]
+        if is_legacy:
+            present = self._transform_unaggregated_gradients(present)
+
+        def apply_reduced(reduced: list[tuple]) -> Any:
+            bound.arguments["grads_and_vars"] = [*reduced, *absent]
+            if is_legacy:
+                bound.arguments["experimental_aggregate_gradients"] = False
+            else:
+                bound.arguments["skip_gradients_aggregation"] = True
+            return apply(*bound.args, **bound.kwargs)
+
+        return aggregator.update(present, apply_reduced)
 
     return apply_gradients
 
