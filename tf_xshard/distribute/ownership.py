@@ -123,7 +123,14 @@ def only_for_owner(value: tf.Tensor, owner: int, position: Any) -> tf.Tensor:
     """Returns a value on its owner, and zeros on other replicas."""
     if tf.is_tensor(position):
         return tf.where(tf.equal(position, owner), value, tf.zeros_like(value))
-    return value if position == owner else tf.zeros([], value.dtype)
+    return value if position == owner else zero_after([value], value.dtype)
+
+
+def zero_after(values: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """Returns a scalar zero that exists once the values exist."""
+    # An update waits for its gradients, also where another replica owns them.
+    with tf.control_dependencies(values):
+        return tf.zeros([], dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -221,7 +221,9 @@ class GradientAccumulator:
         rows = tf.reshape(tf.where(touched), [-1])
         values = tf.gather(total, rows)
         if gradient is not None:
-            positions = tf.searchsorted(rows, tf.cast(gradient.indices, tf.int64))
+            positions = tf.searchsorted(
+                rows, tf.cast(gradient.indices, tf.int64)
+            )
             values = tf.tensor_scatter_nd_add(
                 values,
                 positions[:, tf.newaxis],

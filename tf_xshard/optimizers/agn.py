@@ -533,9 +533,15 @@ class AGNOptimizer(base.GradientWrapper):
         # A variable without a gradient does not even get weight decay.
         present = [value is not None for value in totals.values]
         of_center = gradients_lib.GradientBatch(totals.values, self._center)
-        update = functools.partial(
-            whole.apply, self.inner_optimizer, of_center.where(present)
-        )
+        # A MultiOptimizer needs all of its variables, with None.
+        if not any(
+            map(
+                stack.is_multi_optimizer,
+                stack.descendants(self.inner_optimizer),
+            )
+        ):
+            of_center = of_center.where(present)
+        update = functools.partial(whole.apply, self.inner_optimizer, of_center)
         with (
             plan.commit.after([*totals.values, finite, skip and skip.check]),
             plan.commit.writing(),
@@ -656,8 +662,43 @@ class AGNOptimizer(base.GradientWrapper):
                 # retracing in later fits.
                 exchange.get_concrete_function()()
         self.inner_optimizer.finalize_variable_values(self._center)
-        if self.inner_optimizer.use_ema:
+        if any(one.use_ema for one in stack.descendants(self.inner_optimizer)):
             self._center_pairs.copy_into_model()
+
+    def reset(self) -> None:
+        """Starts a period anew from the center, on all replicas.
+
+        Discards the local steps since the last exchange, and puts the center
+        into the model. Call it outside `strategy.run`. If you assign other
+        values to the model's variables within a period, the next exchange
+        overwrites them. Call `reset()` before you assign them, and the new
+        period starts from them.
+
+        Raises:
+          RuntimeError: In replica context of a strategy.
+
+        Example:
+
+        >>> optimizer = tf_xshard.AGNOptimizer(keras.optimizers.SGD(1.0),
+        ...                                    communication_period=2)
+        >>> weight = keras.Variable(10.0)
+        >>> optimizer.apply([tf.constant(100.0)], [weight])
+        >>> optimizer.reset()
+        >>> for gradient in (1.0, 3.0):
+        ...     optimizer.apply([tf.constant(gradient)], [weight])
+        >>> float(weight)
+        8.0
+        """
+        site_lib.refuse_replica_context(f"{self.name}.reset()")
+        if not self.built:
+            return
+        self._center_pairs.show(False)
+        self._center_pairs.copy_into_model()
+        of_period = [self._pending, *self._accumulators]
+        if self._local_skips is not None:
+            of_period.append(self._steps_taken)
+        for variable in of_period:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
 
     # Saving, and methods that GroupState calls.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,7 +13,9 @@ from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
 from tf_xshard import wire_formats
+from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import variable_role
 from tf_xshard.private.keras import optimizer_state
 from tf_xshard.reduction import reducer
 
@@ -139,3 +141,24 @@ def checked_reducer(communication: Any) -> reducer.GradientReducer:
                 ' for it. Use dtype="bfloat16".'
             )
     return reducer.GradientReducer(communication)
+
+
+def refuse_aggregation(
+    name: str, strategy: tf.distribute.Strategy, variables: Sequence
+) -> None:
+    """Raises ValueError for a trained variable with an aggregation."""
+    if strategy.num_replicas_in_sync == 1:
+        return
+    for one in variables:
+        held = replica_variables.tensorflow_variable(one)
+        if (
+            variable_role.role_of(one) is variable_role.TRAINED
+            and held.aggregation != tf.VariableAggregation.NONE
+        ):
+            raise ValueError(
+                f"{name} can't train {replica_variables.path(one)!r}, which has"
+                f" the aggregation {held.aggregation.name}: TensorFlow would"
+                " combine the replicas' updates again, so steps would be too"
+                " large and groups would be mixed. Create the variable with"
+                ' aggregation="none", Keras\'s default.'
+            )

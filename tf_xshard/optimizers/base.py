@@ -530,6 +530,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
                 self._build(variables, plan)
 
     def _build(self, variables: list, plan: stack.StackPlan) -> None:
+        arguments.refuse_aggregation(self.name, self._strategy, variables)
         with (
             local_optimizers.tracked(),
             keras_shards.building(),

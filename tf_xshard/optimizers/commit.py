@@ -39,6 +39,15 @@ def gate(values: Iterable) -> contextlib.AbstractContextManager:
     ]
     if tf.executing_eagerly() or not flat:
         return contextlib.nullcontext()
+    graph = tf.compat.v1.get_default_graph()
+    # TensorFlow drops a control input of tf.cond that is also a data input, but
+    # branches do not wait for all data inputs.
+    flat = [
+        tf.identity(one)
+        if tf.is_tensor(one) and one.graph is not graph
+        else one
+        for one in flat
+    ]
     return tf.control_dependencies([tf.group(*flat)])
 
 

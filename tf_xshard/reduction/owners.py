@@ -44,7 +44,10 @@ def sum_to_owners(
         transport,
         [len(pack.members) for pack in packs],
     )
-    result: list[Any] = [tf.zeros([], one.dtype) for one in tensors]
+    zeros = {
+        one.dtype: ownership.zero_after(rows, one.dtype) for one in tensors
+    }
+    result: list[Any] = [zeros[one.dtype] for one in tensors]
     for pack, row in zip(packs, rows, strict=True):
         for index, value in pack.unpacked_row(row, position).items():
             result[index] = value
