@@ -21,6 +21,7 @@ from tf_xshard.compat.v1.optimizers import base as wrapper
 from tf_xshard.compat.v1.optimizers import inner_optimizers
 from tf_xshard.compat.v1.optimizers.agn_custom_getter import AGNCustomGetter
 from tf_xshard.distribute import indexed_slices
+from tf_xshard.optimizers import commit
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
@@ -281,14 +282,17 @@ class AGNOptimizer(wrapper.Wrapper):
                 "No gradients provided for any variable:"
                 f" {[v.name for _, v in pairs]}. The loss must depend on them."
             )
+        gradients = [gradient for gradient, _ in copies]
         with creating_local_variables():
-            local = self._inner.apply(pairs, None)
+            local = self._apply_inner(gradients, pairs, None)
         with tf.name_scope(name or self.get_name()):
-            accumulated = [
-                self._operations.accumulate(gradient, of)
-                for gradient, of in copies
-            ]
-            counted = self._operations.increment(self._local_step)
+            # An inner wrapper's reductions have ended once `local` has run.
+            with commit.gate([*gradients, local]):
+                accumulated = [
+                    self._operations.accumulate(gradient, of)
+                    for gradient, of in copies
+                ]
+                counted = self._operations.increment(self._local_step)
             done = [
                 operation
                 for operation in (local, counted, *accumulated)

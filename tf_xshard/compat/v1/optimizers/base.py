@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_xshard.compat.v1.optimizers import inner_optimizers
+from tf_xshard.optimizers import commit
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
@@ -57,6 +58,21 @@ class Wrapper(tensorflow_v1.WrapperBase):
     def _inner_here(self) -> inner_optimizers.V1 | inner_optimizers.Keras:
         """Returns the inner optimizer's adapter, for the current shard."""
         raise NotImplementedError
+
+    def _apply_inner(
+        self,
+        values: Iterable[Any],
+        grads_and_vars: Sequence[tuple[Any, Any]],
+        global_step: tf.Variable | None,
+        **kwargs: Any,
+    ) -> tf.Operation | None:
+        """Applies gradients with the inner optimizer once `values` exist."""
+        inner = self._inner_here()
+        if isinstance(inner.optimizer, Wrapper):
+            # It reduces first, and its own update waits for its reductions.
+            values = []
+        with commit.gate(values):
+            return inner.apply(grads_and_vars, global_step, **kwargs)
 
     def _track(
         self, inner: inner_optimizers.V1 | inner_optimizers.Keras

@@ -182,15 +182,15 @@ class CrossShardOptimizer(wrapper.Wrapper):
         variables = [v for _, v in pairs]
         where = shard_sums.current()
         groups = where.groups(self._given_groups)
-        summed = where.sum(
+        summed, exist = where.sum(
             [g for g, _ in pairs], variables, self._reducer, self._given_groups
         )
         pairs = list(zip(summed, variables, strict=True))
         pairs, global_step = where.updates(pairs, global_step, groups)
         if not pairs:
             return tf.no_op(name or self.get_name())
-        return self._inner_here().apply(
-            pairs, global_step, name=name or self.get_name()
+        return self._apply_inner(
+            exist, pairs, global_step, name=name or self.get_name()
         )
 
     def _inner_here(self) -> inner_optimizers.V1 | inner_optimizers.Keras:

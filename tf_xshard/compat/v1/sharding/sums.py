@@ -18,12 +18,16 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.compat.v1.sharding import traced_shards
 from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.optimizers import commit
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import reducer as reducer_lib
 
 # (gradient, variable) pairs of equal shapes.
 Pairs = list[tuple[Any, Any]]
+# A sum for each variable, and values that exist once all sums of all of this
+# process's shards exist.
+Sums = tuple[list[tf.Tensor | None], list[Any]]
 
 
 class Alone:
@@ -47,10 +51,11 @@ class Alone:
         variables: Sequence[Any],
         reducer: reducer_lib.GradientReducer,
         given: group_assignment_lib.GroupAssignment | None,
-    ) -> list[tf.Tensor | None]:
+    ) -> Sums:
         """Sums gradients over this shard's group."""
         del reducer, given
-        return _dense(gradients, variables)
+        sums = _dense(gradients, variables)
+        return sums, sums
 
     def updates(
         self,
@@ -78,17 +83,33 @@ class InReplicas(Alone):
         variables: Sequence[Any],
         reducer: reducer_lib.GradientReducer,
         given: group_assignment_lib.GroupAssignment | None,
-    ) -> list[tf.Tensor | None]:
+    ) -> Sums:
         """Sums gradients over this replica's group, as `Alone.sum` does."""
         values = gradients_lib.standardized(
             _dense(gradients, variables), variables
         )
+        groups = self.groups(given)
         batch, _ = reducer.sum(
             gradients_lib.GradientBatch(values, list(variables)),
             self._site,
-            self.groups(given),
+            groups,
         )
-        return batch.values
+        sums = batch.values
+        # A sum over one group needs the gradients of all replicas.
+        return sums, sums if groups.num_groups == 1 else self._everywhere(sums)
+
+    def _everywhere(self, sums: list[tf.Tensor | None]) -> list[Any]:
+        """Returns scalars that exist once all local replicas' sums exist."""
+        # A TPU's step is one program. In a branch, replicas can't exchange
+        # tensors.
+        if tf.compat.v1.get_default_graph() is not self._site.graph:
+            return sums
+        with commit.gate(sums):
+            own = tf.zeros([])
+        return tf.distribute.get_replica_context().merge_call(
+            lambda strategy, one: strategy.experimental_local_results(one),
+            args=(own,),
+        )
 
 
 class OnTPU(Alone):
@@ -105,7 +126,7 @@ class OnTPU(Alone):
         variables: Sequence[Any],
         reducer: reducer_lib.GradientReducer,
         given: group_assignment_lib.GroupAssignment | None,
-    ) -> list[tf.Tensor | None]:
+    ) -> Sums:
         """Sums gradients, of any shapes, with the original's operations."""
         groups = given and given.to_list()
         # The original takes the number of rows from a gradient that has a
@@ -124,7 +145,8 @@ class OnTPU(Alone):
                         gradient, groups
                     )
             summed.append(gradient)
-        return summed
+        # A TPU's step is one program, which writes at its end.
+        return summed, []
 
 
 class InShards(Alone):
@@ -143,7 +165,7 @@ class InShards(Alone):
         variables: Sequence[Any],
         reducer: reducer_lib.GradientReducer,
         given: group_assignment_lib.GroupAssignment | None,
-    ) -> list[tf.Tensor | None]:
+    ) -> Sums:
         """Sums gradients of shards that may order variables differently."""
         dense = _dense(gradients, variables)
         for gradient, variable in zip(dense, variables, strict=True):
@@ -151,11 +173,11 @@ class InShards(Alone):
                 gradient.shape.assert_is_compatible_with(variable.shape)
         keys = [self._copies.key(variable) for variable in variables]
         groups = self.groups(given)
-        sums = self._shard.exchange(
+        sums, all_exist = self._shard.exchange(
             dict(zip(keys, dense, strict=True)),
             lambda of_shards: _summed_in_groups(of_shards, groups),
         )
-        return [sums[key] for key in keys]
+        return [sums[key] for key in keys], [all_exist]
 
     def updates(
         self,
@@ -215,8 +237,8 @@ def _dense(
 def _summed_in_groups(
     of_shards: Sequence[dict[int, tf.Tensor | None]],
     groups: group_assignment_lib.GroupAssignment,
-) -> list[dict[int, tf.Tensor | None]]:
-    """Returns each shard's sums over its group."""
+) -> list[tuple[dict[int, tf.Tensor | None], tf.Operation]]:
+    """Returns each shard's group sums, and what runs after all groups' sums."""
     for index, one in enumerate(of_shards):
         if one.keys() != of_shards[0].keys():
             raise ValueError(
@@ -232,4 +254,15 @@ def _summed_in_groups(
         }
         for members in groups
     ]
-    return [of_groups[groups.group_of(i)] for i in range(len(of_shards))]
+    all_exist = tf.group(
+        *[
+            total
+            for sums in of_groups
+            for total in sums.values()
+            if total is not None
+        ]
+    )
+    return [
+        (of_groups[groups.group_of(i)], all_exist)
+        for i in range(len(of_shards))
+    ]

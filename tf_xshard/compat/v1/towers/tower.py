@@ -164,11 +164,13 @@ class TowerOptimizer(wrapper.Wrapper):
 
         Example: see the class.
         """
-        inner = self._inner_here()
+        self._inner_here()
         pairs = wrapper.pairs_of(grads_and_vars)
         towers = towers_lib.current()
         if towers is None or towers.num_towers == 1:
-            return inner.apply(pairs, global_step, **kwargs)
+            pairs = wrapper.tensors_of(pairs)
+            gradients = [g for g, _ in pairs]
+            return self._apply_inner(gradients, pairs, global_step, **kwargs)
         if towers.graph is not tf.compat.v1.get_default_graph():
             raise RuntimeError(
                 "Gradients are applied in tf.cond, tf.while_loop or a"
@@ -198,7 +200,8 @@ class TowerOptimizer(wrapper.Wrapper):
         ):
             with tf.name_scope("gradient_aggregating"):
                 summed = _summed([a[position] for a in collected])
-            return inner.apply(summed, global_step, **kwargs)
+            sums = [total for total, _ in summed]
+            return self._apply_inner(sums, summed, global_step, **kwargs)
 
     def get_name(self) -> str:
         """Returns the wrapped optimizer's name, a str."""
