@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -225,8 +226,24 @@ def function_graph() -> tf.Graph | None:
     return graph
 
 
+_refused = threading.local()
+
+
+@contextlib.contextmanager
+def refused(message: str | None) -> Iterator[None]:
+    """Makes `current` raise RuntimeError with a message, unless it is None."""
+    outer = getattr(_refused, "message", None)
+    _refused.message = message
+    try:
+        yield
+    finally:
+        _refused.message = outer
+
+
 def current() -> Site:
     """Returns the `Site` of the calling code."""
+    if message := getattr(_refused, "message", None):
+        raise RuntimeError(message)
     context = tf.distribute.get_replica_context()
     if context is None:
         raise RuntimeError(

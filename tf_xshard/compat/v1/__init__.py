@@ -22,6 +22,7 @@ from tf_xshard.compat.v1.load_into_keras import load_into_keras
 from tf_xshard.compat.v1.optimizers.agn import AGNOptimizer
 from tf_xshard.compat.v1.optimizers.agn_custom_getter import AGNCustomGetter
 from tf_xshard.compat.v1.optimizers.cross_shard import CrossShardOptimizer
+from tf_xshard.compat.v1.sharding.cross_replica_sum import cross_replica_sum
 from tf_xshard.compat.v1.sharding.shard import shard
 from tf_xshard.compat.v1.sharding.shard import shard_initializer
 from tf_xshard.compat.v1.sharding.traced_shards import SHARD_VARIABLES
@@ -44,6 +45,7 @@ __all__ = (
     "TPUEstimator",
     "TPUEstimatorSpec",
     "TowerOptimizer",
+    "cross_replica_sum",
     "load_into_keras",
     "replicate_model_fn",
     "shard",

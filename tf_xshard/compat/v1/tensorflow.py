@@ -7,7 +7,8 @@ script uses no removed names except these, which replace TensorFlow's:
 tf.estimator       ModeKeys, EstimatorSpec, export, tpu
 tf.estimator.tpu   TPUEstimator, TPUEstimatorSpec, RunConfig, TPUConfig,
                    InputPipelineConfig
-tf.tpu             CrossShardOptimizer, shard; the rest is TensorFlow's
+tf.tpu             CrossShardOptimizer, cross_replica_sum, shard; the rest is
+                   TensorFlow's
 tf.contrib         tpu (tf.tpu and tf.estimator.tpu together), opt, estimator
 tf.layers          layers of tf_keras; without it, an error says what to install
 """
@@ -56,7 +57,7 @@ _ESTIMATOR_TPU = _of_v1(
     "TPUEstimator",
     "TPUEstimatorSpec",
 )
-_TPU = _of_v1("CrossShardOptimizer", "shard")
+_TPU = _of_v1("CrossShardOptimizer", "cross_replica_sum", "shard")
 
 tpu = _Names("tf.tpu", _TPU, _tensorflow.compat.v1.tpu)
 estimator = _Names(

@@ -128,9 +128,10 @@ class ModelCalls:
         if self._num_shards > 1 and not shard_here.num_exchanges:
             raise ValueError(
                 f"model_fn trains on {self._num_shards} shards, but its"
-                " train_op combines nothing over them, so each shard would"
-                " train alone. Wrap the optimizer: tf_xshard.compat.v1."
-                "CrossShardOptimizer(optimizer)."
+                " train_op combines no gradients over them with a"
+                " CrossShardOptimizer, so each shard would train alone. Wrap"
+                " the optimizer: tf_xshard.compat.v1.CrossShardOptimizer("
+                "optimizer). Don't sum its gradients with cross_replica_sum."
             )
 
     def _check_can_be_split(self, value: Any) -> None:

@@ -5,4 +5,5 @@
 - `copies`: maps shard 0's variables to the other shards' copies.
 - `shared_variables`: lets shards assign variables made outside them.
 - `sums`: sums gradients for CrossShardOptimizer, wherever it runs.
+- `cross_replica_sum`: `cross_replica_sum`, which sums any tensor over shards.
 """

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_xshard import checks
+from tf_xshard.compat.v1.sharding import cross_replica_sum
 from tf_xshard.compat.v1.sharding import traced_shards
 from tf_xshard.private.tensorflow import autograph
 
@@ -161,7 +162,9 @@ def shard(
     def of_shard(index: int) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         return _flat_outputs(computation(*[parts[index] for parts in split]))
 
-    outputs = traced_shards.Team(devices).run(of_shard)
+    team = traced_shards.Team(devices)
+    outputs = team.run(of_shard)
+    cross_replica_sum.replace(team)
     operations = [op for _, ops in outputs for op in ops]
     counts = {len(t) for t, _ in outputs}
     if len(counts) > 1:

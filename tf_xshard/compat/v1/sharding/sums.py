@@ -1,13 +1,14 @@
-"""Sums gradients for a v1 CrossShardOptimizer, wherever it runs.
+"""Sums for CrossShardOptimizer and cross_replica_sum, wherever they run.
 
 in shard()                 InShards     add_n over the shards of one graph
-in a replica function      InReplicas   reducer.GradientReducer
+in a replica function      InReplicas   reducer.GradientReducer, group_reduce
 in tf.compat.v1.tpu        OnTPU        cross_replica_sum, as in the original
 anywhere else              Alone        one shard, so nothing to sum
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import commit
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 from tf_xshard.reduction import gradients as gradients_lib
+from tf_xshard.reduction import group_reduce
 from tf_xshard.reduction import reducer as reducer_lib
 
 # (gradient, variable) pairs of equal shapes.
@@ -56,6 +58,16 @@ class Alone:
         del reducer, given
         sums = _dense(gradients, variables)
         return sums, sums
+
+    def sum_value(
+        self,
+        x: tf.Tensor,
+        given: group_assignment_lib.GroupAssignment | None,
+        name: str | None,
+    ) -> tf.Tensor:
+        """Sums one tensor over this shard's group, with a gradient."""
+        self.groups(given)
+        return tf.identity(x, name)
 
     def updates(
         self,
@@ -97,6 +109,15 @@ class InReplicas(Alone):
         sums = batch.values
         # A sum over one group needs the gradients of all replicas.
         return sums, sums if groups.num_groups == 1 else self._everywhere(sums)
+
+    def sum_value(
+        self,
+        x: tf.Tensor,
+        given: group_assignment_lib.GroupAssignment | None,
+        name: str | None,
+    ) -> tf.Tensor:
+        """Sums one tensor over this replica's group."""
+        return tf.identity(group_reduce.group_reduce(x, given, "sum"), name)
 
     def _everywhere(self, sums: list[tf.Tensor | None]) -> list[Any]:
         """Returns scalars that exist once all local replicas' sums exist."""
@@ -148,6 +169,16 @@ class OnTPU(Alone):
         # A TPU's step is one program, which writes at its end.
         return summed, []
 
+    def sum_value(
+        self,
+        x: tf.Tensor,
+        given: group_assignment_lib.GroupAssignment | None,
+        name: str | None,
+    ) -> tf.Tensor:
+        """Sums one tensor with the original's operation."""
+        groups = self.groups(given).to_list()
+        return tf.compat.v1.tpu.cross_replica_sum(x, groups, name)
+
 
 class InShards(Alone):
     """Sums over the shards of `tf_xshard.compat.v1.shard`, in a computation."""
@@ -179,6 +210,16 @@ class InShards(Alone):
         )
         return [sums[key] for key in keys], [all_exist]
 
+    def sum_value(
+        self,
+        x: tf.Tensor,
+        given: group_assignment_lib.GroupAssignment | None,
+        name: str | None,
+    ) -> tf.Tensor:
+        """Marks one tensor to be summed once all shards are traced."""
+        self._shard.team.check_place()
+        return _marked(x, f"{_MARK}{self.groups(given).to_list()}", name)
+
     def updates(
         self,
         pairs: Pairs,
@@ -202,8 +243,8 @@ class InShards(Alone):
         return [pair for pair in pairs if shard.owns(pair[1])], global_step
 
 
-def current() -> Alone:
-    """Returns the object that sums gradients for the calling code."""
+def current(caller: str = "CrossShardOptimizer") -> Alone:
+    """Returns the object that sums for the calling code."""
     shard = traced_shards.current()
     if shard is not None:
         return InShards(shard)
@@ -214,12 +255,48 @@ def current() -> Alone:
         return OnTPU(number)
     logging.log_first_n(
         logging.WARNING,
-        "CrossShardOptimizer is used outside of shard(), of tf.compat.v1.tpu"
-        " and of a strategy's replica function, so there is only one shard and"
-        " no gradients are combined.",
+        "%s is used outside of shard(), of tf.compat.v1.tpu and of a strategy's"
+        " replica function, so there is only one shard and nothing is summed.",
         1,
+        caller,
     )
     return Alone()
+
+
+# The mark of a sum over shards, before its groups. A tf.GradientTape shows it.
+_MARK = (
+    "tf.GradientTape can't differentiate cross_replica_sum in shard(). Use"
+    " tf.gradients or an optimizer's compute_gradients in a tf.Graph. Groups: "
+)
+_GRADIENT = "TfXshardSumOverShards"
+
+
+def _marked(x: tf.Tensor, message: str, name: str | None = None) -> tf.Tensor:
+    """Makes a mark, and returns what reads it."""
+    with tf.compat.v1.get_default_graph().gradient_override_map(
+        {"PreventGradient": _GRADIENT}
+    ):
+        mark = tf.raw_ops.PreventGradient(input=x, message=message)
+    return tf.identity(mark, name)
+
+
+@tf.RegisterGradient(_GRADIENT)
+def _gradient_of_sum(mark: tf.Operation, gradient: tf.Tensor) -> tf.Tensor:
+    """Marks the gradient of a sum, which is the sum of the gradients."""
+    return _marked(gradient, mark.get_attr("message").decode())
+
+
+def is_mark(operation: tf.Operation) -> bool:
+    """Returns True if an operation marks a tensor to sum over shards."""
+    return operation.type == "PreventGradient" and operation.get_attr(
+        "message"
+    ).decode().startswith(_MARK)
+
+
+def groups_of(mark: tf.Operation) -> group_assignment_lib.GroupAssignment:
+    """Returns the groups of a mark."""
+    text = mark.get_attr("message").decode().removeprefix(_MARK)
+    return group_assignment_lib.GroupAssignment(json.loads(text))
 
 
 def _dense(

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tf_xshard.compat.v1.sharding import copies as shard_copies
 from tf_xshard.compat.v1.sharding import shared_variables
+from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
 # The collection that holds the copies of all shards except shard 0.
@@ -67,6 +68,18 @@ class Team:
         ]
         self._num_before = len(self.graph.get_operations())
         self.shards = [Shard(i, self) for i in range(len(devices))]
+
+    @property
+    def refusal(self) -> str | None:
+        """An error for code that reduces over replicas; None for one shard."""
+        if self.num_shards == 1:
+            return None
+        return (
+            "group_reduce and the Keras optimizers of tf_xshard reduce over a"
+            " strategy's replicas, not over the shards of shard() or of a"
+            " TPUEstimator's model_fn. Use tf_xshard.compat.v1."
+            "cross_replica_sum and tf_xshard.compat.v1.CrossShardOptimizer."
+        )
 
     @property
     def num_shards(self) -> int:
@@ -118,13 +131,18 @@ class Team:
                     self.graph, shard.operations, self.copies.is_any
                 )
             return
-        if not self._outside:
-            return
+        if self._outside:
+            shared_variables.separate(
+                self._outside, self.operations(), self.start[0]
+            )
+
+    def operations(self) -> dict[int, list[tf.Operation]]:
+        """Lists each shard's operations, in the order of their creation."""
         operations = {shard.index: shard.operations for shard in self.shards}
         others = {one for of_shard in operations.values() for one in of_shard}
         made = self.graph.get_operations()[self._num_before :]
         operations[0] = [one for one in made if one not in others]
-        shared_variables.separate(self._outside, operations, self.start[0])
+        return operations
 
     def gather(self, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """Runs the other shards up to shard 0's exchange, and combines."""
@@ -143,12 +161,13 @@ class Team:
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph or tensorflow_v1.in_control_flow(graph):
             raise RuntimeError(
-                "Gradients are applied in tf.cond, tf.while_loop or a"
-                " tf.function inside the computation of shard(), or shard() is"
-                " called in control flow v1. Shards can't communicate there."
-                " Apply gradients at the top level of the computation, and call"
-                " shard() outside of control flow v1. To skip an update,"
-                " multiply the gradients by zero."
+                "Gradients are applied, or cross_replica_sum is called, in"
+                " tf.cond, tf.while_loop or a tf.function inside the"
+                " computation of shard(), or shard() is called in control flow"
+                " v1. Shards can't communicate there. Move the call to the top"
+                " level of the computation, and call shard() outside of control"
+                " flow v1. To skip an update, multiply the gradients by"
+                " zero."
             )
 
     def initialize_first(
@@ -327,6 +346,7 @@ class Shard:
         team = self.team
         if self.index == 0:
             with (
+                site_lib.refused(team.refusal),
                 tf.variable_creator_scope(self._recorded),
                 tf.control_dependencies(team.start),
                 tf.device(team.devices[0]),
@@ -335,6 +355,7 @@ class Shard:
             return
         name_scope = f"shard_{self.index}/{team.name_scope}".rstrip("/") + "/"
         with (
+            site_lib.refused(team.refusal),
             tf.device(None),
             tf.device(team.outer_device),
             tf.device(team.devices[self.index]),

@@ -1,0 +1,230 @@
+"""`cross_replica_sum`: values and gradients in shards, and what it refuses."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+import tf_xshard.compat.v1.tensorflow as script_tf
+from tests.compat.v1 import graphs
+from tests.support import linear_estimator as linear
+from tests.support import replicas
+from tf_xshard.compat import v1
+
+tf1 = tf.compat.v1
+A, B, W = [1.0, 2.0], [3.0, 5.0], 10.0
+
+
+@pytest.fixture(autouse=True)
+def _graph():
+    with tf.Graph().as_default():
+        yield
+
+
+def _descend(loss):
+    """A step by the sum of the shards' gradients."""
+    return v1.CrossShardOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), tf1.losses.Reduction.SUM
+    ).minimize(loss)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "shared"])
+def test_value_and_gradient(outside):
+    """With y = w a_0 + w a_1, d(b_0 y^2 + b_1 y^2) / 2 = (b_0 + b_1) y dy."""
+    w = tf1.get_variable("w", initializer=W) if outside else None
+
+    def computation(a, b):
+        with tf1.variable_scope("", reuse=tf1.AUTO_REUSE):
+            own = tf1.get_variable("w", initializer=W)
+        y = script_tf.tpu.cross_replica_sum(own * a[0], name="y")
+        loss = b[0] * y**2 / 2
+        with tf.control_dependencies([y]):
+            before = tf.identity(y)
+        with tf.control_dependencies([before]):
+            step = _descend(loss)
+        with tf.control_dependencies([step]):
+            return tf.identity(before)
+
+    inputs = [tf.constant(A), tf.constant(B)]
+    (y,) = v1.shard(computation, inputs, num_shards=2)
+    copies = tf1.get_collection(v1.SHARD_VARIABLES)
+    assert len(copies) == (0 if outside else 1)
+    with graphs.session() as session:
+        assert session.run(y).tolist() == [30.0, 30.0]
+        values = session.run([*tf1.global_variables(), *copies])
+    assert w is None or tf1.global_variables() == [w]
+    assert set(values) == {W - (3 + 5) * 30 * (1 + 2)}
+
+
+def test_groups():
+    def computation(a, b):
+        w = tf1.get_variable("w", initializer=W)
+        y = v1.cross_replica_sum(w * a[0], GROUPS)
+        # Chained, and of another type.
+        twice = v1.cross_replica_sum(v1.cross_replica_sum(a, GROUPS))
+        count = v1.cross_replica_sum(tf.constant([1, 2]))
+        [gradient] = tf.gradients(b[0] * y**2 / 2, [w])
+        return [y, gradient, twice, count[None]]
+
+    GROUPS = [[0, 3], [2, 1]]
+    a, b = np.float32([1, 2, 3, 4]), np.float32([5, 6, 7, 8])
+    outputs = v1.shard(computation, [tf.constant(a), tf.constant(b)], 4)
+    with graphs.session() as session:
+        y, gradient, twice, count = session.run(outputs)
+    group = np.float32([[1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1]])
+    np.testing.assert_array_equal(y, W * (group @ a))
+    # Each replica's loss, of its own w: the original's gradient on a TPU.
+    np.testing.assert_array_equal(gradient, a * (group @ (b * y)))
+    np.testing.assert_array_equal(twice, [2 * a.sum()] * 4)
+    np.testing.assert_array_equal(count, [[4, 8]] * 4)
+
+
+def _standardized(features, labels, mode):
+    """Statistics of the whole batch, as batch normalization on TPUs."""
+    y = features["x"][:, :1]
+    size = tf.cast(tf.shape(y)[0], tf.float32)
+    sums = script_tf.tpu.cross_replica_sum(tf.stack([tf.reduce_sum(y), size]))
+    y -= sums[0] / sums[1]
+    if mode == v1.ModeKeys.PREDICT:
+        return v1.TPUEstimatorSpec(mode, {"y": y})
+    w = tf1.get_variable("w", [], initializer=tf.zeros_initializer())
+    loss = tf.reduce_mean((w - y**2) ** 2)
+    optimizer = v1.CrossShardOptimizer(tf1.train.GradientDescentOptimizer(0.5))
+    step = tf1.train.get_global_step()
+    train = optimizer.minimize(loss, step) if mode == "train" else None
+    return v1.TPUEstimatorSpec(mode, loss=loss, train_op=train)
+
+
+def test_in_an_estimator(tmp_path):
+    """Training on two shards; evaluation and prediction on the whole batch."""
+    estimator = linear.make(tmp_path, 2, _standardized)
+    estimator.train(linear.input_fn, steps=1)
+    y = linear.X[:8, :1] - linear.X[:8, :1].mean()
+    w = estimator.get_variable_value("w")
+    np.testing.assert_allclose(w, np.mean(y**2), rtol=1e-5)
+    found = estimator.evaluate(linear.input_fn, steps=1)["loss"]
+    np.testing.assert_allclose(found, np.mean((w - y**2) ** 2), rtol=1e-5)
+    predicted = next(estimator.predict(linear.input_fn))["y"]
+    np.testing.assert_allclose(predicted, y[0], rtol=1e-4)
+
+
+def test_under_a_strategy():
+    with tf.__internal__.eager_context.eager_mode():
+        strategy = replicas.mirrored(2)
+
+        @tf.function
+        def sums():
+            return strategy.run(
+                lambda: (
+                    v1.cross_replica_sum(replicas.power_of_ten()),
+                    v1.cross_replica_sum(replicas.power_of_ten(), [[1], [0]]),
+                )
+            )
+
+        of_all, alone = sums()
+        assert [float(x) for x in replicas.values(strategy, of_all)] == [11, 11]
+        assert [float(x) for x in replicas.values(strategy, alone)] == [1, 10]
+
+
+@pytest.mark.parametrize("groups", [None, [[0, 2], [1, 3]]], ids=str)
+def test_the_original_s_graph_on_a_tpu(groups):
+    graph = tf1.get_default_graph()
+    tf1.tpu.shard(
+        lambda x: [
+            one(x, groups)
+            for one in (tf1.tpu.cross_replica_sum, v1.cross_replica_sum)
+        ],
+        [tf.zeros([8])],
+        num_shards=4,
+    )
+    found = [
+        tf.get_static_value(one.inputs[1]).tolist()
+        for one in graph.get_operations()
+        if one.type == "CrossReplicaSum"
+    ]
+    assert found == [groups or [[0, 1, 2, 3]]] * 2
+
+
+def _is_first():
+    return "shard_" not in tf1.get_default_graph().get_name_scope()
+
+
+def _in_a_tape():
+    w = tf1.get_variable("w", initializer=1.0)
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        y = v1.cross_replica_sum(w * 2.0)
+    return tape.gradient(y, w)
+
+
+def _once_more():
+    for _ in range(1 if _is_first() else 2):
+        x = v1.cross_replica_sum(tf.ones([]))
+    return x
+
+
+@pytest.mark.parametrize(
+    "computation, error, text",
+    [
+        (
+            lambda: tf.cond(
+                tf.constant(True),
+                lambda: v1.cross_replica_sum(1.0),
+                lambda: tf.constant(1.0),
+            ),
+            RuntimeError,
+            "Move the call to the top level of the computation",
+        ),
+        (_in_a_tape, LookupError, "Use tf.gradients"),
+        (_once_more, ValueError, r"\[1, 2\] times. Make the same calls"),
+        (
+            lambda: v1.cross_replica_sum(tf.ones([1 if _is_first() else 2])),
+            ValueError,
+            r"different shapes.*\(1,\).*\(2,\).*Make the same calls",
+        ),
+        (
+            lambda: v1.cross_replica_sum(1.0, [[0, 1], [2, 3]]),
+            ValueError,
+            "is for 4 replicas, but shard",
+        ),
+        (
+            lambda: v1.cross_replica_sum(1.0, [[0, 0]]),
+            ValueError,
+            "puts replica 0",
+        ),
+        (
+            lambda: tf1.tpu.cross_replica_sum(tf.ones([])),
+            ValueError,
+            "TensorFlow's own.*Use tf_xshard.compat.v1.cross_replica_sum",
+        ),
+        (
+            lambda: tf_xshard.group_reduce(tf.ones([])),
+            RuntimeError,
+            "Use tf_xshard.compat.v1.cross_replica_sum",
+        ),
+    ],
+)
+def test_refusals(computation, error, text):
+    with pytest.raises(error, match=text):
+        v1.shard(computation, num_shards=2)
+
+
+def test_a_keras_wrapper_in_shards_is_refused():
+    with tf.__internal__.eager_context.eager_mode():
+        w = keras.Variable(1.0)
+        optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(1.0))
+        optimizer.build([w])
+
+        @tf.function(autograph=False)
+        def step(num_shards):
+            def computation():
+                optimizer.apply([tf.ones([])], [w])
+
+            v1.shard(computation, num_shards=num_shards)
+
+        with pytest.raises(RuntimeError, match="strategy's replicas, not over"):
+            step(2)
+        assert float(w) == 1.0
+        step(1)  # One shard has nothing to reduce.
+        assert float(w) == 0.0
