@@ -451,6 +451,57 @@ def _in_cond():
     )
 
 
+class _Conditional(tf1.train.Optimizer):
+    """What the error of `_in_cond` advises: the branch is in the optimizer."""
+
+    def __init__(self, optimizer):
+        super().__init__(False, "Conditional")
+        self.optimizer = optimizer
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        [(gradient, v)] = grads_and_vars
+        return tf.cond(
+            gradient > 0,
+            lambda: self.optimizer.apply_gradients(
+                [(gradient, v)], global_step
+            ),
+            tf.no_op,
+        )
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_an_update_is_skipped_in_the_wrapped_optimizer(v2):
+    """Nothing changes, of Adam neither, though one shard's gradient is used."""
+
+    def computation(x):
+        gradient = tf.reduce_sum(x)
+        optimizer = v1.CrossShardOptimizer(
+            _Conditional(tf1.train.AdamOptimizer(0.1))
+        )
+        step = tf1.train.get_or_create_global_step()
+        return optimizer.apply_gradients([(gradient, _zeros("w"))], step)
+
+    tf1.train.get_or_create_global_step()
+    x = tf1.placeholder(tf.float32, [2])
+    with graphs.control_flow(v2):
+        op = v1.shard(computation, [x], num_shards=2)
+    values = []
+    with graphs.session() as session:
+        for one in ([1, 1], [-2, 1], [1, 2]):
+            session.run(op, {x: one})
+            values.append(_values(session))
+    assert values[0] == values[1]
+    assert values[0]["global_step"] == 1 and values[2]["global_step"] == 2
+    # Adam's steps, for gradients 2 and 3.
+    m, v = 0.9 * 0.1 * 2 + 0.1 * 3, 0.999 * 0.001 * 4 + 0.001 * 9
+    second = m / (1 - 0.9**2) / np.sqrt(v / (1 - 0.999**2))
+    for name in ("w", "shard_1/w"):
+        np.testing.assert_allclose(values[0][name], -0.1, rtol=1e-5)
+        np.testing.assert_allclose(
+            values[2][name], -0.1 - 0.1 * second, rtol=1e-4
+        )
+
+
 def _unequal():
     v = _zeros("v")
     # Python runs this for each shard.
@@ -478,6 +529,7 @@ def _more_variables():
     "computation, error, text",
     [
         (_in_cond, RuntimeError, "top level of the computation"),
+        (_in_cond, RuntimeError, "optimizer whose apply_gradients calls"),
         (_unequal, ValueError, "same number of times"),
         (_fewer, ValueError, "same number of times"),
         (_other_variables, ValueError, "same computation"),

@@ -166,8 +166,8 @@ class Team:
                 " computation of shard(), or shard() is called in control flow"
                 " v1. Shards can't communicate there. Move the call to the top"
                 " level of the computation, and call shard() outside of control"
-                " flow v1. To skip an update, multiply the gradients by"
-                " zero."
+                " flow v1. To skip an update, give CrossShardOptimizer an"
+                " optimizer whose apply_gradients calls tf.cond."
             )
 
     def initialize_first(
