@@ -133,6 +133,62 @@ def test_hooks_and_limits(tmp_path):
     assert lines == ["train"] * 9 + ["eval"] * 2 + ["infer"] * 2
 
 
+class _Listening(tf1.train.CheckpointSaverListener):
+    """Notes all calls, with the newest checkpoint; may stop the training."""
+
+    def __init__(self, directory, stops_at=None):
+        self.directory, self.stops_at, self.lines = directory, stops_at, []
+
+    def begin(self):
+        tf.constant(1, name="a_listener_may_build")
+        self.lines.append("begin")
+
+    def _note(self, name, session, step):
+        assert session.run(tf1.train.get_global_step()) == step
+        newest = tf.train.latest_checkpoint(str(self.directory)) or "none"
+        self.lines.append((name, int(step), newest.split("ckpt-")[-1]))
+
+    def before_save(self, session, global_step_value):
+        self._note("before", session, global_step_value)
+
+    def after_save(self, session, global_step_value):
+        self._note("after", session, global_step_value)
+        return global_step_value == self.stops_at
+
+    def end(self, session, global_step_value):
+        self._note("end", session, global_step_value)
+
+
+def test_saving_listeners(tmp_path):
+    """Called around each save, in order; one of them stops the training."""
+    first, second = _Listening(tmp_path, stops_at=4), _Listening(tmp_path)
+    estimator = _make(tmp_path, save_checkpoints_steps=2)
+    estimator.train(
+        linear.input_fn, max_steps=3, saving_listeners=[first, second]
+    )
+    assert first.lines == second.lines
+    assert first.lines == [
+        "begin",
+        ("before", 0, "none"),
+        ("after", 0, "0"),
+        ("before", 2, "0"),
+        ("after", 2, "2"),
+        ("before", 3, "2"),
+        ("after", 3, "3"),
+        ("end", 3, "3"),
+    ]
+    stopping = _Listening(tmp_path, stops_at=5)
+    estimator.train(
+        linear.input_fn, steps=9, saving_listeners=(stopping, second)
+    )
+    assert estimator.get_variable_value("global_step") == 5
+    assert stopping.lines[-3:] == second.lines[-3:]
+    assert stopping.lines[-2:] == [("after", 5, "5"), ("end", 5, "5")]
+    with pytest.raises(TypeError, match="Pass other hooks in `hooks`"):
+        estimator.train(linear.input_fn, saving_listeners=[_Called([])])
+    assert estimator.get_variable_value("global_step") == 5
+
+
 def test_hooks_of_the_chief(tmp_path):
     """This process is the chief."""
     lines = []

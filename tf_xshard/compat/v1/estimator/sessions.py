@@ -36,7 +36,11 @@ class Sessions:
             yield
 
     def for_training(
-        self, spec: Any, loss: tf.Tensor, hooks: Sequence[Any] | None
+        self,
+        spec: Any,
+        loss: tf.Tensor,
+        hooks: Sequence[Any] | None,
+        listeners: Sequence[Any],
     ) -> Any:
         """Makes a session that resumes from the newest checkpoint and saves."""
         tf1 = tf.compat.v1
@@ -68,7 +72,9 @@ class Sessions:
         scaffold = self._scaffold(spec)
         # The hook that saves is last, to save what other hooks do in `end`.
         every_steps = config.save_checkpoints_steps
-        all_hooks.append(SaverHook(scaffold, self._directory, every_steps))
+        all_hooks.append(
+            SaverHook(scaffold, self._directory, every_steps, listeners)
+        )
         return self._session(
             scaffold, all_hooks, checkpoint_dir=self._directory
         )
@@ -129,9 +135,14 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
     # TensorFlow 2.20 with protobuf 7.34.
 
     def __init__(
-        self, scaffold: Any, directory: str, every_steps: int | None
+        self,
+        scaffold: Any,
+        directory: str,
+        every_steps: int | None,
+        listeners: Sequence[Any],
     ) -> None:
         self._scaffold = scaffold
+        self._listeners = listeners
         self._prefix = os.path.join(directory, "model.ckpt")
         self._every_steps = every_steps
         self._saved: int | None = None
@@ -139,6 +150,8 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
     def begin(self) -> None:
         """Finds the graph's global step."""
         self._step = tf.compat.v1.train.get_global_step()
+        for listener in self._listeners:
+            listener.begin()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Saves before the first step."""
@@ -151,20 +164,28 @@ class SaverHook(tf.compat.v1.train.SessionRunHook):
         if self._every_steps:
             step = int(run_context.session.run(self._step))
             if self._saved is None or step >= self._saved + self._every_steps:
-                self._save(run_context.session, step)
+                if self._save(run_context.session, step):
+                    run_context.request_stop()
 
     def end(self, session: Any) -> None:
         """Saves the last step, unless it is saved already."""
         step = int(session.run(self._step))
         if step != self._saved:
             self._save(session, step)
+        for listener in self._listeners:
+            listener.end(session, step)
 
-    def _save(self, session: Any, step: int) -> None:
+    def _save(self, session: Any, step: int) -> bool:
+        """Saves; returns True if a listener requests to stop training."""
         logging.info("Saving step %d to %s.", step, self._prefix)
+        for listener in self._listeners:
+            listener.before_save(session, step)
         self._scaffold.saver.save(
             session, self._prefix, global_step=step, write_meta_graph=False
         )
         self._saved = step
+        # A list, since every listener must be called.
+        return any([one.after_save(session, step) for one in self._listeners])
 
 
 def write_summary(directory: str, results: Mapping[str, Any]) -> None:

@@ -212,6 +212,7 @@ class TPUEstimator(model_directory.ModelDirectory):
         hooks: Sequence[Any] | None = None,
         steps: int | None = None,
         max_steps: int | None = None,
+        saving_listeners: Sequence[Any] | None = None,
     ) -> TPUEstimator:
         """Trains until the input ends, or for a number of steps.
 
@@ -224,12 +225,16 @@ class TPUEstimator(model_directory.ModelDirectory):
           hooks: `tf.compat.v1.train.SessionRunHook`s. Default: none.
           steps: The number of steps to train. Default: None, no limit.
           max_steps: The global step to end at. Default: None, no limit.
+          saving_listeners: `tf.compat.v1.train.CheckpointSaverListener`s, which
+            are called before and after each checkpoint is saved. Training stops
+            if `after_save` returns True. Default: none.
 
         Returns:
           This object.
 
         Raises:
-          TypeError: If model_fn returns something other than a spec.
+          TypeError: If model_fn returns something other than a spec, or a
+            listener is not a `CheckpointSaverListener`.
           ValueError: If both steps and max_steps are given, or either is not a
             positive int. If train_batch_size is None, or rows can't be split
             over the shards. If the spec lacks a loss or a train_op, or shards
@@ -243,6 +248,14 @@ class TPUEstimator(model_directory.ModelDirectory):
             )
         checks.count("steps", steps, None)
         checks.count("max_steps", max_steps, None)
+        listeners = tuple(saving_listeners or ())
+        for one in listeners:
+            if not isinstance(one, tf.compat.v1.train.CheckpointSaverListener):
+                raise TypeError(
+                    "saving_listeners must be a list of tf.compat.v1.train."
+                    f"CheckpointSaverListener, got {one!r}. Pass other hooks in"
+                    " `hooks`."
+                )
         if max_steps is not None and self._saved_step() >= max_steps:
             logging.info("Training has already reached step %d.", max_steps)
             return self
@@ -254,7 +267,9 @@ class TPUEstimator(model_directory.ModelDirectory):
                     *(hooks or ()),
                     tf.compat.v1.train.StopAtStepHook(steps, max_steps),
                 ]
-            with self._sessions.for_training(spec, loss, hooks) as session:
+            with self._sessions.for_training(
+                spec, loss, hooks, listeners
+            ) as session:
                 while not session.should_stop():
                     session.run([train_op, loss])
         return self
