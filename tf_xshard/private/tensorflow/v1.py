@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -222,6 +223,39 @@ def stateless_copy(
         if isinstance(value, _Optimizer):
             setattr(result, name, stateless_copy(value))
     return result
+
+
+def show_state_of(
+    optimizer: tf.compat.v1.train.Optimizer, graph: tf.Graph
+) -> None:
+    """Gives an optimizer its variables of one graph, and takes the others.
+
+    Each graph keeps its own variables, so that no graph lives as long as the
+    optimizer. Variables that were made eagerly stay.
+    """
+    for one in filter(_is_v1, optimizers_in(optimizer)):
+        tables = {None: one._non_slot_dict, **one._slots}
+        for name, table in tables.items():
+            for key in list(table):
+                [owner] = [
+                    part for part in key if isinstance(part, tf.Graph)
+                ] or [graph]
+                if owner is not graph:
+                    kept = _states_in(owner).setdefault(one, {})
+                    kept.setdefault(name, {})[key] = table.pop(key)
+        for name, kept in _states_in(graph).pop(one, {}).items():
+            if name is None:
+                one._non_slot_dict.update(kept)
+            else:
+                one._slots.setdefault(name, {}).update(kept)
+
+
+def _states_in(graph: tf.Graph) -> weakref.WeakKeyDictionary[Any, Any]:
+    return kept_by(graph, "tf_xshard_slots", weakref.WeakKeyDictionary)
+
+
+def _is_v1(optimizer: Any) -> bool:
+    return isinstance(optimizer, _Optimizer)
 
 
 def track(

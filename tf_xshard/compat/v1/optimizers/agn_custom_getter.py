@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from tf_xshard.private.tensorflow import v1 as tensorflow_v1
 
 _GLOBAL = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
 _LOCAL = tf.compat.v1.GraphKeys.LOCAL_VARIABLES
@@ -51,8 +54,9 @@ class AGNCustomGetter:
                 f"worker_device must be a str, got {worker_device!r}."
             )
         self.worker_device = worker_device
-        # The keys are the ids of the local variables.
-        self._copies: dict[int, Copies] = {}
+        # Of variables that were made eagerly; a graph keeps its own. The keys
+        # are the ids of the local variables.
+        self._eager_copies: dict[int, Copies] = {}
 
     def __call__(
         self,
@@ -97,8 +101,19 @@ class AGNCustomGetter:
         for copies in zip(
             _parts(local), _parts(center), _parts(accumulator), strict=True
         ):
-            self._copies[id(copies[0])] = Copies(*copies)
+            self._copies()[id(copies[0])] = Copies(*copies)
         return local
+
+    def _copies(self) -> dict[int, Copies]:
+        """Returns the copies in the current graph, or the eager copies."""
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                return self._eager_copies
+            return tensorflow_v1.kept_by(
+                tf.compat.v1.get_default_graph(),
+                "tf_xshard_agn_copies",
+                weakref.WeakKeyDictionary,
+            ).setdefault(self, {})
 
     def copies_of(self, variable: tf.Variable) -> Copies:
         """Returns the center and the accumulator of a local variable.
@@ -112,24 +127,18 @@ class AGNCustomGetter:
         Raises:
           ValueError: If this getter did not make the variable.
         """
-        if id(variable) not in self._copies:
+        copies = self._copies()
+        if id(variable) not in copies:
             raise ValueError(
                 f"Variable {variable.name!r} was not made by this optimizer's"
                 " AGNCustomGetter. Make it with tf.compat.v1.get_variable in"
                 " a variable_scope(..., custom_getter=getter)."
             )
-        return self._copies[id(variable)]
+        return copies[id(variable)]
 
     def all_copies(self) -> list[Copies]:
         """Lists the named tuples of the current graph's local variables."""
-        if tf.executing_eagerly():
-            return list(self._copies.values())
-        graph = tf.compat.v1.get_default_graph()
-        return [
-            copies
-            for copies in self._copies.values()
-            if copies.local.graph is graph
-        ]
+        return list(self._copies().values())
 
 
 def _parts(variable: Any) -> list[tf.Variable]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -99,11 +100,8 @@ class CrossShardOptimizer(wrapper.Wrapper):
             communication_lib.Communication()
         )
         self._reduction = reductions.checked(reduction)
-        # Keys are graphs and shards. Values are the inner optimizer, or a copy
-        # if the inner optimizer already has another shard's state.
-        self._inner_of_shard: dict[
-            tuple[tf.Graph, int], inner_optimizers.V1 | inner_optimizers.Keras
-        ] = {}
+        # The graphs with copies of the inner optimizer, which they keep.
+        self._graphs: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
         self._track(self._inner)
 
     @autograph.entry_point
@@ -197,16 +195,24 @@ class CrossShardOptimizer(wrapper.Wrapper):
         shard = traced_shards.current()
         if shard is None:
             return self._inner
-        place = (shard.team.graph, shard.index)
-        if place not in self._inner_of_shard:
-            owners = {
-                shard.team.copies.owner(one, shard.index)
-                for one in tensorflow_v1.optimizers_in(self._inner.optimizer)
-            }
-            self._inner_of_shard[place] = (
-                self._inner if owners == {shard.index} else self._inner.anew()
-            )
-        return self._inner_of_shard[place]
+        owners = {
+            shard.team.copies.owner(one, shard.index)
+            for one in tensorflow_v1.optimizers_in(self._inner.optimizer)
+        }
+        if owners == {shard.index}:
+            return self._inner
+        # The inner optimizer already has another shard's state.
+        copies = self._copies_in(shard.team.graph)
+        if shard.index not in copies:
+            copies[shard.index] = self._inner.anew()
+        return copies[shard.index]
+
+    def _copies_in(self, graph: tf.Graph) -> dict[int, Any]:
+        """Returns the copies of the inner optimizer for a graph's shards."""
+        self._graphs.add(graph)
+        return tensorflow_v1.kept_by(
+            graph, "tf_xshard_inner_of_shards", weakref.WeakKeyDictionary
+        ).setdefault(self, {})
 
     def get_slot(self, *args: Any, **kwargs: Any) -> tf.Variable | None:
         """Returns a slot of the inner optimizer, for any shard's variable.
@@ -218,7 +224,12 @@ class CrossShardOptimizer(wrapper.Wrapper):
         Returns:
           A variable, usually of `var`'s shape, or None if there is no slot.
         """
-        for inner in (self._inner, *self._inner_of_shard.values()):
+        copies = [
+            one
+            for graph in self._graphs
+            for one in self._copies_in(graph).values()
+        ]
+        for inner in (self._inner, *copies):
             slot = inner.get_slot(*args, **kwargs)
             if slot is not None:
                 return slot

@@ -38,17 +38,28 @@ class V1:
         **kwargs: Any,
     ) -> tf.Operation | None:
         """Applies gradients."""
+        self._show_state()
         return self.optimizer.apply_gradients(
             grads_and_vars, global_step=global_step, **kwargs
         )
+
+    def _show_state(self, variable: Any = None) -> None:
+        """Shows the state of a variable's graph, or of the current graph."""
+        with tf.init_scope():
+            graph = getattr(variable, "graph", None)
+            if graph is None and not tf.executing_eagerly():
+                graph = tf.compat.v1.get_default_graph()
+        if graph is not None:
+            tensorflow_v1.show_state_of(self.optimizer, graph)
 
     def get_name(self) -> str:
         """Returns the optimizer's name."""
         return self.optimizer.get_name()
 
-    def get_slot(self, *args: Any, **kwargs: Any) -> tf.Variable | None:
-        """Returns a slot, usually of its variable's shape, or None."""
-        return self.optimizer.get_slot(*args, **kwargs)
+    def get_slot(self, var: Any, name: str) -> tf.Variable | None:
+        """Returns a slot, usually of `var`'s shape, or None."""
+        self._show_state(var)
+        return self.optimizer.get_slot(var, name)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> list[str]:
         """Lists the names of the optimizer's slots."""
@@ -56,10 +67,12 @@ class V1:
 
     def variables(self) -> list[tf.Variable]:
         """Lists the slots, and the state that is not per variable."""
+        self._show_state()
         return self.optimizer.variables()
 
     def restore_slot(self, **kwargs: Any) -> None:
         """Restores a slot from a tf.train.Checkpoint."""
+        self._show_state()
         tensorflow_v1.restore_slot(self.optimizer, **kwargs)
 
 
