@@ -66,7 +66,7 @@ class InGroups(_CrossReplicaSum):
         self._note_all(tensors)
         return [
             tf.raw_ops.CrossReplicaSum(
-                input=tensor, group_assignment=self.groups.to_list()
+                input=tensor, group_assignment=self.channel.groups.to_list()
             )
             for tensor in tensors
         ]

@@ -79,8 +79,7 @@ class MergeCall(transport.Transport):
         values: Sequence[tf.Tensor],
     ) -> Any:
         combined = [
-            combine([values[r] for r in sorted(members)])
-            for members in self.groups
+            combine([values[r] for r in members]) for members in self.groups
         ]
 
         def of_replica(context: Any) -> tf.Tensor:

@@ -159,9 +159,7 @@ class MPI(transport.Transport):
         seconds = float(self.communication.timeout_seconds)
         site = self.site
         assert site.replica_id is not None, site
-        members = tuple(
-            sorted(tuple(self.groups)[self.groups.group_of(site.replica_id)])
-        )
+        members = tuple(self.groups)[self.groups.group_of(site.replica_id)]
         run = functools.partial(
             _run,
             collective,

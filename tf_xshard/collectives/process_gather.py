@@ -37,9 +37,11 @@ class ProcessGather:
         self._what = what
         self._strategy = strategy
         self._communication = communication
-        self._num_replicas = strategy.num_replicas_in_sync
+        self._every = group_assignment_lib.GroupAssignment.single(
+            strategy.num_replicas_in_sync
+        )
         self.local_ids = site_lib.local_replica_ids(strategy)
-        self.num_processes = self._num_replicas // len(self.local_ids)
+        self.num_processes = self._every.num_replicas // len(self.local_ids)
         self.rank = site_lib.rank(strategy)
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -50,16 +52,13 @@ class ProcessGather:
         if self.num_processes == 1:
             return [payload]
         self._wait_for_all()
-        sizes = self._all_gather(np.array([len(payload)], np.int64))
+        sizes = self._all_gather(np.array([len(payload)], np.int64))[:, 0]
         # Rows are padded to powers of two, so that few shapes are traced.
         width = 1 << int(max(sizes) // 8).bit_length()
         padded = payload + bytes(8 * width - len(payload))
         rows = self._all_gather(np.frombuffer(padded, np.int64))
         return [
-            row.tobytes()[:size]
-            for row, size in zip(
-                rows.reshape(self.num_processes, width), sizes, strict=True
-            )
+            row.tobytes()[:size] for row, size in zip(rows, sizes, strict=True)
         ]
 
     def _wait_for_all(self) -> None:
@@ -93,7 +92,7 @@ class ProcessGather:
             runtime.withdraw(f"{prefix}/{number - 1}/{self.rank}")
 
     def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """Concatenates the int64 numbers of all processes."""
+        """Stacks the int64 numbers of all processes, by rank."""
         # One replica of each process contributes its numbers.
         own = self._strategy.experimental_distribute_values_from_function(
             lambda context: tf.constant(
@@ -106,11 +105,15 @@ class ProcessGather:
         # tf.config.run_functions_eagerly(True).
         gathered = self._function.get_concrete_function(own)(own)
         local: Sequence = self._strategy.experimental_local_results(gathered)
-        return np.asarray(local[0])
+        # The rows come in the order of the replicas' positions.
+        [by_position] = site_lib.ranked(self._every, self._strategy)
+        ranks = [r // len(self.local_ids) for r in by_position]
+        rows = np.asarray(local[0]).reshape(self.num_processes, -1)
+        return rows[np.argsort(list(dict.fromkeys(ranks)))]
 
     @functools.cached_property
     def _function(self) -> Any:
-        every = group_assignment_lib.GroupAssignment.single(self._num_replicas)
+        every = self._every
 
         def on_replica(value: tf.Tensor) -> tf.Tensor:
             transport = collectives.transport_for(

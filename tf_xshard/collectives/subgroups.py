@@ -59,7 +59,7 @@ class Subgroups(transport.Transport):
         site, groups = self.site, self.groups
         assert site.replica_id is not None, site
         members = tuple(groups)[groups.group_of(site.replica_id)]
-        names = site_lib.device_names(site)
+        names = site_lib.device_names(site.strategy)
         self._common = dict(
             group_size=len(members),
             group_key=_FIRST_GROUP_KEY

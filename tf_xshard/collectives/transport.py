@@ -67,6 +67,8 @@ class Transport(abc.ABC):
     Every replica calls the same methods, with its own tensors.
 
     Attributes:
+      groups: The channel's groups, with their replicas in the order of their
+        positions.
       name: A readable name.
       spans_groups: True if replicas of other groups take part in the same
         operation. All replicas must then pass the same list of tensors.
@@ -83,7 +85,7 @@ class Transport(abc.ABC):
     def __init__(self, site: site_lib.Site, channel: Channel) -> None:
         self.site = site
         self.channel = channel
-        self.groups = channel.groups
+        self.groups = site_lib.ranked(channel.groups, site.strategy)
         self.communication = channel.communication
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -107,7 +109,7 @@ class Transport(abc.ABC):
         return [tf.gather(total, position) for total in self.sum(rows)]
 
     def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Stacks tensors over this replica's group, by replica ids.
+        """Stacks tensors over this replica's group, by positions.
 
         All replicas of the group pass the same shapes [size] and dtypes. They
         get the same bits, of shape [group_size, size].
@@ -132,12 +134,10 @@ class Transport(abc.ABC):
         )
 
     def position(self) -> int | tf.Tensor:
-        """Returns this replica's position in its group, by replica ids."""
+        """Returns this replica's position in its group; see `site.ranked`."""
         groups, replica_id = self.groups, self.site.replica_id
         positions = {
-            r: position
-            for group in groups
-            for position, r in enumerate(sorted(group))
+            r: position for group in groups for position, r in enumerate(group)
         }
         if replica_id is not None:
             return positions[replica_id]
@@ -148,7 +148,7 @@ class Transport(abc.ABC):
         )
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Concatenates tensors over this replica's group, by replica ids."""
+        """Concatenates tensors over this replica's group, by positions."""
         raise NotImplementedError(self.name)
 
     def check_dtype(self, dtype: tf.DType) -> None:  # noqa: B027
@@ -156,7 +156,7 @@ class Transport(abc.ABC):
 
     def _participants(self) -> group_assignment_lib.GroupAssignment:
         """Returns the groups of replicas that share one operation."""
-        return self.groups
+        return self.channel.groups
 
     def _note(
         self, operation: str, tensor: tf.Tensor, position: int

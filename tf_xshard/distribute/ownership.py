@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import site as site_lib
 
 
 class Balance(NamedTuple):
@@ -70,7 +70,7 @@ class Owned:
     """
 
     shape: tuple[int, ...]
-    groups: group_assignment_lib.GroupAssignment
+    groups: site_lib.RankedGroups
     owner: int
     offset: int = 0
 
@@ -85,9 +85,7 @@ class Owned:
 
     def members_of(self, replica_id: int) -> tuple[int, ...]:
         """Returns the replicas of a group, in the order of their positions."""
-        return tuple(
-            sorted(tuple(self.groups)[self.groups.group_of(replica_id)])
-        )
+        return tuple(self.groups)[self.groups.group_of(replica_id)]
 
     def holders_of(self, replica_id: int) -> tuple[int, ...]:
         """Returns the replica of the group that holds the value."""

@@ -1,8 +1,8 @@
 """Splits a tensor evenly over the replicas of a group, element by element.
 
 With n elements and g replicas, a shard has ceil(n / g) elements. Shards are in
-the order of replica ids. Zeros pad the last shards, and joining removes them.
-For example, n = 5 and g = 3 give [a b] [c d] [e 0].
+the order of the replicas' positions (`site.ranked`). Zeros pad the last shards,
+and joining removes them. For example, n = 5 and g = 3 give [a b] [c d] [e 0].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.distribute import site as site_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Layout:
     """Splits a tensor of `shape` over the replicas of each group."""
 
     shape: tuple[int, ...]
-    groups: group_assignment_lib.GroupAssignment
+    groups: site_lib.RankedGroups
 
     @property
     def num_elements(self) -> int:
@@ -41,10 +41,7 @@ class Layout:
 
     def members_of(self, replica_id: int) -> tuple[int, ...]:
         """Returns the replicas of a group, in the order of their shards."""
-        # Sort by id, since TensorFlow's collectives order replicas by device.
-        return tuple(
-            sorted(tuple(self.groups)[self.groups.group_of(replica_id)])
-        )
+        return tuple(self.groups)[self.groups.group_of(replica_id)]
 
     def holders_of(self, replica_id: int) -> tuple[int, ...]:
         """Returns the replicas of a group that hold a part of its value."""

@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NewType
 
 import tensorflow as tf
 
+from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.private.tensorflow import tracing
 
 _MULTI_WORKER = (
@@ -273,22 +274,72 @@ def current() -> Site:
     )
 
 
-def device_names(site: Site) -> tuple[str, ...]:
-    """Returns a name for every replica's device, equal in all processes.
+def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the full names of the devices of all replicas, by replica ids.
 
-    Group keys are hashes of these names, so two strategies share a group key
-    exactly if the group has the same devices.
+    The names are equal in all processes.
     """
-    local = site.strategy.extended.worker_devices
-    if site.num_processes == 1:
-        return tuple(local)
-    cluster = site.strategy.cluster_resolver.cluster_spec().as_dict()
-    suffixes = [device.split("/")[-1] for device in local]
+    local = tuple(strategy.extended.worker_devices)
+    if not spans_processes(strategy):
+        return local
+    cluster = strategy.cluster_resolver.cluster_spec()
     return tuple(
-        f"{sorted(cluster.items())}/{process}/{suffix}"
-        for process in range(site.num_processes)
-        for suffix in suffixes
+        tf.DeviceSpec.from_string(device)
+        .replace(job=job, task=task)
+        .to_string()
+        # A cluster's evaluator has no replicas.
+        for job in ("chief", "worker")
+        if job in cluster.jobs
+        for task in cluster.task_indices(job)
+        for device in local
     )
+
+
+# Groups whose replicas are in the order of their positions.
+RankedGroups = NewType("RankedGroups", group_assignment_lib.GroupAssignment)
+
+
+def ranked(
+    groups: group_assignment_lib.GroupAssignment,
+    strategy: tf.distribute.Strategy,
+) -> RankedGroups:
+    """Orders the replicas of each group by their positions.
+
+    A replica's position in its group is TensorFlow's rank of its device. It is
+    the replica's index in its group in the result. Whoever needs a position
+    gets it from here: a collective's rows, a shard's place, an owner.
+    """
+    if kind_of(strategy) in ("mirrored", "multi_worker"):
+        return _ranked(groups, device_names(strategy))
+    # Sums are the only collectives of a TPU, so any order would be right.
+    return _ranked(groups, None)
+
+
+@functools.cache
+def _ranked(
+    groups: group_assignment_lib.GroupAssignment,
+    devices: tuple[str, ...] | None,
+) -> RankedGroups:
+    ids = range(groups.num_replicas)
+    keys = [_rank_key(one) for one in devices] if devices else ids
+    return RankedGroups(
+        group_assignment_lib.GroupAssignment(
+            [sorted(group, key=keys.__getitem__) for group in groups]
+        )
+    )
+
+
+def _rank_key(device: str) -> tuple:
+    """Returns what TensorFlow sorts the devices of a collective's group by."""
+    # CompleteDefaultRanking in collective_param_resolver_local.cc sorts tasks as
+    # strings (task 10 before task 2), and the devices of a task by type and
+    # number (CPU:2 before CPU:10). The order in which devices join the group,
+    # or are passed to a strategy, does not matter. Three or more GPUs of a task
+    # have this order only if each can access the memory of all others: from the
+    # first one, TensorFlow follows links, which Python can't read.
+    spec = tf.DeviceSpec.from_string(device)
+    task = spec.replace(device_type=None, device_index=None).to_string()
+    return task, spec.device_type, spec.device_index
 
 
 def _replica_graph() -> tf.Graph | None:

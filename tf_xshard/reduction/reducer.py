@@ -84,7 +84,7 @@ def part_of_rows(
     rows: tf.IndexedSlices,
     variable: Any,
     owner: int | None,
-    groups: group_assignment_lib.GroupAssignment,
+    groups: site_lib.RankedGroups,
     position: Any,
 ) -> tf.Tensor:
     """Returns this replica's dense part of a gradient of some rows."""
@@ -202,7 +202,9 @@ class GradientReducer:
         shards, lost = self._scattered(parts, owners, transport)
         position = transport.position()
         of_rows = [
-            part_of_rows(rows, batch.variables[i], owners[i], groups, position)
+            part_of_rows(
+                rows, batch.variables[i], owners[i], transport.groups, position
+            )
             for i, rows in zip(
                 parts.sparse,
                 sum_rows(parts.slices, transport),

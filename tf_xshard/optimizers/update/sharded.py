@@ -151,7 +151,7 @@ class ShardedUpdate:
     ) -> None:
         self._optimizer = optimizer
         self._reducer = reducer
-        self._groups = groups
+        self._groups = site_lib.ranked(groups, strategy)
         self._variables = list(variables)
         self._store = slots.WholeSlots(strategy, groups, reducer.communication)
         roles = [role_of(one) for one in variables]

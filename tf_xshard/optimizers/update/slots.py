@@ -32,7 +32,7 @@ class WholeSlots:
         groups: group_assignment_lib.GroupAssignment,
         communication: communication_lib.Communication,
     ) -> None:
-        self._groups = groups
+        self._groups = site_lib.ranked(groups, strategy)
         self._processes = process_gather.ProcessGather(
             strategy, communication, _WHAT
         )
