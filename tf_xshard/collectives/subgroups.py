@@ -11,6 +11,12 @@ Processes that created their optimizers in a different order therefore have the
 same keys. A retrace on one worker can't shift the other workers' keys. Calls
 are paired by each device's program order, which the ordering tokens enforce.
 
+Without NCCL, TensorFlow's all-to-all joins the ranks of source and destination
+into a message's key, so 1 to 10 and 11 to 0 have the same key. A larger group,
+with several replicas in one process, therefore exchanges its rows in several
+all-to-alls, which send up to twice the bytes. Other collectives separate the
+parts of their keys.
+
 Within one process, optimizers have separate instance keys and tokens, since
 several threads may train at the same time. Across processes, optimizers share
 keys and tokens, so only one thread of each process may train.
@@ -19,6 +25,7 @@ keys and tokens, so only one thread of each process may train.
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +48,8 @@ _GROUP_KEYS = 1 << 30
 _EXPONENT_BITS = 5
 _FIRST_GATHER_KEY = 1 << 30
 _GATHER_KEYS = 1 << (30 - _EXPONENT_BITS)
+# In an all-to-all of 12, two messages have the same key.
+_MOST_IN_ALL_TO_ALL = 11
 
 
 def _hash(*parts: Any) -> int:
@@ -58,16 +67,8 @@ class Subgroups(transport.Transport):
         super().__init__(*args)
         site, groups = self.site, self.groups
         assert site.replica_id is not None, site
-        members = tuple(groups)[groups.group_of(site.replica_id)]
-        names = site_lib.device_names(site.strategy)
-        self._common = dict(
-            group_size=len(members),
-            group_key=_FIRST_GROUP_KEY
-            + _hash(*(names[r] for r in members)) % _GROUP_KEYS,
-            communication_hint=_hint(site),
-            # The watchdog has the timeout.
-            timeout_seconds=0,
-        )
+        self._members = tuple(groups)[groups.group_of(site.replica_id)]
+        self._devices = site_lib.device_names(site.strategy)
         # Operations on one token run one after another, so several tokens allow
         # several buckets in flight. NCCL needs the same order on all devices,
         # so GPUs have one lane.
@@ -136,7 +137,7 @@ class Subgroups(transport.Transport):
                 tf.raw_ops.CollectiveReduceV2,
                 merge_op="Add",
                 final_op="Id",
-                **self._common,
+                **self._between(self._members),
             ),
             recorder.ALL_REDUCE,
             position,
@@ -149,8 +150,35 @@ class Subgroups(transport.Transport):
 
     def _all_to_all(self, position: int, rows: tf.Tensor) -> tf.Tensor:
         """Sends row i to the replica at position i of the group."""
+        members = self._members
+        processes = {r // self.site.num_local_replicas for r in members}
+        if (
+            len(members) <= _MOST_IN_ALL_TO_ALL
+            or len(processes) == len(members)
+            or _hint(self.site) == "nccl"
+        ):
+            return self._exchange(position, rows, members)
+        received = tf.unstack(rows)
+        for indices in _exchanges(
+            len(members), members.index(self.site.replica_id)
+        ):
+            parts = self._exchange(
+                position,
+                tf.gather(rows, indices),
+                [members[i] for i in indices],
+            )
+            for i, part in zip(indices, tf.unstack(parts), strict=True):
+                received[i] = part
+        return tf.stack(received)
+
+    def _exchange(
+        self, position: int, rows: tf.Tensor, members: Sequence[int]
+    ) -> tf.Tensor:
+        """Sends row i to `members[i]`."""
         received = self._run(
-            functools.partial(tf.raw_ops.CollectiveAllToAllV2, **self._common),
+            functools.partial(
+                tf.raw_ops.CollectiveAllToAllV2, **self._between(members)
+            ),
             recorder.REDUCE_SCATTER,
             position,
             rows,
@@ -179,10 +207,21 @@ class Subgroups(transport.Transport):
             return _FIRST_GATHER_KEY + key + exponent
 
         operation = functools.partial(
-            tf.raw_ops.CollectiveGatherV2, **self._common
+            tf.raw_ops.CollectiveGatherV2, **self._between(self._members)
         )
         return self._run(
             operation, recorder.ALL_GATHER, position, tensor, instance_key
+        )
+
+    def _between(self, members: Sequence[int]) -> dict[str, Any]:
+        """Returns the arguments of a collective between some replicas."""
+        devices = [self._devices[r] for r in members]
+        return dict(
+            group_size=len(members),
+            group_key=_FIRST_GROUP_KEY + _hash(*devices) % _GROUP_KEYS,
+            communication_hint=_hint(self.site),
+            # The watchdog has the timeout.
+            timeout_seconds=0,
         )
 
     def _run(
@@ -222,6 +261,20 @@ class Subgroups(transport.Transport):
             cost,
         )
         return result if result.dtype == dtype else tf.bitcast(result, dtype)
+
+
+def _exchanges(group_size: int, position: int) -> list[list[int]]:
+    """Divides an all-to-all; returns the positions in each exchange."""
+    # Each pair of parts of the group exchanges its rows. All replicas have the
+    # same order of pairs. Otherwise, they would wait for each other.
+    count = -(-group_size // (_MOST_IN_ALL_TO_ALL // 2))
+    bounds = [group_size * k // count for k in range(count + 1)]
+    parts = [range(low, high) for low, high in itertools.pairwise(bounds)]
+    return [
+        [*one, *other]
+        for one, other in itertools.combinations(parts, 2)
+        if position in one or position in other
+    ]
 
 
 def _hint(site: site_lib.Site) -> str:
