@@ -11,7 +11,8 @@ import pytest
 
 from tests.support import seeds
 
-NUM_LOGICAL_DEVICES = 8
+# A device costs no time or memory until it is used.
+NUM_LOGICAL_DEVICES = 16
 # Megabytes of a logical GPU.
 GPU_MEMORY = 512
 # Limits a test with --full; setup.cfg limits it otherwise.

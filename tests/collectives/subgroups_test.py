@@ -1,11 +1,18 @@
-"""How TensorFlow is told to communicate; the sums have tests of their own."""
+"""TensorFlow's collectives: ranks, keys, and what TensorFlow is told."""
 
+import itertools
 import types
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_xshard
+from tests.support import replicas
+from tf_xshard import collectives
 from tf_xshard.collectives import subgroups
+from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.distribute import site as site_lib
 
 WHOLE = None
 ONE = [tf.config.LogicalDeviceConfiguration(1024)]
@@ -34,3 +41,115 @@ def test_nccl_is_for_whole_gpus(kind, device, gpus, hint, monkeypatch):
     )
     site = types.SimpleNamespace(kind=kind, device=device)
     assert subgroups._hint(site) == hint
+
+
+CROSSED = [[3, 1], [0, 2]]
+IN_SIXES = [[11, 4, 2, 9, 0, 7], [3, 1, 10, 5, 8, 6]]
+
+
+@pytest.mark.parametrize(
+    "devices, groups, graph",
+    [
+        (replicas.REVERSED, CROSSED, True),
+        (replicas.MIXED, CROSSED, True),
+        (replicas.MIXED, CROSSED, False),
+        (replicas.TWELVE, [[*range(12)]], True),
+        (replicas.TWELVE, [[*range(12)]], False),
+        (replicas.TWELVE, IN_SIXES, True),
+        # Parts of the group have different sizes.
+        (replicas.SIXTEEN[:13], [[*range(13)]], True),
+        (replicas.SIXTEEN, [[*range(16)]], True),
+    ],
+    ids=str,
+)
+def test_ranks_are_positions(devices, groups, graph):
+    """Each row names its source and its destination, by replica."""
+    strategy = replicas.mirrored_on(devices)
+    assignment = tf_xshard.GroupAssignment(groups)
+    group_size = assignment.group_size
+
+    def on_replica():
+        site = site_lib.current()
+        path = collectives.transport_for(
+            site, transport_lib.Channel(assignment, tf_xshard.Communication())
+        )
+        own = float(site.replica_id)
+        to_each = 100 * tf.range(float(group_size))[:, tf.newaxis] + own
+        return (
+            path.position(),
+            path.gather([tf.fill([1 + site.replica_id % 3], own)])[0],
+            path.all_gather([tf.fill([2], own)])[0],
+            path.all_to_all([to_each])[0],
+            path.reduce_scatter([to_each])[0],
+        )
+
+    run = lambda: strategy.run(on_replica)
+    found = (tf.function(run, autograph=False) if graph else run)()
+    position, gathered, stacked, exchanged, summed = (
+        [np.asarray(one) for one in strategy.experimental_local_results(value)]
+        for value in found
+    )
+    for group in groups:
+        # TensorFlow sorts devices by their numbers.
+        members = sorted(group, key=devices.__getitem__)
+        for index, r in enumerate(members):
+            assert position[r] == index
+            assert gathered[r].tolist() == [
+                m for m in members for _ in range(1 + m % 3)
+            ]
+            assert stacked[r].tolist() == [[m, m] for m in members]
+            assert exchanged[r].tolist() == [[100 * index + m] for m in members]
+            assert summed[r].tolist() == [
+                100 * index * group_size + sum(members)
+            ]
+
+
+def test_tasks_are_ranked_as_strings():
+    """Of a cluster's tasks, 10 is before 2."""
+    cluster = tf.train.ClusterSpec(
+        {"chief": ["c:1"], "worker": [f"w{i}:1" for i in range(12)]}
+    )
+    strategy = tf.distribute.MultiWorkerMirroredStrategy.__new__(
+        tf.distribute.MultiWorkerMirroredStrategy
+    )
+    strategy._extended = types.SimpleNamespace(
+        worker_devices=[
+            f"/job:worker/replica:0/task:3/device:GPU:{i}" for i in range(2)
+        ],
+        _num_replicas_in_sync=26,
+        _cluster_resolver=types.SimpleNamespace(cluster_spec=lambda: cluster),
+    )
+    names = site_lib.device_names(strategy)
+    assert names[:3] == (
+        "/job:chief/replica:0/task:0/device:GPU:0",
+        "/job:chief/replica:0/task:0/device:GPU:1",
+        "/job:worker/replica:0/task:0/device:GPU:0",
+    )
+    assert names[-1] == "/job:worker/replica:0/task:11/device:GPU:1"
+    [members] = site_lib.ranked(
+        tf_xshard.GroupAssignment([range(25, -1, -1)]), strategy
+    )
+    tasks = [0, 1, 10, 11, *range(2, 10)]
+    processes = [0, *(1 + task for task in tasks)]
+    assert list(members) == [2 * p + i for p in processes for i in range(2)]
+
+
+@pytest.mark.parametrize("group_size", [12, 13, 16, 17, 40])
+def test_every_pair_exchanges_rows_under_keys_of_its_own(group_size):
+    exchanges = {
+        position: subgroups._exchanges(group_size, position)
+        for position in range(group_size)
+    }
+    # The replicas of an exchange all take part in it, in one order.
+    in_order = list(
+        dict.fromkeys(tuple(one) for e in exchanges.values() for one in e)
+    )
+    for position, own in exchanges.items():
+        assert own == [list(one) for one in in_order if position in one]
+        assert {i for one in own for i in one} == set(range(group_size))
+        assert sum(map(len, own)) < 2 * group_size
+    for one in in_order:
+        keys = [
+            f"{a}{b}" for a, b in itertools.product(range(len(one)), repeat=2)
+        ]
+        assert len(set(keys)) == len(keys)

@@ -23,6 +23,7 @@ GROUPS = {
     2: [None, [[0], [1]]],
     4: [None, [[0, 1], [2, 3]], [[3, 0], [1, 2]]],
     8: [None, [[0, 2, 4, 6], [1, 3, 5, 7]], [[7, 1], [0, 4], [5, 2], [3, 6]]],
+    12: [None, [[11, 0, 5, 7], [1, 9, 2, 10], [8, 4, 3, 6]]],
 }
 # Keras' warning where no replica of a group has a gradient.
 may_lack_gradients = pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -53,15 +54,23 @@ def _dense(gradient, shape):
 
 
 class _Random:
-    """A random optimizer and variables; steps from zero must be NumPy's."""
+    """A random optimizer and variables; steps from zero must be NumPy's.
 
-    def __init__(self, seed, graph, kind, shard_update):
+    `devices` are the numbers of the replicas' devices, if not a random number
+    of devices in the order of the replicas.
+    """
+
+    def __init__(self, seed, graph, kind, shard_update, devices=None):
         self._rng = rng = np.random.default_rng(seed)
         self._graph, self._kind = graph, kind
         is_mirrored = kind == "mirrored"
         n = int(rng.choice([2, 4, 8] if is_mirrored else [4, 8]))
-        self._strategy = replicas.STRATEGIES[kind](n)
         types = [t for t in NUMPY_TYPES if is_mirrored or t != "float64"]
+        self._strategy = replicas.STRATEGIES[kind](n)
+        if devices is not None:
+            n, self._strategy = len(devices), replicas.mirrored_on(devices)
+        if n not in (2, 4, 8):
+            types = [t for t in types if RELATIVE[t]]
         self._dtype = str(rng.choice(types))
         self._shapes = [
             [int(size) for size in rng.integers(1, 6, size=rng.integers(0, 4))]
@@ -174,6 +183,21 @@ def _optimizer(groups=None, reduction="sum", **kwargs):
 )
 def test_random_cases(seed, graph, kind):
     _Random(seed, graph, kind, shard_update=None).check()
+
+
+@may_lack_gradients
+@pytest.mark.parametrize(
+    "devices, shard_update, graph",
+    replicas.pairwise(
+        [replicas.REVERSED, replicas.MIXED, replicas.TWELVE],
+        [False, True],
+        [True, False],
+    ),
+    ids=str,
+)
+def test_random_cases_on_devices_in_any_order(devices, shard_update, graph):
+    for seed in range(5000, 5002 if graph else 5006):
+        _Random(seed, graph, "mirrored", shard_update, devices).check()
 
 
 @replicas.in_full

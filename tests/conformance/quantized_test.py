@@ -74,14 +74,14 @@ def _trained(strategy, make, gradients, graph=True):
     ]
 
 
-def _largest_difference(got, gradients, groups, **kwargs):
+def _largest_difference(got, gradients, groups, devices=range(4), **kwargs):
     """From the simulation, of any weight or residual of any replica.
 
     As a part of the largest number that it is about.
     """
     largest = 0.0
     for members in groups:
-        members = sorted(members)
+        members = sorted(members, key=devices.__getitem__)
         shapes = [one.shape for one in gradients[0][0]]
         oracle = quantized_oracle.Training(shapes, len(members), **kwargs)
         for of_replicas in gradients:
@@ -135,6 +135,45 @@ def test_it_is_the_simulation(name, sharded, graph):
     for values in got[0]:
         for members in GROUPS[name]:
             for replica in members[1:]:
+                np.testing.assert_array_equal(
+                    values[replica], values[members[0]]
+                )
+
+
+@pytest.mark.parametrize(
+    "devices, name, sharded, graph",
+    [
+        (replicas.REVERSED, "all", False, True),
+        (replicas.MIXED, "crossed", True, True),
+        (replicas.MIXED, "crossed", False, False),
+        (replicas.TWELVE, None, False, True),
+        (replicas.TWELVE, None, True, True),
+        (replicas.SIXTEEN, None, False, True),
+    ],
+    ids=str,
+)
+def test_devices_in_any_order_and_number(devices, name, sharded, graph):
+    groups = GROUPS[name] if name else [list(range(len(devices)))]
+    gradients = _gradients(len(devices), num_steps=2)
+    got = _trained(
+        replicas.mirrored_on(devices),
+        lambda: _optimizer(group_assignment=groups, shard_update=sharded),
+        gradients,
+        graph,
+    )
+    difference = _largest_difference(
+        got,
+        gradients,
+        groups,
+        devices,
+        feedback=1,
+        sharded=sharded,
+        packs=None if graph else [[i] for i in range(len(SHAPES))],
+    )
+    assert difference < 1e-6
+    for values in got[0]:
+        for members in groups:
+            for replica in members:
                 np.testing.assert_array_equal(
                     values[replica], values[members[0]]
                 )

@@ -134,6 +134,26 @@ def test_all_of_them_everywhere(name, kind, num_replicas, groups):
     )
 
 
+@pytest.mark.parametrize(
+    "name, devices, groups, graph",
+    [
+        ("muon", replicas.REVERSED, None, True),
+        ("adafactor", replicas.MIXED, PAIRS, True),
+        ("muon", replicas.MIXED, PAIRS, False),
+        ("adafactor", replicas.TWELVE, None, True),
+    ],
+    ids=str,
+)
+def test_devices_in_any_order_and_number(name, devices, groups, graph):
+    sharded.check(
+        ALL[name],
+        replicas.mirrored_on(devices),
+        groups,
+        graph,
+        whole=devices == replicas.MIXED,
+    )
+
+
 def test_in_eager_mode():
     sharded.check(SETTINGS["scale"], replicas.mirrored(2), None, graph=False)
 

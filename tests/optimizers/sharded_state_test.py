@@ -36,10 +36,11 @@ def _trained(
     groups=GROUPS,
     num_steps=3,
     inner="momentum",
+    devices=None,
 ):
     return sharded.Trained(
         INNERS[inner],
-        replicas.mirrored(num_replicas),
+        replicas.mirrored_on(devices or tuple(range(num_replicas))),
         groups,
         num_steps=num_steps,
         shard_update=shard_update,
@@ -160,6 +161,50 @@ def test_group_state_of_whole_slots(inner, tmp_path):
     ):
         if value.dtype == np.float32:
             np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5)
+
+
+@of_each_kind
+@pytest.mark.parametrize(
+    "order",
+    [(replicas.MIXED, (0, 1, 2, 3)), ((0, 1, 2, 3), replicas.REVERSED)],
+    ids=str,
+)
+def test_files_do_not_depend_on_the_order_of_devices(inner, order, tmp_path):
+    """A state and a checkpoint, read by a strategy with other devices."""
+    source, target = (
+        _trained(True, inner=inner, devices=devices, num_steps=num_steps)
+        for devices, num_steps in zip(order, (3, 0), strict=True)
+    )
+    whole = _trained(False, inner=inner)
+    for mine, others in zip(
+        source.state().values(), whole.state().values(), strict=True
+    ):
+        np.testing.assert_allclose(mine, others, atol=1e-5)
+    expected = source.state()
+
+    tf_xshard.GroupState(_holder(source)).save(tmp_path / "state")
+    tf_xshard.GroupState(_holder(target)).restore(tmp_path / "state")
+    for name, value in target.state().items():
+        np.testing.assert_array_equal(value, expected[name], name)
+    for one in (source, target):
+        one.run(2)
+    assert sharded.difference(source.weights, target.weights) == 0
+
+    # Of replica 0, as all of TensorFlow's own files.
+    path = tf.train.Checkpoint(**_listed(source)).write(str(tmp_path / "file"))
+    expected = source.state()
+    target.run(1)
+    tf.train.Checkpoint(**_listed(target)).read(path).assert_consumed()
+    for name, value in target.state().items():
+        for one in value:
+            np.testing.assert_array_equal(one, expected[name][0], name)
+
+
+def _listed(trained):
+    return {
+        "optimizer": trained.optimizer,
+        **{f"weight_{i}": v for i, v in enumerate(trained.variables)},
+    }
 
 
 @pytest.mark.parametrize("kind", [O.SGD, O.Lamb])

@@ -117,6 +117,27 @@ def test_is_one_device(name, kind, num_replicas, groups):
     )
 
 
+@pytest.mark.parametrize(
+    "devices, groups, graph",
+    [
+        (replicas.REVERSED, None, True),
+        (replicas.MIXED, PAIRS, True),
+        (replicas.MIXED, PAIRS, False),
+        (replicas.TWELVE, None, True),
+        (replicas.SIXTEEN, None, True),
+    ],
+    ids=str,
+)
+def test_devices_in_any_order_and_number(devices, groups, graph):
+    sharded.check(
+        OPTIMIZERS["adam"],
+        replicas.mirrored_on(devices),
+        groups,
+        graph,
+        whole=devices == replicas.MIXED,
+    )
+
+
 def test_in_eager_mode():
     sharded.check(SETTINGS["scale"], replicas.mirrored(2), None, graph=False)
 

@@ -46,6 +46,43 @@ def test_slices_stay_slices_eagerly():
     assert got == [[1, 1000, 0], [100, 10, 0], [100, 10, 0], [1, 1000, 0]]
 
 
+@pytest.mark.parametrize(
+    "devices, groups, graph",
+    [
+        (replicas.MIXED, [[3, 1], [0, 2]], True),
+        (replicas.MIXED, [[3, 1], [0, 2]], False),
+        (replicas.TWELVE, [[11, 4, 2, 9, 0, 7], [3, 1, 10, 5, 8, 6]], True),
+        (replicas.TWELVE, None, True),
+        (replicas.SIXTEEN, None, True),
+    ],
+    ids=str,
+)
+def test_devices_in_any_order_and_number(devices, groups, graph):
+    """Dense values and slices, whose numbers of rows differ by replica."""
+
+    def on_replica():
+        r = replicas.replica_id()
+        rows = [r % 3] * (1 + r % 2)
+        own = tf.IndexedSlices([[2.0**r]] * len(rows), rows, [3, 1])
+        dense, slices = tf_xshard.group_reduce(
+            [tf.constant(2.0**r), own], groups, "sum"
+        )
+        return dense, tf.convert_to_tensor(slices)
+
+    run = lambda: replicas.mirrored_on(devices).run(on_replica)
+    dense, slices = (tf.function(run, autograph=False) if graph else run)()
+    for members in groups or [range(len(devices))]:
+        rows = np.zeros(3)
+        np.add.at(
+            rows,
+            [r % 3 for r in members],
+            [(1 + r % 2) * 2.0**r for r in members],
+        )
+        for r in members:
+            assert dense.values[r] == sum(2.0**m for m in members)
+            assert slices.values[r].numpy().ravel().tolist() == rows.tolist()
+
+
 @pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 def test_rows_that_occur_several_times(kind):
     """Slices have each once; on a TPU the result is dense."""

@@ -23,12 +23,28 @@ def mirrored(
     num_replicas: int, kind: str = KIND
 ) -> tf.distribute.MirroredStrategy:
     """One strategy per number of replicas, shared by all tests."""
+    return mirrored_on(tuple(range(num_replicas)), kind)
+
+
+@functools.cache
+def mirrored_on(
+    devices: tuple[int, ...], kind: str = KIND
+) -> tf.distribute.MirroredStrategy:
+    """Replica r is on the logical device of number `devices[r]`."""
     # Plain Keras' collectives of two strategies in one process would meet under
     # one key ("Shape mismatch in the collective instance 100").
     tf.distribute.MirroredStrategy._collective_key_base += 100_000
     return tf.distribute.MirroredStrategy(
-        [f"{kind}:{i}" for i in range(num_replicas)]
+        [f"{kind}:{device}" for device in devices]
     )
+
+
+# Devices in another order than the replicas. Sorted as strings, MIXED's names
+# would have a third order.
+REVERSED = (3, 2, 1, 0)
+MIXED = (10, 2, 11, 1)
+TWELVE = (11, 3, 7, 0, 10, 5, 1, 9, 2, 8, 4, 6)
+SIXTEEN = tuple(range(16))
 
 
 @functools.cache
