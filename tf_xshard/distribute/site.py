@@ -331,7 +331,7 @@ def _ranked(
 
 def _rank_key(device: str) -> tuple:
     """Returns what TensorFlow sorts the devices of a collective's group by."""
-    # CompleteDefaultRanking in collective_param_resolver_local.cc sorts tasks as
+    # CollectiveParamResolverLocal::CompleteDefaultRanking sorts tasks as
     # strings (task 10 before task 2), and the devices of a task by type and
     # number (CPU:2 before CPU:10). The order in which devices join the group,
     # or are passed to a strategy, does not matter. Three or more GPUs of a task
