@@ -24,7 +24,15 @@ _LEAST_CONSTANT = 12
 
 
 # These functions show their text to users, as raised errors do.
-_REPORTERS = ("error", "warning", "warn", "log_first_n", "assert_equal", "_say")
+_REPORTERS = (
+    "error",
+    "warning",
+    "warn",
+    "log_first_n",
+    "assert_equal",
+    "Assert",
+    "_say",
+)
 # Nobody meets these: NotImplementedError of an abstract method, and what is
 # impossible.
 _NOT_SHOWN = ("NotImplementedError", "AssertionError")

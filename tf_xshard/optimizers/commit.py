@@ -173,13 +173,18 @@ def _refuse_different(
     is_equal = tf.reduce_all(
         tf.logical_or(tf.equal(values, own), tf.logical_not(compared))
     )
-    message = (
-        f"{name}: replicas of this process have made different numbers of"
-        " steps, so they would wait for each other or diverge. A file, an"
-        " assignment or a step that failed on some replicas can cause this."
-        " Nothing was changed. Restore a checkpoint, repair the replicas with"
-        ' DivergenceSentinel(action="repair"), or call reset() of a'
-        " TowerOptimizer or AGNOptimizer to start its round anew. Counts of"
-        f" {', '.join(one.name for one in counts)}, by replica:"
+    return tf.debugging.Assert(
+        is_equal,
+        [
+            f"{name}: replicas of this process have made different numbers of"
+            " steps, so they would wait for each other or diverge. A file, an"
+            " assignment or a step that failed on some replicas can cause this."
+            " Nothing was changed. Restore a checkpoint, repair the replicas"
+            ' with DivergenceSentinel(action="repair"), or call reset() of a'
+            " TowerOptimizer or AGNOptimizer to start its round or period"
+            " again. The counts of"
+            f" {', '.join(one.name for one in counts)}, by replica:",
+            values,
+        ],
+        summarize=100,
     )
-    return tf.debugging.Assert(is_equal, [message, values], summarize=100)
