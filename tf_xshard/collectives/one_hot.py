@@ -56,7 +56,7 @@ class OneHot(transport.Transport):
                 functools.partial(
                     context.all_reduce, tf.distribute.ReduceOp.SUM, one
                 ),
-                one,
+                [one],
                 self.site.device,
                 "0",
                 float(self.communication.timeout_seconds),

@@ -254,7 +254,7 @@ class Subgroups(transport.Transport):
                 instance_key=instance_key(lane),
                 ordering_token=[token],
             ),
-            tensor,
+            [tensor, *filter(None, [self.site.check])],
             device,
             lane,
             float(self.communication.timeout_seconds),

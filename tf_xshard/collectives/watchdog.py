@@ -352,7 +352,7 @@ def _suspects() -> str:
 
 def run(
     collective: Callable[[], tf.Tensor],
-    after: tf.Tensor,
+    after: Sequence[tf.Tensor | tf.Operation],
     device: str,
     lane: str,
     timeout_seconds: float,
@@ -360,12 +360,12 @@ def run(
 ) -> tf.Tensor:
     """Runs a collective with a timeout, eagerly or in a graph.
 
-    The timeout starts when the input, `after`, is available. Collectives of one
+    The timeout starts when all of `after`, such as the input, is available. Collectives of one
     lane run one after another. After the timeout, all collectives of this
     process fail with a DeadlineExceededError.
     """
     waiting = WATCHDOG.waiting(device, lane, timeout_seconds)
-    with tf.control_dependencies([after]):
+    with tf.control_dependencies(after):
         begin = waiting.begin()
         waiting.lane.counters.begin()
     try:

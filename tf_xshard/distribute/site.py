@@ -170,6 +170,8 @@ class Site:
       num_local_replicas: The number of replicas that this process drives.
       graph: The graph of the replica function if replicas are traced one by
         one, else None. `tf.cond` traces in a graph inside it.
+      check: An operation that collectives wait for, or None. It fails if
+        replicas would wait for each other forever.
     """
 
     strategy: Any
@@ -179,6 +181,7 @@ class Site:
     device: str
     num_local_replicas: int
     graph: tf.Graph | None = None
+    check: tf.Operation | None = None
 
     @property
     def num_processes(self) -> int:

@@ -331,19 +331,23 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             if any(isinstance(one, tf.IndexedSlices) for one in grads):
                 whole.note_summed_rows(self.inner_optimizer)
             values = gradients_lib.standardized(grads, variables)
-            with self._committing(values, site, plan):
-                self._step(
-                    gradients_lib.GradientBatch(values, variables), site, plan
-                )
+            site = self._begin(values, site, plan)
+            self._step(
+                gradients_lib.GradientBatch(values, variables), site, plan
+            )
 
-    @contextlib.contextmanager
-    def _committing(
+    def _begin(
         self, gradients: Sequence, site: site_lib.Site, plan: stack.StackPlan
-    ) -> Iterator[None]:
-        """Makes the writes of an outermost call wait for all gradients."""
-        if plan.root is not self:
-            yield
-            return
+    ) -> site_lib.Site:
+        """Makes writes wait for all gradients, and collectives for a check."""
+        if plan.root is self:
+            plan.commit = self._commit_of(gradients, site, plan)
+        return plan.commit.checked(site)
+
+    def _commit_of(
+        self, gradients: Sequence, site: site_lib.Site, plan: stack.StackPlan
+    ) -> commit.Commit:
+        """Returns the commit of a call of an outermost wrapper."""
         counts = [
             *(one for w in stack.wrappers(self) for one in w._counts()),
             *(
@@ -355,9 +359,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             ),
         ]
         groups = [plan.groups(one, site) for one, _ in plan.reducing()]
-        with commit.of_call(gradients, counts, groups, site, self.name) as own:
-            plan.commit = own
-            yield
+        return commit.of_call(gradients, counts, groups, site, self.name)
 
     def _note_restored(self, note: Callable[[], None]) -> None:
         """Calls a function that reads values from before the traced call."""

@@ -17,6 +17,7 @@ the edges of the graph, by a factor of 100 for 158 variables.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -72,8 +73,15 @@ class _Arrived(NamedTuple):
 class Commit:
     """Holds what the writes of one call of an outermost optimizer wait for."""
 
-    def __init__(self, waits_for: Iterable = ()) -> None:
+    def __init__(
+        self, waits_for: Iterable = (), check: tf.Operation | None = None
+    ) -> None:
         self._waits_for = tuple(waits_for)
+        self._check = check
+
+    def checked(self, site: site_lib.Site) -> site_lib.Site:
+        """Returns the site, whose collectives wait for the check of counts."""
+        return dataclasses.replace(site, check=self._check)
 
     @contextlib.contextmanager
     def after(self, values: Iterable) -> Iterator[None]:
@@ -101,34 +109,33 @@ class Commit:
                 self._waits_for = before
 
 
-@contextlib.contextmanager
 def of_call(
     gradients: Sequence,
     counts: Sequence[Count],
     groups: Sequence[group_assignment_lib.GroupAssignment],
     site: site_lib.Site,
     name: str,
-) -> Iterator[Commit]:
-    """Yields the commit of a call that got gradients on this replica.
+) -> Commit:
+    """Returns the commit of a call that got gradients on this replica.
 
     Raises tf.errors.InvalidArgumentError, before any collective of the call, if
     replicas of this process have different counts. `groups` are the groups that
     the call reduces over.
     """
     if site.kind == "tpu":
-        yield Commit()  # A program starts with all of its arguments.
-        return
+        return Commit()  # A program starts with all of its arguments.
     if not _can_merge(site):
         with gate(gradients):
             token = tf.zeros([])
-        yield Commit([token])
-        return
-    own = tf.stack(
-        [
-            tf.cast(replica_variables.read(one.variable), tf.int64)
-            for one in counts
-        ]
-    )
+        return Commit([token])
+    own = tf.zeros([0], tf.int64)
+    if counts:
+        own = tf.stack(
+            [
+                tf.cast(replica_variables.read(one.variable), tf.int64)
+                for one in counts
+            ]
+        )
     with gate(gradients):
         token = tf.zeros([])
     every = tf.distribute.get_replica_context().merge_call(
@@ -137,9 +144,10 @@ def of_call(
         ),
         args=(own, token),
     )
-    check = _refuse_different(every.counts, own, counts, groups, site, name)
-    with tf.control_dependencies([] if check is None else [check]):
-        yield Commit(every.token)
+    check = None
+    if counts:
+        check = _refuse_different(every.counts, own, counts, groups, site, name)
+    return Commit([*every.token, check], check)
 
 
 def _can_merge(site: site_lib.Site) -> bool:

@@ -468,10 +468,8 @@ class TowerOptimizer(base.GradientWrapper):
                 ],
                 variables,
             )
-            with (
-                self._committing(towers, site, plan),
-                plan.commit.after([self._refuse_open_round()]),
-            ):
+            site = self._begin(towers, site, plan)
+            with plan.commit.after([self._refuse_open_round()]):
                 self._apply_totals(
                     summed,
                     site,

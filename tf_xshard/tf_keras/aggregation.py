@@ -131,14 +131,12 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
             gradients_lib.standardized([g for g, _ in pairs], variables),
             variables,
         )
-        with commit.of_call(
-            arrived.values, [], [groups], site, _NAME
-        ) as of_call:
-            batch, carry, finite = self._reduced(arrived, site, groups)
-            with of_call.after([*batch.values, finite]), of_call.writing():
-                if self.residuals is not None:
-                    self.residuals.keep(carry, finite)
-                return apply(batch.pairs())
+        of_call = commit.of_call(arrived.values, [], [groups], site, _NAME)
+        batch, carry, finite = self._reduced(arrived, site, groups)
+        with of_call.after([*batch.values, finite]), of_call.writing():
+            if self.residuals is not None:
+                self.residuals.keep(carry, finite)
+            return apply(batch.pairs())
 
     def _reduced(
         self,
