@@ -44,11 +44,14 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
     history = getattr(model, "history", None)
     remaining = num_steps
 
-    def skip(iterator):
-        nonlocal remaining
+    def is_over():
         # Each `fit` has its own history. Another history means that the first
         # `fit` ended in the middle of an epoch.
-        if remaining <= 0 or getattr(model, "history", None) is not history:
+        return remaining <= 0 or getattr(model, "history", None) is not history
+
+    def skip(iterator):
+        nonlocal remaining
+        if is_over():
             model.train_function = train_function
             return train_function(iterator)
         remaining -= model.steps_per_execution
@@ -63,7 +66,14 @@ def skip_steps(model: keras.Model, num_steps: int) -> None:
         return model.get_metrics_result()
 
     if num_steps > 0:
+        skip.is_over = is_over
         model.train_function = skip
+
+
+def is_skipping(model: keras.Model) -> bool:
+    """Returns True if the next step of `fit` is one to skip."""
+    is_over = getattr(model.train_function, "is_over", None)
+    return is_over is not None and not is_over()
 
 
 def is_for_the_chief_only(callback: Any) -> bool:
