@@ -644,3 +644,79 @@ def test_values_that_do_not_fit_change_nothing():
     assert [float(v.numpy()) for v in (one, two, count)] == [1.0, 2.0, 3.0]
     state.set_weights(0, {"variables": [5, np.float64(6), np.int64(7)]})
     assert [float(v.numpy()) for v in (one, two, count)] == [5.0, 6.0, 7.0]
+
+
+def _in_and_outside(strategy):
+    outside = keras.Variable(1.0)
+    with strategy.scope():
+        inside = keras.Variable(1.0)
+    return inside, outside
+
+
+def test_groups_can_not_differ_in_a_variable_with_one_copy(tmp_path):
+    """It was created outside of the scope, and is written or refused."""
+    strategy = replicas.mirrored(2)
+    inside, outside = held = _in_and_outside(strategy)
+
+    def values():
+        return [[float(one) for one in replicas.values(strategy, inside)]] + [
+            float(outside.numpy())
+        ]
+
+    state = tf_xshard.GroupState(held, [[0], [1]])
+    shared = "created outside of the strategy's scope: all replicas share"
+    with pytest.raises(ValueError, match=shared):
+        state.set_weights(1, {"variables": [5.0, 5.0]})
+    with pytest.raises(ValueError, match=shared):
+        state.assign(outside, [2.0, 5.0])
+    assert values() == [[1.0, 1.0], 1.0]
+    # What does not differ is written.
+    state.set_weights(1, {"variables": [5.0, 1.0]})
+    state.assign(outside, [2.0, 2.0])
+    assert values() == [[1.0, 5.0], 2.0]
+    state.set_weights(0, state.get_weights(0))
+    state.merge([0.0, 1.0])
+    assert values() == [[5.0, 5.0], 2.0]
+    tf_xshard.GroupState(held).set_weights(0, {"variables": [6.0, 7.0]})
+    assert values() == [[6.0, 6.0], 7.0]
+
+
+@pytest.mark.parametrize("regroup", [None, {0: 1, 1: 0}])
+def test_a_save_of_groups_is_not_restored_to_one_copy(regroup, tmp_path):
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        saved = [keras.Variable(3.0), keras.Variable(4.0)]
+    state = tf_xshard.GroupState(saved, [[0], [1]])
+    state.assign(saved[1], [4.0, 5.0])
+    state.save(tmp_path)
+    inside, outside = _in_and_outside(strategy)
+    restored = tf_xshard.GroupState([inside, outside], [[0], [1]])
+    with pytest.raises(ValueError, match="groups can't have different values"):
+        restored.restore(tmp_path, regroup=regroup)
+    assert [float(v.numpy()) for v in (inside, outside)] == [1.0, 1.0]
+    restored.restore(tmp_path, regroup="first")
+    assert [float(v.numpy()) for v in (inside, outside)] == [3.0, 4.0]
+
+
+def test_an_ensemble_after_the_optimizer_was_replaced():
+    """By one with other groups: the metrics and weights are the same."""
+    strategy = replicas.mirrored(4)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(1, use_bias=False)]
+        )
+        model.compile(
+            tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()), "mse"
+        )
+    state = tf_xshard.GroupState(model)
+    x = np.ones([2, 2], "float32")
+    for groups in ([[0], [1], [2], [3]], [[0, 1], [2, 3]]):
+        with strategy.scope():
+            model.optimizer = tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(), group_assignment=groups
+            )
+        for r, copy in enumerate(
+            strategy.experimental_local_results(model.weights[0].value)
+        ):
+            copy.assign(np.full([2, 1], r + 1.0))
+        np.testing.assert_allclose(state.predict(x), [[5.0]] * 2, rtol=1e-6)

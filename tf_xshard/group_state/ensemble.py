@@ -48,10 +48,12 @@ class Ensemble(keras.Model):
         )
         self.compile()
 
-    def is_of(self, model: keras.Model) -> bool:
+    def is_of(self, model: keras.Model, num_members: int) -> bool:
         """Returns True if the model still has these variables and metrics."""
-        return _are(self._variables_of, _ordered(model)) and _are(
-            self._metrics_of, model.metrics
+        return (
+            len(self._members) == num_members
+            and _are(self._variables_of, _ordered(model))
+            and _are(self._metrics_of, model.metrics)
         )
 
     def show(self, weights: Sequence[Sequence[np.ndarray]]) -> None:

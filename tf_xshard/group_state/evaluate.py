@@ -125,7 +125,9 @@ class GroupEvaluation:
         self, members: Sequence[Sequence[np.ndarray]]
     ) -> ensemble_lib.Ensemble:
         with self._replicas.strategy.scope():
-            if self.ensemble is None or not self.ensemble.is_of(self._model):
+            if self.ensemble is None or not self.ensemble.is_of(
+                self._model, len(members)
+            ):
                 self.ensemble = ensemble_lib.Ensemble(self._model, len(members))
             self.ensemble.show(members)
         return self.ensemble

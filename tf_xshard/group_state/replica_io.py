@@ -74,6 +74,7 @@ class ReplicaValues:
         if isinstance(variable, keras_shards.Sharded):
             slots.assign(variable, values, self.local_ids)
             return
+        refuse_several_values(variable, values)
         # If the variable has one copy, all replicas share one value.
         for copy, value in zip(
             replica_variables.copies(variable), values, strict=False
@@ -191,22 +192,23 @@ class ReplicaValues:
         of_group: Mapping[int, Any],
     ) -> None:
         """Writes a value to all replicas of some groups."""
-        if isinstance(variable, keras_shards.Sharded):
-            slots.assign(
-                variable,
-                [of_group.get(groups.group_of(r)) for r in self.local_ids],
-                self.local_ids,
-            )
-            return
+        self.assign(variable, self.of_groups(variable, groups, of_group))
+
+    def of_groups(
+        self,
+        variable: Any,
+        groups: group_assignment_lib.GroupAssignment,
+        of_group: Mapping[int, Any],
+    ) -> list:
+        """Returns the values of `local_ids` after `assign_groups`."""
         own = [groups.group_of(r) for r in self.local_ids]
-        current = self.local(variable)
-        self.assign(
-            variable,
-            [
-                of_group.get(group, value)
-                for group, value in zip(own, current, strict=True)
-            ],
-        )
+        if isinstance(variable, keras_shards.Sharded):
+            # None leaves a shard as it is, without gathering the whole value.
+            return [of_group.get(group) for group in own]
+        return [
+            of_group.get(group, value)
+            for group, value in zip(own, self.local(variable), strict=True)
+        ]
 
     def digests(self, variables: Sequence) -> list[list[str]]:
         """Digests the bits of each variable on each replica. Collective."""
@@ -229,6 +231,21 @@ class ReplicaValues:
             else row
             for variable, row in zip(variables, result, strict=True)
         ]
+
+
+def refuse_several_values(variable: Any, values: Sequence) -> None:
+    """Raises ValueError if replicas that share a copy get several values."""
+    if isinstance(variable, keras_shards.Sharded) or (
+        len(replica_variables.copies(variable)) == len(values)
+    ):
+        return
+    first, *others = (np.asarray(one).tobytes() for one in values)
+    if any(one != first for one in others):
+        raise ValueError(
+            f"{variable.name!r} was created outside of the strategy's scope:"
+            " all replicas share one value, so groups can't have different"
+            " values. No value was changed. Create it in the scope."
+        )
 
 
 def _shape_of_copies(variable: Any) -> tuple[int, ...]:

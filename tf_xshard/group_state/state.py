@@ -51,7 +51,8 @@ class GroupState:
 
     Each call reads the model's current state, even after another `compile`.
     Reading changes nothing. `save`, `restore`, `set_weights` and `merge` build
-    the model's optimizer if it has not been built.
+    the model's optimizer if it has not been built, even if they then raise an
+    error.
 
     Call the methods outside `strategy.run`. With several processes
     (MultiWorkerMirroredStrategy), call them in all processes, since the
@@ -238,7 +239,9 @@ class GroupState:
 
         Raises:
           ValueError: If the group, a part, a dtype, a shape or the number of
-            values does not match. In that case, nothing is changed.
+            values does not match, or if several groups share a variable's only
+            copy and would need different values. In that case, no value is
+            changed.
 
         Example:
 
@@ -256,7 +259,7 @@ class GroupState:
         if unknown:
             raise ValueError(
                 f"set_weights got {sorted(unknown)}, but the parts are"
-                f" {list(catalog.holders)}. Nothing was changed."
+                f" {list(catalog.holders)}. No value was changed."
             )
         assignments = []
         for part, values in weights.items():
@@ -274,12 +277,23 @@ class GroupState:
                 if value.shape != one.shape:
                     raise ValueError(
                         f"{one.name!r} has shape {one.shape}, got a value of"
-                        f" shape {value.shape}. Nothing was changed."
+                        f" shape {value.shape}. No value was changed."
                     )
                 assignments.append((one.variable, value))
                 # AGN's replicas continue from the center.
                 if shown is not one.variable:
                     assignments.append((shown, value))
+
+        def check() -> None:
+            for variable, value in assignments:
+                replica_io.refuse_several_values(
+                    variable,
+                    self.replicas.of_groups(
+                        variable, catalog.groups, {group: value}
+                    ),
+                )
+
+        self.replicas.run_on_all_processes("set_weights()", check)
         # The optimizer's given values, including the center, take precedence.
         for variable, value in assignments:
             self.replicas.assign_groups(
@@ -322,13 +336,9 @@ class GroupState:
             tuple(variable.shape),
             variable.name,
         )
-        if groups.num_groups > 1 and not replica_variables.strategy_of(
-            variable
-        ):
-            raise ValueError(
-                f"{variable.name!r} was created outside of the strategy's"
-                " scope: all replicas share one value. Create it in the scope."
-            )
+        if not replica_variables.strategy_of(variable):
+            # All groups count, also groups of other processes.
+            replica_io.refuse_several_values(variable, values)
         self.replicas.assign_groups(variable, groups, dict(enumerate(values)))
 
     def merge(self, how: str | int | Sequence[float] = "mean") -> None:
@@ -431,7 +441,7 @@ class GroupState:
     ) -> checkpoint.Position:
         """Restores a save on every replica, bit for bit.
 
-        `restore` reads and checks everything before it changes anything. It
+        `restore` reads and checks everything before it changes a value. It
         omits metrics if they are not built yet, or if `regroup` is given.
 
         Args:
@@ -448,6 +458,7 @@ class GroupState:
           FileNotFoundError: If nothing was saved there.
           ValueError: If `regroup` is invalid, or the save is damaged or belongs
             to another model or other groups. The message names the difference.
+            If groups have different values of a variable with one copy.
           RuntimeError: If restoring failed on another process.
 
         Example: See `save`.

@@ -311,6 +311,25 @@ def restore(
     return found
 
 
+def restore_metrics(
+    catalog: inventory.Catalog,
+    replicas: replica_io.ReplicaValues,
+    directory: str,
+) -> None:
+    """Restores metrics that were created after `restore`. Collective."""
+    manifest = files.read_manifest(directory)
+    pairs = _matched_metrics(catalog.variables(), manifest["variables"])
+    keys = [
+        [_key(index, saved["owners"][r]) for r in replicas.local_ids]
+        for _, index, saved in pairs
+    ]
+    values = files.read_values(
+        directory, manifest, sorted({key for row in keys for key in row})
+    )
+    for (one, *_), row in zip(pairs, keys, strict=True):
+        replicas.assign(one.variable, [values[key] for key in row])
+
+
 def _read(
     catalog: inventory.Catalog,
     local_ids: Sequence[int],
@@ -358,6 +377,7 @@ def _read(
                 )
                 for r in local_ids
             ]
+        replica_io.refuse_several_values(one.variable, found)
         assignments.append((one.variable, found))
     restored = {one.key for one, *_ in pairs}
     for one in catalog.variables():
