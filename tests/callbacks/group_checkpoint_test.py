@@ -162,12 +162,96 @@ def test_another_models_save_is_refused_when_fit_begins(finished):
     group_training.assert_same([other.get_weights()], [before])
 
 
+FOREIGN = {
+    "epoch-00000-step-00000100": "mine.txt",
+    "epoch-00000-step-00000200": "state-of-my-thesis.txt",
+}
+
+
+def test_only_what_a_save_wrote_is_removed(tmp_path):
+    """A user's file in a save's folder stays."""
+
+    def fit(epochs):
+        model = _compiled(groups=None)
+        fitting.fit(model, [tf_xshard.GroupCheckpoint(tmp_path)], epochs)
+
+    fit(1)
+    first = tmp_path / "epoch-00001-step-00000000"
+    (first / "mine.txt").write_text("mine")
+    fit(2)
+    assert sorted(os.listdir(tmp_path)) == [
+        first.name,
+        "epoch-00002-step-00000000",
+    ]
+    assert os.listdir(first) == ["mine.txt"]
+
+
+class TwoOptimizers(keras.Model):
+    """A custom train_step with an optimizer in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.dense.build([None, 4])
+        self.head_optimizer = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD()
+        )
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_optimizers_that_are_not_built_are_refused_when_fit_begins(tmp_path):
+    with replicas.mirrored(2).scope():
+        model = TwoOptimizers()
+        model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()))
+    with pytest.raises(
+        ValueError, match="the optimizer 'head_optimizer' has not been built"
+    ):
+        fitting.fit(model, [tf_xshard.GroupCheckpoint(tmp_path)])
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("stop", [1, 3], ids=["mid-epoch", "whole_epoch"])
+def test_metrics_are_restored_without_a_strategy(stop, tmp_path):
+    """Keras makes them in the first step, which may be skipped."""
+
+    def fit(directory, seed, *more):
+        seeds.seed(seed)
+        model = keras.Sequential(
+            [keras.layers.Input((4,)), keras.layers.Dense(1)]
+        )
+        optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.Adam())
+        model.compile(optimizer, "mse", metrics=["mae"])
+        checkpoint = tf_xshard.GroupCheckpoint(directory, 2)
+        history = fitting.fit(model, [checkpoint, *more])
+        return model.get_weights(), history
+
+    weights, expected = fit(tmp_path / "a", 1)
+    with pytest.raises(_Stop):
+        fit(tmp_path / "b", 1, _StopAt(0, stop))
+    position = tf_xshard.GroupCheckpoint.position(tmp_path / "b")
+    assert position == (0, stop + 1)
+    resumed, got = fit(tmp_path / "b", 2)
+    group_training.assert_same([resumed], [weights], replicas.REPEATED)
+    assert list(got) == ["loss", "mae"]
+    for name in got:
+        np.testing.assert_allclose(
+            got[name], expected[name], 0, replicas.REPEATED
+        )
+
+
 def test_how_many_are_kept(tmp_path):
     directories = {keep: tmp_path / str(keep) for keep in (1, 2, None)}
     for directory in directories.values():
         # A crash may have left this directory behind.
         os.makedirs(directory / "epoch-00000-step-00000001")
         (directory / "notes.txt").write_text("mine")
+        # These have the name of a save, but GroupCheckpoint did not write them.
+        for name, file in FOREIGN.items():
+            os.makedirs(directory / name)
+            (directory / name / file).write_text("mine")
     fitting.fit(
         _compiled(),
         [
@@ -177,7 +261,11 @@ def test_how_many_are_kept(tmp_path):
         epochs=3,
     )
     for keep, directory in directories.items():
-        found = sorted(n for n in os.listdir(directory) if "epoch" in n)
+        found = sorted(
+            n
+            for n in os.listdir(directory)
+            if "epoch" in n and n not in FOREIGN
+        )
         if keep is None:
             assert len(found) == 4
         else:
@@ -185,6 +273,8 @@ def test_how_many_are_kept(tmp_path):
                 f"epoch-{e:05d}-step-00000000" for e in range(4 - keep, 4)
             ]
         assert (directory / "notes.txt").read_text() == "mine"
+        for name, file in FOREIGN.items():
+            assert (directory / name / file).read_text() == "mine"
 
 
 def test_steps_per_execution_and_regroup(tmp_path):

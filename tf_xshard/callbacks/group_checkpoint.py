@@ -39,15 +39,17 @@ class GroupCheckpoint(keras.callbacks.Callback):
     GroupCheckpoint.position(directory)`.
 
     If the save comes from a finished run, `fit` trains only the remaining
-    epochs. Metrics also resume in the middle of an epoch. Without a strategy,
-    however, Keras creates them in the first step, so they cover only the rest
-    of the epoch.
+    epochs. Metrics also resume in the middle of an epoch.
+
+    The model must be built when `fit` begins, and so must all its optimizers
+    except `model.optimizer`, such as the optimizers of a custom `train_step`.
 
     Args:
       directory: A path that all processes share. Each save is a subdirectory,
         which `GroupState.restore` can read.
       every: `"epoch"` (default), or a number of batches.
       keep: The number of latest saves to keep. None keeps all. Default: 1.
+        Only files that GroupCheckpoint wrote are removed.
       regroup: See `GroupState.restore`. Used if the saved groups are different.
         Default: None.
       on_preemption: Whether to save and end when a process of the job gets
@@ -59,9 +61,9 @@ class GroupCheckpoint(keras.callbacks.Callback):
         with `tf.config.experimental.enable_op_determinism`). Default: False.
 
     Raises:
-      ValueError: If an argument is invalid. When `fit` begins, if the save is
-        damaged, belongs to another model, or was made at a step that
-        `steps_per_execution` does not divide.
+      ValueError: If an argument is invalid. When `fit` begins, if the model or
+        an optimizer is not built, or if the save is damaged, belongs to another
+        model, or was made at a step that `steps_per_execution` does not divide.
       RuntimeError: When `fit` begins, in an evaluator or in one of several
         processes that would train alone (see `connect`). Also with
         `on_preemption`, if `fit` does not run in the main thread.
@@ -108,6 +110,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         self._num_to_skip = 0
         self._num_since_save = 0
         self._restored_metrics: list[tuple] = []
+        self._restored_from: str | None = None
 
     @staticmethod
     def position(
@@ -144,6 +147,8 @@ class GroupCheckpoint(keras.callbacks.Callback):
         lone_training.refuse(
             self._state.replicas.strategy, "GroupCheckpoint saves"
         )
+        # Raise what `restore` would raise after a crash, hours later.
+        self._state.catalog()
         self._num_to_skip = self._num_since_save = 0
         if self._on_preemption:
             self._preemption = preemption_lib.Preemption(
@@ -186,6 +191,7 @@ class GroupCheckpoint(keras.callbacks.Callback):
         ):
             regroup = self._regroup
         self._state.restore(last, regroup=regroup)
+        self._restored_from = last if regroup is None else None
         logging.info("Restored %s: %s", last, position)
         fit_internals.start_at_epoch(self.model, position.epoch)
         self._num_to_skip = position.step
@@ -210,7 +216,18 @@ class GroupCheckpoint(keras.callbacks.Callback):
         # Keras has just reset the metrics, so restore them again.
         for variable, values in self._restored_metrics:
             self._state.replicas.assign(variable, values)
-        fit_internals.skip_steps(self.model, self._num_to_skip)
+        fit_internals.skip_steps(
+            self.model, self._num_to_skip, self._restore_new_metrics
+        )
+
+    def _restore_new_metrics(self) -> None:
+        """Restores metrics that Keras created after `restore`."""
+        if self._restored_from is not None:
+            checkpoint.restore_metrics(
+                self._state.catalog(),
+                self._state.replicas,
+                self._restored_from,
+            )
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Saves if `every` batches have passed.

@@ -152,15 +152,18 @@ def write_values(
 
 def _refuse_foreign(directory: str) -> None:
     """Raises ValueError if another program wrote the directory's manifest."""
-    if not has_save(directory):
-        return
-    with tf.io.gfile.GFile(os.path.join(directory, MANIFEST), "rb") as file:
-        content = file.read()
-    if not (b'"sha256"' in content and _FORMAT.encode() in content):
+    if has_save(directory) and not _has_own_manifest(directory):
         raise ValueError(
             f"{directory!r} holds a {MANIFEST} that no group state wrote."
             " Nothing was saved. Save to another directory."
         )
+
+
+def _has_own_manifest(directory: str) -> bool:
+    """Returns True if a group state wrote the manifest, damaged or not."""
+    with tf.io.gfile.GFile(os.path.join(directory, MANIFEST), "rb") as file:
+        content = file.read()
+    return b'"sha256"' in content and _FORMAT.encode() in content
 
 
 def commit(
@@ -297,13 +300,17 @@ def read_values(
 
 
 def remove(directory: str, unless_saved: bool = False) -> None:
-    """Removes a save atomically, the manifest first."""
+    """Removes a save atomically, the manifest first, and no other files."""
     with locked(directory):
         if has_save(directory):
-            if unless_saved:
+            if unless_saved or not _has_own_manifest(directory):
                 return
             tf.io.gfile.remove(os.path.join(directory, MANIFEST))
-        tf.io.gfile.rmtree(directory)
+        for name in tf.io.gfile.listdir(directory):
+            if _FILES.fullmatch(name):
+                tf.io.gfile.remove(os.path.join(directory, name))
+        if not tf.io.gfile.listdir(directory):
+            tf.io.gfile.rmtree(directory)
 
 
 def _checksum_of(data: bytes) -> str:

@@ -6,7 +6,7 @@ The attributes of optimizers are in `optimizer_state`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,13 @@ from tf_xshard.private import names
 # Keras's own step has the labels and predictions in local variables, and the
 # model has its compiled losses. Present in 3.12 to 3.16.
 _TRAIN_STEP = keras.Model.train_step
+names.attributes(
+    "GroupCheckpoint without a strategy",
+    # What a compiled model creates from the first batch, and its creation.
+    "_compile_metrics",
+    "_compile_loss",
+    "_symbolic_build",
+)
 names.attributes(
     "ScalarLoss and what fit calls",
     # The losses of a compiled model.
@@ -37,43 +44,75 @@ def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def skip_steps(model: keras.Model, num_steps: int) -> None:
-    """Makes the running `fit` read batches without training on them."""
-    train_function = model.train_function
-    # `history` is None if the list of callbacks keeps no history.
-    history = getattr(model, "history", None)
-    remaining = num_steps
+class _Skip:
+    """Reads batches without training on them, instead of `train_function`."""
 
-    def is_over():
+    def __init__(
+        self,
+        model: keras.Model,
+        num_steps: int,
+        on_new_metrics: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._train_function = model.train_function
+        self._on_new_metrics = on_new_metrics
+        self._remaining = num_steps
+        # `history` is None if the list of callbacks keeps no history.
+        self._history = getattr(model, "history", None)
+
+    def is_over(self) -> bool:
+        """Returns True if the next step trains."""
         # Each `fit` has its own history. Another history means that the first
         # `fit` ended in the middle of an epoch.
-        return remaining <= 0 or getattr(model, "history", None) is not history
+        history = getattr(self._model, "history", None)
+        return self._remaining <= 0 or history is not self._history
 
-    def skip(iterator):
-        nonlocal remaining
-        if is_over():
-            model.train_function = train_function
-            return train_function(iterator)
-        remaining -= model.steps_per_execution
+    def __call__(self, iterator: Iterator) -> Any:
+        """Reads the batches of one call, and returns the metrics."""
+        model = self._model
+        if self.is_over():
+            model.train_function = self._train_function
+            return self._train_function(iterator)
+        self._remaining -= model.steps_per_execution
         for index in range(model.steps_per_execution):
             try:
-                next(iterator)
+                batch = next(iterator)
             except StopIteration:
                 # The epoch's last execution may have had fewer steps.
                 if index == 0:
                     raise
                 break
+            # Without a strategy, only the first step that trains would.
+            if _has_unbuilt_metrics(model):
+                model._symbolic_build(data_batch=batch)
+                self._on_new_metrics()
         return model.get_metrics_result()
 
+
+def skip_steps(
+    model: keras.Model, num_steps: int, on_new_metrics: Callable[[], None]
+) -> None:
+    """Makes the running `fit` read batches without training on them.
+
+    Calls `on_new_metrics` if the first batch creates the model's metrics.
+    """
     if num_steps > 0:
-        skip.is_over = is_over
-        model.train_function = skip
+        model.train_function = _Skip(model, num_steps, on_new_metrics)
 
 
 def is_skipping(model: keras.Model) -> bool:
     """Returns True if the next step of `fit` is one to skip."""
-    is_over = getattr(model.train_function, "is_over", None)
-    return is_over is not None and not is_over()
+    function = model.train_function
+    return isinstance(function, _Skip) and not function.is_over()
+
+
+def _has_unbuilt_metrics(model: keras.Model) -> bool:
+    found = [model._compile_metrics]
+    # A user's train_step may never use the compiled loss, which has metrics if
+    # there are several outputs.
+    if type(model).train_step is _TRAIN_STEP:
+        found.append(model._compile_loss)
+    return any(one is not None and not one.built for one in found)
 
 
 def is_for_the_chief_only(callback: Any) -> bool:
