@@ -6,7 +6,9 @@ import pytest
 
 import tf_xshard
 from tests.support import fitting
+from tests.support import group_training
 from tests.support import replicas
+from tests.support.versions import needs_multi_optimizer
 
 X = np.random.default_rng(3).normal(size=(16, 2)).astype("float32")
 SGD = keras.optimizers.SGD
@@ -90,6 +92,39 @@ def test_an_agn_optimizer_inside_another_wrapper():
     _fit(model, [swap, look], validation_data=(X, X[:, :1]))
     assert shown and all(shown)
     assert not swap.swap_on_epoch
+
+
+@needs_multi_optimizer
+def test_every_agn_optimizer_of_a_multi_optimizer():
+    def two():
+        return keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(_agn(), {".*/bias": _agn()})
+        )
+
+    with replicas.mirrored(2).scope():
+        model = _model(two)
+    seen = []
+
+    def look(batch, logs):
+        centers = [
+            center.numpy()
+            for one in model.optimizer.optimizers
+            for center in one.center_variables
+        ]
+        seen.append((model.get_weights(), centers))
+
+    during = keras.callbacks.LambdaCallback(
+        on_test_batch_end=look, on_epoch_end=look
+    )
+    swap = tf_xshard.SwapCenterWeights()
+    _fit(model, [swap, during], validation_data=(X, X[:, :1]))
+    (shown, local), *_, (after, centers) = seen
+    # During a swap, the centers' variables hold the local values.
+    for one in (shown, local, after, centers):
+        one.sort(key=np.ndim)
+    group_training.assert_same([shown, local], [centers, after])
+    for mine, other in zip(shown, local, strict=True):
+        assert np.abs(mine - other).max() > 1e-4
 
 
 def test_without_an_agn_optimizer():

@@ -47,26 +47,25 @@ class SwapCenterWeights(keras.callbacks.Callback):
     def __init__(self, swap_on_epoch: bool = False) -> None:
         super().__init__()
         self.swap_on_epoch = swap_on_epoch
-        self._optimizer: Any = None
+        self._optimizers: list[Any] = []
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Finds the AGNOptimizer.
+        """Finds the AGNOptimizer, or several in a MultiOptimizer.
 
         Args:
           logs: From Keras; not used.
         """
         del logs
-        found = [
+        self._optimizers = [
             one
             for one in stack.descendants(self.model.optimizer)
             if hasattr(one, "show_center")
         ]
-        if not found:
+        if not self._optimizers:
             raise ValueError(
                 "SwapCenterWeights needs a model that is compiled with an"
                 f" AGNOptimizer, got {type(self.model.optimizer).__name__}."
             )
-        self._optimizer = found[0]
 
     def on_test_begin(self, logs: dict | None = None) -> None:
         """Puts the center into the model.
@@ -75,8 +74,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
-        if self._optimizer is not None:
-            self._optimizer.show_center(True)
+        self._show_centers(True)
 
     def on_test_end(self, logs: dict | None = None) -> None:
         """Puts the local variables back.
@@ -85,8 +83,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del logs
-        if self._optimizer is not None:
-            self._optimizer.show_center(False)
+        self._show_centers(False)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Puts the center into the model if `swap_on_epoch` is set.
@@ -97,7 +94,7 @@ class SwapCenterWeights(keras.callbacks.Callback):
         """
         del epoch, logs
         if self.swap_on_epoch:
-            self._optimizer.show_center(True)
+            self._show_centers(True)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Puts the local variables back.
@@ -107,13 +104,17 @@ class SwapCenterWeights(keras.callbacks.Callback):
           logs: From Keras; not used.
         """
         del epoch, logs
-        self._optimizer.show_center(False)
+        self._show_centers(False)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Releases the optimizer; the model already holds the center.
+        """Releases the optimizers; the model already holds the center.
 
         Args:
           logs: From Keras; not used.
         """
         del logs
-        self._optimizer = None
+        self._optimizers = []
+
+    def _show_centers(self, shown: bool) -> None:
+        for one in self._optimizers:
+            one.show_center(shown)
