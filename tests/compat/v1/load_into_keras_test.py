@@ -369,3 +369,53 @@ def test_optimizers_with_no_counterpart(tmp_path):
         )
     with pytest.raises(tf.errors.OpError):
         v1.load_into_keras(str(tmp_path / "none"), _model(KERAS["sgd"]()))
+
+
+def test_the_center_is_taken_where_the_local_copies_were_saved_too(tmp_path):
+    """Variables and slots: TensorFlow lists either of the two first."""
+    values = {
+        "dense/kernel": KERNEL,
+        "dense/kernel/Momentum": 7 * KERNEL,
+        **{
+            f"global_center_variable/{name}": 10 * value
+            for name, value in _adam_values().items()
+        },
+    }
+    prefix = _write_values(values, tmp_path / "model")
+    model = _dense_model(keras.optimizers.Adam())
+    v1.load_into_keras(prefix, model)
+    np.testing.assert_array_equal(model.get_weights()[0], 10 * KERNEL)
+    _, _, *slots = model.optimizer.variables
+    for slot, factor in zip(slots, (30, 50), strict=True):
+        np.testing.assert_array_equal(slot, factor * KERNEL)
+
+
+def test_a_refusal_leaves_the_optimizer_as_it_was(tmp_path):
+    prefix = _write_values(_adam_values(other=KERNEL), tmp_path / "model")
+    model = _dense_model(tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()))
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="nothing was changed.*'other'"):
+        v1.load_into_keras(prefix, model)
+    assert not model.optimizer.built
+    assert not model.optimizer.inner_optimizer.built
+    np.testing.assert_array_equal(model.get_weights(), before)
+
+
+def test_momentum_and_the_center_under_a_strategy(tmp_path):
+    """v1's momentum times the rate, and AGNOptimizer's slots and center."""
+    values = {"dense/kernel": KERNEL, "dense/kernel/Momentum": 4 * KERNEL}
+    prefix = _write_values(values, tmp_path / "model")
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        model = _dense_model(
+            tf_xshard.AGNOptimizer(keras.optimizers.SGD(0.5, momentum=0.9))
+        )
+        v1.load_into_keras(prefix, model)
+    [momentum] = model.optimizer.inner_optimizer.momentums
+    for variable, value in (
+        (model.weights[0], KERNEL),
+        (model.optimizer.center_variables[0], KERNEL),
+        (momentum, -2 * KERNEL),
+    ):
+        for one in replicas.values(strategy, variable):
+            np.testing.assert_array_equal(one, value)

@@ -65,49 +65,69 @@ def matched(
     model: keras.Model,
     placed: list[tuple[keras.Variable, str]],
     stored: dict[str, np.ndarray],
-    iterations: int | None,
-) -> tuple[dict[str, tuple[Any, np.ndarray]], list[Any]]:
-    """Matches the optimizer's slots to the checkpoint's slots."""
+) -> tuple[list[tuple[keras.Variable, list[str]]], list[Any]]:
+    """Matches the optimizer's slots to the checkpoint's slots.
+
+    Returns the names of each weight's slots in the checkpoint. Builds nothing.
+    """
     inner = innermost(optimizer)
     slot_names = _SLOTS[inner.__class__.__name__](inner)
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
     adapter = inner_optimizers.Keras(inner)
     trainable = {id(variable) for variable in model.trainable_variables}
     weights = {name for _, name in placed}
-    slots: dict[str, tuple[Any, np.ndarray]] = {}
+    slots: list[tuple[keras.Variable, list[str]]] = []
     unplaced: list[Any] = []
     for weight, name in placed:
         if id(weight) not in trainable:
             continue
         found = _slots_of(name, stored, weights)
-        targets = [
-            _Discarded() if one is None else adapter.get_slot(weight, one)
+        updated = _updated(optimizer, weight)
+        is_missing = inner.built and any(
+            one is not None and adapter.get_slot(updated, one) is None
             for one in slot_names
-        ]
-        if len(found) != len(slot_names) or any(t is None for t in targets):
+        )
+        if len(found) != len(slot_names) or is_missing:
             unplaced.append(
                 f"{slot_names} of {weight.path}, for which the checkpoint has"
                 f" {found}"
             )
             continue
-        for key, target in zip(found, targets, strict=True):
+        slots.append((weight, found))
+    return slots, unplaced
+
+
+def _updated(optimizer: Any, weight: keras.Variable) -> keras.Variable:
+    """Returns a weight, or its center if an AGNOptimizer has been built."""
+    for one in stack.descendants(optimizer):
+        if hasattr(one, "center_variables"):
+            for index in optimizer_state.indices_of(one, [weight]):
+                return one.center_variables[index]
+    return weight
+
+
+def _assign_slots(
+    optimizer: Any,
+    slots: list[tuple[keras.Variable, list[str]]],
+    stored: dict[str, np.ndarray],
+    iterations: int | None,
+) -> None:
+    """Assigns what `matched` returned to a built optimizer's slots."""
+    inner = innermost(optimizer)
+    slot_names = _SLOTS[inner.__class__.__name__](inner)
+    adapter = inner_optimizers.Keras(inner)
+    for weight, found in slots:
+        for key, name in zip(found, slot_names, strict=True):
+            if name is None:
+                continue
             value = stored[key]
             if isinstance(inner, keras.optimizers.SGD):
                 # v1's momentum accumulates gradients, and Keras's momentum
                 # accumulates steps.
                 rate = optimizer_state.learning_rate_at(inner, iterations or 0)
                 value = -rate * value
-            slots[key] = target, value
-    return slots, unplaced
-
-
-class _Discarded:
-    """Stands in for a slot that the Keras optimizer does not have."""
-
-    def assign(self, value: np.ndarray) -> None:
-        """Drops a value of any shape."""
-        del value
+            slot = adapter.get_slot(_updated(optimizer, weight), name)
+            assert slot is not None, f"{weight.path} has no slot {name!r}"
+            slot.assign(value)
 
 
 def _slots_of(
@@ -201,7 +221,8 @@ def load_into_keras(
     Raises:
       TypeError: If the model's optimizer is not in the list above.
       ValueError: If a variable of the checkpoint or of the model has no match.
-        The error names all such variables, and nothing is changed.
+        The error names all such variables. Nothing is changed, and an optimizer
+        that has not been built stays so.
       tf.errors.OpError: If there is no checkpoint.
 
     Example:
@@ -228,18 +249,19 @@ def load_into_keras(
     stored = _stored(reader)
     placed, unplaced = _weights(model, stored, names or {})
     optimizer = getattr(model, "optimizer", None)
-    slots: dict[str, tuple[Any, np.ndarray]] = {}
+    slots: list[tuple[keras.Variable, list[str]]] = []
     iterations = None
     if optimizer is not None:
         iterations = count_updates(optimizer, stored)
-        slots, more = matched(optimizer, model, placed, stored, iterations)
+        slots, more = matched(optimizer, model, placed, stored)
         unplaced += more
     step_names = {
         name
         for name in stored
         if re.fullmatch(r"(.*/)?(global_step|beta[12]_power(_\d+)?)", name)
     }
-    used = {name for _, name in placed} | set(slots) | step_names
+    of_slots = {name for _, found in slots for name in found}
+    used = {name for _, name in placed} | of_slots | step_names
     left = sorted(set(stored) - used)
     if left or unplaced:
         raise ValueError(
@@ -250,10 +272,14 @@ def load_into_keras(
             " checkpoint's optimizer. For weights with other names, pass"
             " names={path: name}."
         )
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
     for weight, name in placed:
         weight.assign(stored[name])
-    for slot, value in slots.values():
-        slot.assign(value)
+        # An AGNOptimizer may be in mid-period.
+        _updated(optimizer, weight).assign(stored[name])
+    if optimizer is not None:
+        _assign_slots(optimizer, slots, stored, iterations)
     if iterations is not None:
         optimizer_state.set_iterations(innermost(optimizer), iterations)
 
@@ -261,9 +287,19 @@ def load_into_keras(
 def _stored(reader: tf.train.CheckpointReader) -> dict[str, np.ndarray]:
     """Reads all variables by name; AGNOptimizer's center has plain names."""
     prefix = agn_custom_getter.GLOBAL_VARIABLE_NAME + "/"
+    names = reader.get_variable_to_shape_map()
+    of_center = {n.removeprefix(prefix) for n in names if n.startswith(prefix)}
+    # A worker's local copies and their slots may have been saved, too. All
+    # workers continue from the center.
+    read = {
+        name
+        for name in names
+        if name not in of_center and name.rpartition("/")[0] not in of_center
+    }
     return {
         name.removeprefix(prefix): reader.get_tensor(name)
-        for name in reader.get_variable_to_shape_map()
+        for name in names
+        if name.startswith(prefix) or name in read
     }
 
 

@@ -157,7 +157,8 @@ def learning_rate_at(
     rate = optimizer._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return float(rate(iterations))
-    return float(optimizer.learning_rate)
+    # float() does not take a variable of a strategy.
+    return float(tf.convert_to_tensor(optimizer.learning_rate))
 
 
 def has_caller_of(kind: type, contains: Callable[[Any], bool]) -> bool:
