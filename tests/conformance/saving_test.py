@@ -117,6 +117,32 @@ def test_every_way_keeps_the_state(name, kind, tmp_path):
     _check_state(restored, state)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tf_xshard.TowerOptimizer(O.Adam(), num_towers=3),
+        lambda: tf_xshard.TowerOptimizer(
+            O.LossScaleOptimizer(O.Adam()), num_towers=3
+        ),
+        lambda: tf_xshard.AGNOptimizer(O.Adam(), communication_period=3),
+    ],
+    ids=["tower", "loss_scale", "agn"],
+)
+def test_weights_in_several_files(make, tmp_path):
+    """The same as in one file, of which each path may be in another file."""
+    strategy = replicas.mirrored(2)
+    model, _ = training.train(make, strategy, num_steps=2)
+    model.save_weights(tmp_path / "one.weights.h5")
+    # Hundreds of bytes, in GB.
+    model.save_weights(tmp_path / "several.weights.json", max_shard_size=6e-7)
+    assert len(list(tmp_path.glob("several_*.weights.h5"))) > 3
+    one, several = _fresh(make, strategy), _fresh(make, strategy)
+    with strategy.scope():
+        one.load_weights(tmp_path / "one.weights.h5")
+        several.load_weights(tmp_path / "several.weights.json")
+    _check_state(several, _state(one))
+
+
 def _agn():
     return tf_xshard.AGNOptimizer(O.Adam(0.01), communication_period=4)
 

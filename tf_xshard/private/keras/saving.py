@@ -13,9 +13,10 @@ from typing import Any
 import keras
 import numpy as np
 
-# Attributes of Keras's store of an .h5 file: the file, and the current path.
+# Attributes of Keras's store of an .h5 file: the file, and the current path. A
+# store of several files has one of them open, and lists the paths of all.
 # Present in 3.12 to 3.16. Other stores show one path only.
-_FILE, _PATH = "h5_file", "_h5_entry_path"
+_FILE, _PATH, _ALL_FILES = "h5_file", "_h5_entry_path", "sharding_config"
 # An AGNOptimizer has its local optimizer where other wrappers have the inner
 # optimizer.
 _CHILDREN = ("local_optimizer", "inner_optimizer")
@@ -44,10 +45,20 @@ def _inner_paths(store: Any) -> list[str]:
     while file is not None and inner is not None:
         # A pickled optimizer is the whole file, and its path is empty.
         children = [f"{inner}/{name}".lstrip("/") for name in _CHILDREN]
-        inner = next((one for one in children if one in file), None)
+        inner = next((one for one in children if _has(store, one)), None)
         if inner is not None:
             found.append(inner)
     return found
+
+
+def _has(store: Any, path: str) -> bool:
+    """Returns True if a path, or a path below it, is in a store's files."""
+    several = getattr(store, _ALL_FILES, None)
+    if several is None:
+        return path in getattr(store, _FILE)
+    return any(
+        one.startswith(f"/{path}/") for one in several.get("weight_map", ())
+    )
 
 
 def _arrays(store: Any) -> list[np.ndarray]:
