@@ -436,3 +436,28 @@ def test_export_leaves_the_optimizer_out(tmp_path):
     with pytest.raises(RuntimeError, match=r"use model.export\(\)"):
         tf.saved_model.save(model, str(tmp_path / "all"))
     model.export(tmp_path / "exported", verbose=False)
+
+
+@pytest.mark.parametrize(
+    "inner_fn", [lambda: O.SGD(0.5, momentum=0.5), lambda: O.Adafactor(0.1)]
+)
+def test_a_model_in_groups_loads_outside_its_strategy(inner_fn, tmp_path):
+    """With whole slots, which it saves again; only a step needs the groups."""
+    groups, strategy = [[1, 0]], replicas.mirrored(2)
+    model = _model(
+        strategy, inner_fn, group_assignment=groups, shard_update=True
+    )
+    _fit(model, 3)
+    model.save(tmp_path / "model.keras")
+    outside = keras.saving.load_model(tmp_path / "model.keras")
+    variables = [*model.weights, *model.optimizer.variables]
+    for mine, other in zip(
+        [*outside.weights, *outside.optimizer.variables], variables, strict=True
+    ):
+        np.testing.assert_array_equal(mine.numpy(), np.asarray(other.numpy()))
+    with pytest.raises(ValueError, match="is for 2 replicas, but"):
+        outside.fit(X, X[:, :2], verbose=0)
+    outside.save(tmp_path / "again.keras")
+    with strategy.scope():
+        again = keras.saving.load_model(tmp_path / "again.keras")
+    assert sharded.difference(_fit(again, 2), _fit(model, 2)) == 0

@@ -209,17 +209,17 @@ class CrossShardOptimizer(base.GradientWrapper):
     def _create_state(self, variables: list) -> None:
         self._unreduced.find(variables)
         self._refuse_joint_norm()
-        if not self._shard_update:
-            # Do not check the groups. A saved model can be loaded outside its
-            # strategy's scope, where they can't fit yet.
-            super()._create_state(variables)
-            return
-        groups = group_assignment_lib.for_replicas(
-            self.group_assignment,
-            self._strategy.num_replicas_in_sync,
-            f"the strategy {type(self._strategy).__name__}",
-        )
-        if groups.group_size == 1:
+        groups = self.group_assignment
+        num_replicas = self._strategy.num_replicas_in_sync
+        if groups is None:
+            groups = group_assignment_lib.GroupAssignment.single(num_replicas)
+        # Do not refuse groups that don't fit. A saved model can be loaded
+        # outside its strategy's scope, with whole slots, as files have them.
+        if (
+            not self._shard_update
+            or groups.num_replicas != num_replicas
+            or groups.group_size == 1
+        ):
             super()._create_state(variables)
             return
         inner = self.inner_optimizer
