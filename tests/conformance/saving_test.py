@@ -377,6 +377,16 @@ _WAYS = {
             "AGNOptimizer trains each replica's own variables and slots.",
         ),
         (lambda: tf_xshard.CrossShardOptimizer(O.Adam()), _WAYS, None),
+        (
+            lambda: tf_xshard.CrossShardOptimizer(
+                O.Adam(),
+                communication=tf_xshard.Communication(
+                    "bfloat16", error_feedback=True
+                ),
+            ),
+            ["keras"],
+            "CrossShardOptimizer keeps each replica's rounding errors",
+        ),
     ],
 )
 def test_a_save_that_loses_something_says_so_once(
@@ -390,7 +400,7 @@ def test_a_save_that_loses_something_says_so_once(
         assert not logged
         return
     [line] = logged
-    assert line.startswith(said) and "only replica 0's" in line
+    assert line.startswith(said) and "one value for all replicas" in line
     assert "tf_xshard.GroupState(model).save(directory)" in line
 
 

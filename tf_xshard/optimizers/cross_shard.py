@@ -415,9 +415,11 @@ class CrossShardOptimizer(base.GradientWrapper):
         if self._unreduced and self._strategy.num_replicas_in_sync > 1:
             return "trains local variables, which differ by replica."
         groups = self.group_assignment
-        if groups is None or groups.num_groups == 1:
-            return None
-        return f"trains {groups.num_groups} groups, whose variables differ."
+        if groups is not None and groups.num_groups > 1:
+            return f"trains {groups.num_groups} groups, whose variables differ."
+        if self._error_feedback and self._strategy.num_replicas_in_sync > 1:
+            return "keeps each replica's rounding errors (error_feedback=True)."
+        return None
 
     def get_config(self) -> dict:
         """Returns the arguments, for serialization.

@@ -68,7 +68,7 @@ class LossySaveWarning(wrapper_internals.OwnPart):
         if lost and not self._has_warned:
             self._has_warned = True
             logging.warning(
-                "%s %s Keras and TensorFlow save only replica 0's values."
+                "%s %s Keras and TensorFlow save one value for all replicas."
                 " tf_xshard.GroupState(model).save(directory) saves the values"
                 " of all replicas, and .export(group, path) saves one group as"
                 " a model.",
