@@ -248,6 +248,29 @@ def test_1797_rows_in_batches_of_64(num_replicas, report):
     np.testing.assert_allclose(got[1], reference[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss", [SQUARE, WEIGHT_MEAN])
+def test_a_ragged_batch_on_a_tpu(loss):
+    """Rows that pad the last replica's part are no items."""
+
+    def fit(strategy, loss, wrap):
+        with strategy.scope():
+            model = _dense()
+            model.compile(wrap(SGD(0.1)), loss)
+        before = model.evaluate(x, y, 13, verbose=0, sample_weight=weights)
+        model.fit(x, y, 13, verbose=0, shuffle=False, sample_weight=weights)
+        return [
+            replicas.values(strategy, v) for v in model.trainable_variables
+        ], before
+
+    x, y, weights = _weighted(13)
+    reference = fit(tf.distribute.get_strategy(), loss(), lambda one: one)
+    got = fit(
+        replicas.tpu(2), GlobalMean(loss()), tf_xshard.CrossShardOptimizer
+    )
+    assert _difference(got, reference) <= 1e-6
+    np.testing.assert_allclose(got[1], reference[1], rtol=1e-5)
+
+
 @replicas.on_every_strategy
 def test_groups(kind):
     """The mean is over the rows of a replica's group."""

@@ -65,10 +65,10 @@ def evaluated(
     weights = None
     if loss.reduction == "mean_with_sample_weight":
         weights = sample_weight
-    # With losses of 1, the sum is the number of items. Masks still apply.
-    ones = keras.ops.ones_like(
-        losses if weights is None else weights, dtype=losses.dtype
-    )
+    # With losses of 1, the sum is the number of items. Masks still apply. On a
+    # TPU, ones_like would also count the rows that pad a ragged batch.
+    items = losses if weights is None else weights
+    ones = tf.ones(keras.ops.shape(items), losses.dtype)
     mask = getattr(losses, _MASK, None)
     if mask is not None:
         setattr(ones, _MASK, mask)
