@@ -1,7 +1,10 @@
 """GlobalMean: one device's training, whatever the replicas' batches are."""
 
 import functools
+import gc
 import itertools
+import threading
+import weakref
 
 import keras
 import numpy as np
@@ -898,6 +901,74 @@ def test_a_sum_of_towers_is_not_weighted():
             )
         optimizer.apply([tape.gradient(value, weight.value)], [weight])
     np.testing.assert_allclose(float(weight), 0.8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_applied", [False, True])
+def test_no_graph_is_kept(is_applied):
+    """Nor by a record that no optimizer takes."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        optimizer = _cross()
+        optimizer.build([weight])
+    loss = GlobalMean("mse")
+
+    def on_replica():
+        with tf.GradientTape() as tape:
+            value = loss(tf.zeros([1, 1]), tf.ones([1, 1]) * weight)
+        gradient = tape.gradient(value, weight.value)
+        if is_applied:
+            optimizer.apply([gradient], [weight])
+        return gradient
+
+    step = tf.function(lambda: strategy.run(on_replica), autograph=False)
+    graph = weakref.ref(step.get_concrete_function().graph)
+    assert graph() is not None
+    del step
+    gc.collect()
+    assert graph() is None
+
+
+def test_one_loss_in_two_threads():
+    """Each training gets its own numbers."""
+    loss = GlobalMean(
+        "mse", communication=tf_xshard.Communication(timeout_seconds=20)
+    )
+    results = {2.0: [], 10.0: []}
+
+    def evaluate(value):
+        strategy = replicas.mirrored(2)
+        rows = tf.fill([4, 1], value)
+        step = tf.function(
+            lambda: strategy.run(loss, (rows * 0, rows)), autograph=False
+        )
+        for _ in range(200):
+            results[value] += [float(one) for one in step().values]
+
+    threads = [threading.Thread(target=evaluate, args=(v,)) for v in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Divided by the two replicas.
+    assert results == {value: [value**2 / 2] * 400 for value in results}
+
+
+def test_a_function_that_differentiates_it_can_be_saved(tmp_path):
+    """TensorFlow asks for all gradients when it saves."""
+
+    class Module(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([2, 1])], autograph=False)
+        def gradient(self, x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                value = GlobalMean("mse")(x * 0, x)
+            return tape.gradient(value, x)
+
+    tf.saved_model.save(Module(), tmp_path)
+    loaded = tf.saved_model.load(tmp_path)
+    x = tf.constant([[1.0], [3.0]])
+    np.testing.assert_array_equal(loaded.gradient(x), x)
 
 
 def test_records_do_not_pile_up():

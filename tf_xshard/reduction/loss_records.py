@@ -54,11 +54,28 @@ class _OfReplica:
     """Holds the records of one replica."""
 
     def __init__(self) -> None:
-        self.records: collections.deque = collections.deque(
-            maxlen=_MOST_RECORDS
+        self._records: collections.deque[Callable[[], LossRecord | None]] = (
+            collections.deque(maxlen=_MOST_RECORDS)
         )
         # The outermost function in which the last records were taken.
         self.taken_in: Callable[[], tf.Graph | None] = lambda: None
+
+    def records(self) -> list[LossRecord]:
+        """Returns the records whose graphs still exist."""
+        found = (held() for held in self._records)
+        return [one for one in found if one is not None]
+
+    def append(self, record: LossRecord) -> None:
+        """Adds a record, which a graph keeps as long as its gradient."""
+        if record.outermost is None:
+            self._records.append(lambda: record)
+        else:
+            # A record that no optimizer takes must not keep its graph.
+            self._records.append(weakref.ref(record))
+
+    def clear(self) -> None:
+        """Removes all records."""
+        self._records.clear()
 
 
 _replicas: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -74,13 +91,15 @@ def _of(site: site_lib.Site) -> _OfReplica:
 def add(record: LossRecord, site: site_lib.Site) -> None:
     """Adds a record of this replica."""
     with _lock:
-        records = _of(site).records
+        own = _of(site)
+        records = own.records()
         # Records of another graph belong to a step that was never applied.
         if records and records[-1].outermost is not record.outermost:
-            records.clear()
+            own.clear()
+            records = []
         # A persistent tape may differentiate one loss several times.
         if not any(one is record for one in records):
-            records.append(record)
+            own.append(record)
 
 
 def take(site: site_lib.Site) -> list[LossRecord]:
@@ -90,9 +109,9 @@ def take(site: site_lib.Site) -> list[LossRecord]:
         own = _of(site)
         # Drop the records that an earlier, unapplied trace left.
         found = [
-            one for one in own.records if outermost in (None, one.outermost)
+            one for one in own.records() if outermost in (None, one.outermost)
         ]
-        own.records.clear()
+        own.clear()
         if found and outermost is not None:
             own.taken_in = weakref.ref(outermost)
     return found

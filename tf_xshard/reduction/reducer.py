@@ -14,6 +14,8 @@ gradients of replica r:   dense        IndexedSlices        None
 from __future__ import annotations
 
 import dataclasses
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -141,10 +143,16 @@ class GradientReducer:
     retrace does not ask the other processes again.
     """
 
-    def __init__(self, communication: communication_lib.Communication) -> None:
+    def __init__(
+        self,
+        communication: communication_lib.Communication,
+        known_patterns: presence.KnownPatterns | None = None,
+    ) -> None:
         self.communication = communication
         self._number = transport_lib.number_for(self)
-        self._known_patterns: presence.KnownPatterns = {}
+        self._known_patterns: presence.KnownPatterns = (
+            {} if known_patterns is None else known_patterns
+        )
 
     def all_reduce(
         self,
@@ -327,3 +335,38 @@ class GradientReducer:
                 tensors, [batch.variables[i] for i in dense], carry
             )
         return _Parts(batch, presences, dense, tensors, sparse, slices)
+
+
+class ReducerOfEachFunction:
+    """Holds a reducer for each outermost function that is being traced.
+
+    Several threads may train at the same time with what does not belong to an
+    optimizer, such as one loss. Their collectives need separate channels. The
+    functions share what the reducers remember, since one worker may retrace
+    alone.
+    """
+
+    def __init__(self, communication: communication_lib.Communication) -> None:
+        self.communication = communication
+        self._known_patterns: presence.KnownPatterns = {}
+        # Eager collectives do not use the reducer's number.
+        self._eager = self._new()
+        self._of_graphs: weakref.WeakKeyDictionary[
+            tf.Graph, GradientReducer
+        ] = weakref.WeakKeyDictionary()
+
+    def current(self) -> GradientReducer:
+        """Returns the reducer of the function that is being traced."""
+        graph = site_lib.outermost_graph()
+        if graph is None:
+            return self._eager
+        with _lock:
+            if graph not in self._of_graphs:
+                self._of_graphs[graph] = self._new()
+            return self._of_graphs[graph]
+
+    def _new(self) -> GradientReducer:
+        return GradientReducer(self.communication, self._known_patterns)
+
+
+_lock = threading.Lock()

@@ -17,6 +17,7 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers.fit import scalar_loss
 from tf_xshard.private.keras import losses as keras_losses
 from tf_xshard.private.tensorflow import autograph
+from tf_xshard.private.tensorflow import custom_gradient
 from tf_xshard.reduction import loss_records
 from tf_xshard.reduction import reducer as reducer_lib
 
@@ -105,7 +106,7 @@ class GlobalMean(keras.losses.Loss):
             group_assignment = group_assignment_lib.GroupAssignment(
                 group_assignment
             )
-        self._reducer = reducer_lib.GradientReducer(
+        self._reducers = reducer_lib.ReducerOfEachFunction(
             communication_lib.checked(communication)
         )
         # A loss that is chosen by shapes has Keras's default reduction.
@@ -199,7 +200,7 @@ class GlobalMean(keras.losses.Loss):
         """Sums scalars over this replica's group, with one all-reduce."""
         if groups.group_size == 1:
             return list(numbers)
-        channel = self._reducer.channel(groups).exact()
+        channel = self._reducers.current().channel(groups).exact()
         transport = collectives.transport_for(site, channel)
         # A tower may compute its loss on another device.
         with (
@@ -219,18 +220,14 @@ class GlobalMean(keras.losses.Loss):
     ) -> tf.Tensor:
         """Returns `value`, whose gradient by `own` is `scale`."""
 
-        @tf.custom_gradient
-        def result(own: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-            del own
+        def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
+            loss_records.add(record, site)
+            return [upstream * scale]
 
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                loss_records.add(record, site)
-                return upstream * scale
-
-            return tf.identity(value), gradient
-
-        value = tf.stop_gradient(value)
-        return result(own)
+        [result] = custom_gradient.with_gradient(
+            [tf.stop_gradient(value)], [own], gradient
+        )
+        return result
 
     def communicate_as_in_a_call(self, site: site_lib.Site) -> None:
         """Repeats the sum of a call of the loss, for a communication plan.
@@ -263,7 +260,7 @@ class GlobalMean(keras.losses.Loss):
         return {
             "loss": keras.saving.serialize_keras_object(self._given_loss),
             "group_assignment": groups and groups.to_list(),
-            "communication": self._reducer.communication.get_config(),
+            "communication": self._reducers.communication.get_config(),
             "name": self.name,
         }
 

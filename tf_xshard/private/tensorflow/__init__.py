@@ -2,6 +2,7 @@
 
 - `autograph`: keeps AutoGraph from converting this package's code.
 - `tracing`: finds XLA, replicas, loops and new variables in a running trace.
+- `custom_gradient`: replaces the gradient of tensors.
 - `runtime`: which functions TensorFlow runs; aborts its collectives; the
   key-value store of several processes.
 - `iterators`: ends distributed datasets, for `tf_xshard.testing` only.
