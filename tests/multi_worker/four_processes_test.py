@@ -99,6 +99,13 @@ def test_a_worker_that_traces_again_by_itself(results):
         assert result["retrace"] == [-33 if rank < 2 else -3300]
 
 
+def test_group_reduce(results):
+    """The gradient is the sum of the group's upstream gradients."""
+    for rank, result in enumerate(results):
+        want = [[1010, 6], [101, 4]][rank % 2 == 0]
+        assert result["group_reduce"] == [want] * 3
+
+
 def test_global_mean(results, report):
     """The numbers of one process with all rows; Keras' loss has others."""
     every = [

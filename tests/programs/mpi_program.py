@@ -157,6 +157,7 @@ def main(case=None):
         "graph": operations(strategy, graph=True),
         "oracle": cases.oracle(strategy),
         "retrace": cases.retrace(strategy),
+        "group_reduce": cases.group_reduce(strategy),
         "nesting": cases.nesting(strategy),
         "wrong": wrong(strategy),
     }

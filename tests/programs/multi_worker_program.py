@@ -127,6 +127,29 @@ def retrace(strategy):
     return _values([weight])
 
 
+def group_reduce(strategy):
+    """Sums and their gradients; worker 1 traces once more, by itself."""
+    rank = strategy.cluster_resolver.task_id
+
+    def step(x):
+        def on_replica():
+            with tf.GradientTape() as tape:
+                own = tf.constant(10.0**rank)
+                tape.watch(own)
+                total = tf_xshard.group_reduce(own, CROSSED, "sum")
+                loss = (rank + 1) * total * tf.reduce_sum(x)
+            return total, tape.gradient(loss, own)
+
+        return strategy.run(on_replica)
+
+    traced = tf.function(step, autograph=False)
+    again = tf.ones([2]) / 2 if rank == 1 else tf.ones([1])
+    return [
+        [float(one) for one in results]
+        for results in (step(tf.ones([1])), traced(tf.ones([1])), traced(again))
+    ]
+
+
 def rows_of(rank, call):
     """A worker's rows, whose number differs by worker and call."""
     num_rows = (1, 2, 0, 5)[(rank + call) % NUM_WORKERS]
@@ -339,8 +362,8 @@ def absent(strategy):
 def cases(strategy):
     directory = sys.argv[1]
     own = (
-        *(oracle, compat_v1, retrace, global_mean, skipped_steps),
-        *(local_variables, wire, processes, nesting),
+        *(oracle, compat_v1, retrace, group_reduce, global_mean),
+        *(skipped_steps, local_variables, wire, processes, nesting),
     )
     return {
         **{case.__name__: case(strategy) for case in own},

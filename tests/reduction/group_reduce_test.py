@@ -1,11 +1,18 @@
 """`group_reduce`, on every strategy, against NumPy."""
 
+import gc
+import threading
+import weakref
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import seeds
+from tf_xshard.multi_worker import local_cluster
 
 GROUPS = [[0, 3], [1, 2]]
 
@@ -108,6 +115,10 @@ def test_without_a_strategy_it_returns_the_values():
     assert tf_xshard.group_reduce([None]) == [None]
 
 
+def test_nothing_to_reduce():
+    assert replicas.mirrored(2).run(tf_xshard.group_reduce, ([None],)) == [None]
+
+
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
@@ -172,10 +183,186 @@ def test_replicas_with_different_values(own, text, is_eager):
     assert [list(one.numpy()) for one in values.values] == [[1, 1]] * 2
 
 
-def test_cross_replica_context():
+@pytest.mark.parametrize("kind", ["eager", *replicas.STRATEGIES])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_its_gradient_reduces_the_upstream_gradients(kind, reduction):
+    """Of dense values and of rows; of a value without an upstream, 0."""
+
+    def on_replica(x):
+        r = tf.cast(replicas.replica_id_tensor(), tf.float32)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            rows = tf.IndexedSlices([x, 2 * x, 3 * x], [1, 0, 1], [3, 2])
+            dense, _, rows = tf_xshard.group_reduce(
+                [x, 5 * x, rows], GROUPS, reduction
+            )
+            weights = tf.constant([[100.0], [1000.0], [10.0]])
+            of_rows = tf.reduce_sum(weights * tf.convert_to_tensor(rows))
+            # tf.gather has sparse gradients.
+            of_dense = tf.reduce_sum(tf.gather(dense, [1, 0]) ** 2)
+            loss = (r + 1) * (of_dense + of_rows)
+        return tape.gradient(loss, x)
+
+    if kind == "eager":
+        strategy = replicas.mirrored(4)
+        arguments = strategy.experimental_distribute_values_from_function(
+            lambda c: tf.fill([2], 10.0**c.replica_id_in_sync_group)
+        )
+        got = strategy.run(on_replica, (arguments,))
+        got = [one.numpy().tolist() for one in got.values]
+    else:
+        got = replicas.run(kind, on_replica)
+    combine = getattr(np, reduction)
+    for members in GROUPS:
+        reduced = combine([10.0**r for r in members])
+        # 4 x have the weight 1000, and 2 x the weight 100.
+        upstream = combine([(r + 1) * (2 * reduced + 4200) for r in members])
+        for r in members:
+            np.testing.assert_allclose(got[r], [upstream] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_gradient_of_its_gradient(graph):
     strategy = replicas.mirrored(2)
+
+    def on_replica():
+        x = tf.constant([1.0, 3.0][replicas.replica_id()])
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf_xshard.group_reduce(x, reduction="sum") ** 3
+            # 2 * 3 * (1 + 3)^2 on each replica.
+            first = tape.gradient(loss, x)
+        return first, outer.gradient(first, x)
+
+    run = lambda: strategy.run(on_replica)
+    first, second = (tf.function(run, autograph=False) if graph else run)()
+    assert [float(one) for one in first.values] == [96, 96]
+    # Of the sum of both replicas' first gradients: 4 * 6 * (1 + 3).
+    assert [float(one) for one in second.values] == [96, 96]
+
+
+def test_a_gradient_of_a_loss_that_contains_it():
+    """One device's gradient is 20."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        w = tf.Variable(2.0)
+
+    def on_replica():
+        x = tf.constant([[1.0, 2.0], [3.0, 6.0]][replicas.replica_id()])
+        with tf.GradientTape() as tape:
+            y = w * x
+            mean = tf_xshard.group_reduce(tf.reduce_mean(y))
+            loss = tf.reduce_mean((y - 0.5 * mean - 1) ** 2)
+        return tape.gradient(loss, w)
+
+    for run in (strategy.run, tf.function(strategy.run)):
+        assert float(strategy.reduce("MEAN", run(on_replica), None)) == 20
+
+
+def _loss_with_a_mean(y, p):
+    mean = tf_xshard.group_reduce(tf.reduce_mean(p))
+    return tf.square(p - y - mean)[:, 0]
+
+
+class _MinusMean(keras.layers.Layer):
+    """Subtracts the mean over all replicas."""
+
+    def call(self, x):
+        return x - tf_xshard.group_reduce(tf.reduce_mean(x, 0))
+
+
+@pytest.mark.parametrize("place", ["layer", "loss"])
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_in_fit(kind, place):
+    """Two replicas train as one device; Keras also calls it for shapes."""
+
+    def fit(strategy, wrap):
+        seeds.seed(1)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.layers.Input((3,)), keras.layers.Dense(2, "tanh")]
+                + [_MinusMean()] * (place == "layer")
+                + [keras.layers.Dense(1)]
+            )
+            model.compile(
+                wrap(keras.optimizers.SGD(0.1)),
+                _loss_with_a_mean if place == "loss" else "mse",
+            )
+        x = np.linspace(-1, 2, 48, dtype="float32").reshape(16, 3)
+        model.fit(x, x[:, :1] ** 2, 8, epochs=2, verbose=0, shuffle=False)
+        return [replicas.values(strategy, v) for v in model.trainable_variables]
+
+    want = fit(tf.distribute.get_strategy(), lambda one: one)
+    got = fit(replicas.STRATEGIES[kind](2), tf_xshard.CrossShardOptimizer)
+    for one, [expected] in zip(got, want, strict=True):
+        for of_replica in one:
+            np.testing.assert_allclose(of_replica, expected, atol=1e-6)
+
+
+def test_two_trainings_in_threads():
+    """Each gets its own numbers, with equal settings."""
+    settings = tf_xshard.Communication(timeout_seconds=20)
+    results = {1.0: [], 10.0: []}
+
+    def train(value):
+        strategy = replicas.mirrored(2)
+
+        @tf.function(autograph=False)
+        def step():
+            return strategy.run(
+                lambda: tf_xshard.group_reduce(
+                    tf.fill([4], value), reduction="sum", communication=settings
+                )
+            )
+
+        for _ in range(100):
+            results[value] += [float(one[0]) for one in step().values]
+
+    threads = [threading.Thread(target=train, args=(one,)) for one in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {one: [2 * one] * 200 for one in results}
+
+
+def test_it_keeps_no_graph():
+    strategy = replicas.mirrored(2)
+
+    def on_replica():
+        with tf.GradientTape() as tape:
+            x = tf.ones([2])
+            tape.watch(x)
+            value = tf_xshard.group_reduce(x)
+        return tape.gradient(value, x)
+
+    step = tf.function(lambda: strategy.run(on_replica), autograph=False)
+    graph = weakref.ref(step.get_concrete_function().graph)
+    assert graph() is not None
+    del step
+    gc.collect()
+    assert graph() is None
+
+
+def test_outside_of_run(monkeypatch):
     with (
-        strategy.scope(),
-        pytest.raises(RuntimeError, match="cross-replica context"),
+        replicas.mirrored(2).scope(),
+        pytest.raises(
+            RuntimeError, match="cross-replica context.*Call it in the function"
+        ),
     ):
         tf_xshard.group_reduce(1.0)
+    addresses = local_cluster.local_addresses(2)
+    monkeypatch.setenv("TF_CONFIG", local_cluster.tf_config(addresses, 1))
+    with pytest.raises(
+        ValueError,
+        match=r"each of the 2 processes.*that you pass to strategy.run",
+    ):
+        tf_xshard.group_reduce(1.0)
+    with pytest.raises(RuntimeError, match="its MirroredStrategy has only"):
+        replicas.mirrored(2).run(tf_xshard.group_reduce, (1.0,))
+    # Making a model communicates nothing.
+    x = keras.Input((3,))
+    assert _MinusMean()(x).shape == (None, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,12 @@ import tensorflow as tf
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
+from tf_xshard.distribute import indexed_slices
+from tf_xshard.distribute import lone_training
 from tf_xshard.distribute import site as site_lib
+from tf_xshard.private.keras import symbolic_calls
 from tf_xshard.private.tensorflow import autograph
+from tf_xshard.private.tensorflow import custom_gradient
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import reducer
 
@@ -44,12 +48,17 @@ def group_reduce(
 ) -> Any:
     """Reduces each replica's values over its group.
 
-    Use it for gradients or statistics in a custom training loop. It uses the
-    collectives of `CrossShardOptimizer`. Call it in replica context, inside
-    `strategy.run`. Without a strategy, it returns the values unchanged. It does
-    not undo a division of the loss by the number of replicas, so use
-    `reduction="sum"` for gradients of such a loss. Pass the reduced gradients
-    only to an optimizer that does not reduce gradients itself.
+    Use it for gradients or statistics in a custom training loop, or in a layer
+    or a loss that `fit` calls. It uses the collectives of
+    `CrossShardOptimizer`. Call it in replica context, inside `strategy.run`.
+    Without a strategy, it returns the values unchanged. It does not undo a
+    division of the loss by the number of replicas, so use `reduction="sum"` for
+    gradients of such a loss. Pass the reduced gradients only to an optimizer
+    that does not reduce gradients itself.
+
+    The gradient of `group_reduce` is the same reduction of the gradients that
+    arrive at its results. All replicas of a group must compute this gradient,
+    or none.
 
     Args:
       values: A nested structure of floating point tensors of known shapes,
@@ -66,12 +75,13 @@ def group_reduce(
       IndexedSlices stay IndexedSlices, with unique indices, except on TPUs.
 
     Raises:
-      RuntimeError: In cross-replica context.
+      RuntimeError: In cross-replica context, or in one of several processes
+        whose strategy has only this process (see `connect`).
       TypeError: If an argument has the wrong type, or a value is not a floating
         point number.
       ValueError: If an argument is invalid, a shape is unknown, the groups do
-        not fit the strategy, or replicas pass different structures, shapes or
-        types.
+        not fit the strategy, replicas pass different structures, shapes or
+        types, or several processes were started and there is no strategy.
 
     Example:
 
@@ -101,7 +111,9 @@ def group_reduce(
         group_assignment = group_assignment_lib.GroupAssignment(
             group_assignment
         )
-    site = site_lib.current()
+    if symbolic_calls.is_running():
+        return values
+    site = _site()
     flat = tf.nest.flatten(values)
     present = [i for i, value in enumerate(flat) if value is not None]
     places = [_place(i, flat[i]) for i in present]
@@ -111,23 +123,114 @@ def group_reduce(
         site.num_replicas,
         f"the strategy {type(site.strategy).__name__}",
     )
-    reduced, _ = _reducer(group_assignment, communication).all_reduce(
-        gradients_lib.GradientBatch(gradients, places), site, groups, how
-    )
+    own = gradients_lib.GradientBatch(gradients, places)
+    reducers = _reducers(group_assignment, communication)
+    reduced = _reduced(own, site, groups, how, reducers)
     for i, value in zip(present, reduced.values, strict=True):
         flat[i] = value
     return tf.nest.pack_sequence_as(values, flat)
 
 
+def _site() -> site_lib.Site:
+    """Returns where values are reduced; raises an error outside of `run`."""
+    if tf.distribute.in_cross_replica_context():
+        raise RuntimeError(
+            "group_reduce() is called in cross-replica context, where there is"
+            " no replica whose values it could reduce. Call it in the function"
+            " that you pass to strategy.run()."
+        )
+    site = site_lib.current()
+    engine, size = lone_training.num_started()
+    if size > 1 and site_lib.is_default(site.strategy):
+        raise ValueError(
+            "group_reduce() is called outside of strategy.run(), where each of"
+            f" the {size} processes ({engine}) would keep its own values. Call"
+            " it in the function that you pass to strategy.run()."
+        )
+    if size > 1:
+        lone_training.refuse(site.strategy, "group_reduce() is called")
+    return site
+
+
+def _reduced(
+    own: gradients_lib.GradientBatch,
+    site: site_lib.Site,
+    groups: group_assignment_lib.GroupAssignment,
+    reduction: reductions.Reduction,
+    reducers: reducer.ReducerOfEachFunction,
+) -> gradients_lib.GradientBatch:
+    """Reduces values; their gradient is the reduction of upstream gradients.
+
+    Collectives have no gradients of their own, or wrong ones.
+    """
+    if groups.group_size == 1 or not own.values:
+        return own
+    reduced, _ = reducers.current().all_reduce(
+        own.with_values(_with_tensors(own.values, tf.stop_gradient)),
+        site,
+        groups,
+        reduction,
+    )
+
+    def gradient(*upstream: Any) -> list[tf.Tensor]:
+        rest = iter(upstream)
+        values = gradients_lib.standardized(
+            _with_tensors(
+                reduced.values, lambda _: tf.convert_to_tensor(next(rest))
+            ),
+            own.variables,
+        )
+        of_results = _reduced(
+            own.with_values(values), site, groups, reduction, reducers
+        )
+        return [
+            _like(value, one, place)
+            for value, (one, place) in zip(
+                of_results.values, own.pairs(), strict=True
+            )
+        ]
+
+    results = iter(
+        custom_gradient.with_gradient(
+            [_tensor(one) for one in reduced.values],
+            [_tensor(one) for one in own.values],
+            gradient,
+        )
+    )
+    return reduced.with_values(
+        _with_tensors(reduced.values, lambda _: next(results))
+    )
+
+
+def _with_tensors(values: Sequence, function: Callable) -> list:
+    """Applies a function to dense values, and to the values of rows."""
+    return [indexed_slices.map_values(function, one) for one in values]
+
+
+def _tensor(value: indexed_slices.Gradient) -> tf.Tensor:
+    return value.values if isinstance(value, tf.IndexedSlices) else value
+
+
+def _like(
+    gradient: indexed_slices.Gradient,
+    value: indexed_slices.Gradient,
+    place: _Place,
+) -> tf.Tensor:
+    """Returns the gradient of a dense value, or of the values of its rows."""
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = indexed_slices.dense(gradient, place)
+    if isinstance(value, tf.IndexedSlices):
+        return tf.gather(gradient, value.indices)
+    return gradient
+
+
 @functools.cache
-def _reducer(
+def _reducers(
     group_assignment: group_assignment_lib.GroupAssignment | None,
     communication: communication_lib.Communication,
-) -> reducer.GradientReducer:
-    # A reducer remembers which values the replicas have, so that one worker can
-    # retrace alone.
+) -> reducer.ReducerOfEachFunction:
     del group_assignment
-    return reducer.GradientReducer(communication)
+    return reducer.ReducerOfEachFunction(communication)
 
 
 def _place(index: int, value: Any) -> _Place:

@@ -10,6 +10,7 @@
 - `saving`: finds an optimizer's state under the paths of a Keras file.
 - `fit_internals`: attributes of a model while `fit` runs and while it is saved.
 - `losses`: evaluates a loss with another reduction, and counts its items.
+- `symbolic_calls`: whether Keras only computes shapes.
 - `multi_worker_patches`: replaces functions of `fit` that fail across
   processes.
 """
