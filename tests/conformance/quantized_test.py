@@ -375,6 +375,25 @@ def test_group_reduce():
         np.testing.assert_allclose(value, 2 * numbers, rtol=1e-6)
 
 
+@pytest.fixture
+def check_numerics():
+    tf.debugging.enable_check_numerics()
+    yield
+    tf.debugging.disable_check_numerics()
+
+
+def test_check_numerics(check_numerics):
+    """Its operations have no kernels in XLA; it finds a nan."""
+    gradients = [[[np.float32([1, 2, 127])], [np.float32([3, 6, 127])]]]
+    strategy = replicas.mirrored(2)
+    weights, _ = _trained(strategy, _optimizer, gradients)
+    for value in weights[0]:
+        np.testing.assert_allclose(value, [-4, -8, -254], rtol=1e-6)
+    gradients[0][1][0][0] = np.nan
+    with pytest.raises(tf.errors.InvalidArgumentError, match="NaN"):
+        _trained(strategy, _optimizer, gradients)
+
+
 def test_a_nan_does_not_stay():
     """A hook that removes nan from the sums works as it does in float32."""
     strategy = replicas.mirrored(2)

@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
+from tf_xshard.private.tensorflow import tracing
 
 # With this size, scales are 1.6% of the bytes. benchmarks/README.md has the
 # measurements.
@@ -321,4 +322,8 @@ def _quantized(
 def _is_fused(transport: transport_lib.Transport) -> bool:
     """Returns True if XLA compiles the arithmetic."""
     # The compiled arithmetic was measured on CPUs only.
-    return "CPU" in transport.site.device and not tf.executing_eagerly()
+    return (
+        "CPU" in transport.site.device
+        and not tf.executing_eagerly()
+        and not tracing.has_debugger()
+    )

@@ -39,6 +39,16 @@ _TRACE = names.PrivateNames(
         "UnliftableError": _PYTHON + "eager.lift_to_graph.UnliftableError",
     },
 )
+_CALLBACKS = names.PrivateNames(
+    'Communication(dtype="int8")',
+    {
+        # Operations that are added to each operation, as by
+        # tf.debugging.enable_check_numerics. XLA has no kernels for them.
+        "are_called": (
+            _PYTHON + "framework.op_callbacks.should_invoke_op_callbacks"
+        ),
+    },
+)
 # TPUExtended has this attribute since TF 1.12, without a public accessor.
 # Present in 2.20 to 2.22.
 names.attributes("Groups under TPUStrategy", "_device_assignment")
@@ -76,6 +86,11 @@ def initialize_new_variables() -> None:
 def in_xla() -> bool:
     """Returns True if XLA will compile the function that is being traced."""
     return tf.__internal__.get_enclosing_xla_context() is not None
+
+
+def has_debugger() -> bool:
+    """Returns True if tf.debugging adds operations that XLA can't compile."""
+    return bool(_CALLBACKS.are_called())
 
 
 def replica_graph() -> tf.Graph:
