@@ -88,6 +88,75 @@ def test_nothing_to_warn_of(loss, num_replicas):
     _fit(loss, WRAPPERS["cross"], num_replicas)
 
 
+def _divided(value):
+    return value / tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def _with_own_loss(compute, num_replicas):
+    """Trains a model whose `compute_loss` is (model, y, y_pred) -> loss."""
+
+    class Model(keras.Model):
+        def compute_loss(
+            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+        ):
+            return compute(self, y, y_pred)
+
+        def compute_loss_of_keras(self, y, y_pred):
+            return keras.Model.compute_loss(self, None, y, y_pred)
+
+    seeds.seed(3)
+    with replicas.mirrored(num_replicas).scope():
+        inputs = keras.Input((3,))
+        layer = keras.layers.Dense(2, kernel_regularizer="l2")
+        model = Model(inputs, layer(inputs))
+        model.compile(tf_xshard.CrossShardOptimizer(SGD(0.1)), "mse")
+    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
+    history = model.fit(x, x[:, :2], 16, 2, shuffle=False, verbose=0)
+    return history.history["loss"], model.get_weights()
+
+
+OWN_LOSSES = {
+    "divided": lambda _, y, p: _divided(mean_square(y, p)),
+    "with_a_term": lambda model, y, p: (
+        model.compute_loss_of_keras(y, p) + _divided(1.0) * keras.ops.mean(p)
+    ),
+    "regularized": lambda model, y, p: (
+        keras.losses.MeanSquaredError()(y, p) + _divided(sum(model.losses))
+    ),
+    "scalar_loss": lambda _, y, p: tf_xshard.ScalarLoss(mean_square)(y, p),
+    "global_mean": lambda _, y, p: 0.3 * tf_xshard.GlobalMean("mse")(y, p),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_own_losses_that_are_divided(name):
+    """N replicas train as one device, without a warning."""
+    losses, weights = _with_own_loss(OWN_LOSSES[name], 2)
+    want_losses, want_weights = _with_own_loss(OWN_LOSSES[name], 1)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    for value, want in zip(weights, want_weights, strict=True):
+        np.testing.assert_allclose(value, want, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda _, y, p: mean_square(y, p),
+        lambda model, y, p: (
+            model.compute_loss_of_keras(y, p) + keras.ops.mean(p)
+        ),
+        lambda model, y, p: (
+            keras.losses.MeanSquaredError()(y, p) + sum(model.losses)
+        ),
+    ],
+    ids=["mean", "term", "regularizer"],
+)
+def test_own_losses_that_are_not_divided(compute):
+    with pytest.warns(UserWarning, match="Model.compute_loss does not divide"):
+        _with_own_loss(compute, 2)
+
+
 def test_it_is_saved_with_the_model(tmp_path):
     model = _model(tf_xshard.ScalarLoss(mean_square), WRAPPERS["cross"], 1)
     model.save(tmp_path / "model.keras")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_xshard.private.keras import fit_internals
@@ -125,6 +126,10 @@ def _has_rows(sample_weight: Any) -> bool:
 
 def warn_about_scalar_losses(num_replicas: int) -> None:
     """Warns of losses that `fit` does not divide in the step being traced."""
+    own = fit_internals.own_loss_of_the_step()
+    if own is not None:
+        _warn_about_own_loss(*own, num_replicas)
+        return
     for loss, y_true, y_pred in fit_internals.losses_of_the_step():
         if isinstance(loss, ScalarLoss) or not _returns_a_scalar(
             loss, y_true, y_pred
@@ -138,6 +143,61 @@ def warn_about_scalar_losses(num_replicas: int) -> None:
             " tf_xshard.ScalarLoss, or return a loss for each row.",
             stacklevel=2,
         )
+
+
+def _warn_about_own_loss(
+    model: str, loss: tf.Tensor, num_replicas: int
+) -> None:
+    """Warns if a model's own `compute_loss` does not divide its loss."""
+    # Eager tensors do not tell how they were computed.
+    if tf.executing_eagerly() or _is_divided(loss, num_replicas):
+        return
+    warnings.warn(
+        f"{model}.compute_loss does not divide its loss, or a term of it, by"
+        f" the number of replicas, unlike Keras. On {num_replicas} replicas,"
+        f" the steps and the reported loss are {num_replicas} times too large."
+        " Divide each mean by tf.distribute.get_strategy()"
+        ".num_replicas_in_sync, or compute it with tf_xshard.ScalarLoss.",
+        stacklevel=2,
+    )
+
+
+# A result of these operations is divided if every input is divided.
+_SUMS = (
+    *("Add", "AddN", "AddV2", "Cast", "Identity", "Neg", "Pack", "Sub"),
+    *("Reshape", "Squeeze", "StopGradient", "Sum"),
+)
+_PRODUCTS = ("Div", "DivNoNan", "Mul", "RealDiv")
+# What these operations compute is in another graph.
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf")
+
+
+def _is_divided(tensor: tf.Tensor, num_replicas: int) -> bool:
+    """Returns whether every term of a loss is divided, as far as it is seen."""
+    operation = tensor.op
+    inputs = list(operation.inputs)
+    if operation.type == "Const" or operation.type in _CALLS:
+        return True
+    if operation.type == "IdentityN":  # A tensor with a custom gradient.
+        return _is_divided(inputs[tensor.value_index], num_replicas)
+    if operation.type in _SUMS:
+        return all(_is_divided(one, num_replicas) for one in inputs)
+    if operation.type not in _PRODUCTS:
+        return False
+    if operation.type == "Mul":
+        factors, wanted = inputs, 1 / num_replicas
+    else:
+        factors, wanted = inputs[1:], num_replicas
+    numbers = [tf.get_static_value(one) for one in factors]
+    # Numbers of 16 bits are rounded.
+    return any(
+        one is not None and np.allclose(one, wanted, rtol=1e-2)
+        for one in numbers
+    ) or any(
+        _is_divided(one, num_replicas)
+        for one in inputs
+        if one.op.type != "Const"
+    )
 
 
 def _returns_a_scalar(

@@ -15,8 +15,8 @@ import tensorflow as tf
 from tf_xshard.private import frames
 from tf_xshard.private import names
 
-# Keras's own step has the labels and predictions in local variables, and the
-# model has its compiled losses. Present in 3.12 to 3.16.
+# Keras's own step has the labels, the predictions and the loss in local
+# variables, and the model has its compiled losses. Present in 3.12 to 3.16.
 _TRAIN_STEP = keras.Model.train_step
 names.attributes(
     "GroupCheckpoint without a strategy",
@@ -124,13 +124,11 @@ def is_for_the_chief_only(callback: Any) -> bool:
 
 def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
     """Returns the losses of the calling `train_step`, with their arguments."""
-    # An optimizer knows neither its model nor the labels. The labels' shapes
-    # decide if a loss returns one number.
-    steps = (f for f in frames.callers() if f.f_code is _TRAIN_STEP.__code__)
-    frame = next(steps, None)
-    if frame is None:
+    # The labels' shapes decide if a loss returns one number.
+    found = _variables_of_the_step()
+    if found is None:
         return []
-    model, y, y_pred = (frame.f_locals[k] for k in ("self", "y", "y_pred"))
+    model, y, y_pred = (found[k] for k in ("self", "y", "y_pred"))
     try:
         return [
             (loss, _at(path, y), _at(path, y_pred))
@@ -138,6 +136,28 @@ def losses_of_the_step() -> list[tuple[keras.losses.Loss, Any, Any]]:
         ]
     except (AttributeError, KeyError, IndexError, TypeError):
         return []  # There is no loss, or labels have another structure.
+
+
+def own_loss_of_the_step() -> tuple[str, tf.Tensor] | None:
+    """Returns what a model's own `compute_loss` returned in the `train_step`.
+
+    Returns the name of the model's class and the loss, or None.
+    """
+    found = _variables_of_the_step()
+    if found is None:
+        return None
+    own = getattr(found["self"].compute_loss, "__func__", None)
+    if own is keras.Model.compute_loss:
+        return None
+    return type(found["self"]).__name__, found["loss"]
+
+
+def _variables_of_the_step() -> dict[str, Any] | None:
+    """Returns the local variables of the calling `train_step` of Keras."""
+    # An optimizer knows neither its model nor the labels.
+    steps = (f for f in frames.callers() if f.f_code is _TRAIN_STEP.__code__)
+    frame = next(steps, None)
+    return None if frame is None else frame.f_locals
 
 
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
