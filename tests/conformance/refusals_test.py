@@ -250,6 +250,43 @@ def test_an_inner_optimizer_that_reduces(wrapper, method, kind, graph, reduce):
     _check_refused(strategy, optimizer, variables, TypeError, message, graph)
 
 
+class _PassesOn(keras.optimizers.Optimizer):
+    """An optimizer of a user's, around another one."""
+
+    def __init__(self, attribute, optimizer):
+        super().__init__(learning_rate=0.1, name="passes_on")
+        self.attribute = attribute
+        setattr(self, attribute, optimizer)
+
+    def build(self, variables):
+        super().build(variables)
+        getattr(self, self.attribute).build(variables)
+
+    def apply(self, grads, trainable_variables=None):
+        getattr(self, self.attribute).apply(grads, trainable_variables)
+
+
+def test_an_optimizer_of_users_around_another():
+    """The error says what to do, which gives one device's weight."""
+    strategy = replicas.mirrored(2)
+    message = r"_PassesOn.base is an .* Rename the attribute to inner_optimizer"
+    for attribute in ("base", "inner_optimizer"):
+        with strategy.scope():
+            variables = [keras.Variable(1.0)]
+            optimizer = CrossShardOptimizer(
+                _PassesOn(attribute, SGD(0.1)), loss_normalization="replica"
+            )
+            optimizer.build(variables)
+        if attribute == "base":
+            _check_refused(strategy, optimizer, variables, TypeError, message)
+            continue
+        replicas.apply_once(
+            strategy, optimizer, lambda r: [tf.constant(1.0 + r)], variables
+        )
+        for value in replicas.values(strategy, variables[0]):
+            np.testing.assert_allclose(value, 1 - 0.1 * 1.5, rtol=1e-6)
+
+
 @pytest.mark.parametrize("make, message", STEPS_OF_STACKS)
 def test_steps_of_stacks(make, message):
     """A second build says so again."""

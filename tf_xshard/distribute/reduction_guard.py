@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf_xshard.distribute import site as site_lib
@@ -26,11 +27,11 @@ _OF_TENSORFLOW = ("tensorflow.", "keras.src.")
 class _Guard:
     """Overrides methods of a replica context, to raise on a reduction.
 
-    `culprit` names the optimizer's class, and `lifted_sums` the sums that
-    tf_xshard has made meanwhile. `base` is TensorFlow's class of the context.
+    `culprit` is the optimizer, and `lifted_sums` are the sums that tf_xshard
+    has made meanwhile. `base` is TensorFlow's class of the context.
     """
 
-    culprit: str
+    culprit: Any
     lifted_sums: set[str]
     base: Any
 
@@ -62,7 +63,7 @@ class _Extended:
     """Replaces a strategy's `extended`, to raise on a reduction."""
 
     def __init__(
-        self, extended: tf.distribute.StrategyExtended, culprit: str
+        self, extended: tf.distribute.StrategyExtended, culprit: Any
     ) -> None:
         self._extended = extended
         self._culprit = culprit
@@ -82,7 +83,7 @@ class _Extended:
 class _Strategy:
     """Replaces a strategy, to raise on a reduction."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, culprit: str) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, culprit: Any) -> None:
         self._strategy = strategy
         self._culprit = culprit
         self.extended = _Extended(strategy.extended, culprit)
@@ -99,7 +100,7 @@ class _Strategy:
         _refuse(self._culprit, "gather")
 
 
-def _guarded_function(merge_fn: Callable, culprit: str) -> Callable:
+def _guarded_function(merge_fn: Callable, culprit: Any) -> Callable:
     @functools.wraps(merge_fn)
     def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
         return merge_fn(_Strategy(strategy, culprit), *args, **kwargs)
@@ -107,12 +108,31 @@ def _guarded_function(merge_fn: Callable, culprit: str) -> Callable:
     return call
 
 
-def _refuse(culprit: str, what: str) -> None:
+def _refuse(culprit: Any, what: str) -> None:
+    name = type(culprit).__name__
+    advice = f"Remove the call from {name}."
+    if unknown := _unknown_optimizers(culprit):
+        advice = (
+            f"{unknown[0]} is an optimizer that tf_xshard does not find, and"
+            " that may make this call. Rename the attribute to inner_optimizer."
+        )
     raise TypeError(
-        f"{culprit} calls {what}(). The gradients of an inner optimizer are"
-        " reduced across replicas already and would be reduced twice. Remove"
-        f" the call from {culprit}."
+        f"{name} calls {what}(). The gradients of an inner optimizer are"
+        f" reduced across replicas already and would be reduced twice. {advice}"
     )
+
+
+def _unknown_optimizers(optimizer: Any) -> list[str]:
+    """Returns attributes that hold optimizers, except `inner_optimizer`."""
+    found = []
+    for name, value in vars(optimizer).items():
+        if not isinstance(value, keras.optimizers.Optimizer):
+            continue
+        if name == "inner_optimizer":
+            found += _unknown_optimizers(value)
+        else:
+            found.append(f"{type(optimizer).__name__}.{name}")
+    return found
 
 
 @functools.cache
@@ -135,7 +155,7 @@ def _guarded(optimizer: Any) -> Iterator[None]:
         return
     base: Any = getattr(current, "base", type(current))
     guard: Any = _guarded_class(base)(current.strategy, _replica_id(current))
-    guard.culprit = type(optimizer).__name__
+    guard.culprit = optimizer
     guard.lifted_sums = set()
     before = _sums()
     with guard:
