@@ -343,6 +343,37 @@ def test_no_items_at_all(kind):
     assert np.isfinite(losses).all() and np.isfinite(got[0]).all()
 
 
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_batch_normalization_on_a_replica_without_rows(drop_remainder):
+    """Its statistics and its gradient are nan, as in plain Keras."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((4,)),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(_cross(), GlobalMean("mse"))
+    data = tf.data.Dataset.from_tensor_slices(_rows(9))
+    data = data.batch(4, drop_remainder=drop_remainder)
+    model.fit(data, verbose=0, shuffle=False)
+    is_finite = {
+        one.name: [np.isfinite(v).all() for v in replicas.values(strategy, one)]
+        for one in model.weights
+    }
+    last = drop_remainder
+    assert is_finite == {
+        "gamma": [last, last],
+        "beta": [True, True],
+        "moving_mean": [True, last],
+        "moving_variance": [True, last],
+        "kernel": [True, True],
+        "bias": [True, True],
+    }
+
+
 def test_two_outputs_with_loss_weights_and_a_sum():
     """Each loss has its own items; regularizers count as on one device."""
 

@@ -53,7 +53,10 @@ class GlobalMean(keras.losses.Loss):
     of one device. On one device, a GlobalMean equals the loss that it wraps.
 
     Each call of the loss sums a vector of two numbers over the replicas. A
-    replica without items, or without rows, has a gradient of 0.
+    replica without items, or without rows, has a gradient of 0. However,
+    BatchNormalization has nan statistics and gradients on a replica without
+    rows, so drop a last batch that has fewer rows than replicas
+    (`drop_remainder=True`).
 
     Args:
       loss: A loss as `model.compile(loss=...)` takes it: a name, a function of
