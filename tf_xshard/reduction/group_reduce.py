@@ -53,8 +53,9 @@ def group_reduce(
     `CrossShardOptimizer`. Call it in replica context, inside `strategy.run`.
     Without a strategy, it returns the values unchanged. It does not undo a
     division of the loss by the number of replicas, so use `reduction="sum"` for
-    gradients of such a loss. Pass the reduced gradients only to an optimizer
-    that does not reduce gradients itself.
+    gradients of such a loss. Don't pass reduced gradients to a Keras optimizer,
+    which sums gradients over all replicas again. Wrap the optimizer in a
+    `CrossShardOptimizer` instead.
 
     The gradient of `group_reduce` is the same reduction of the gradients that
     arrive at its results. All replicas of a group must compute this gradient,
