@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -191,7 +192,8 @@ class GlobalSeed:
     def __init__(self) -> None:
         context = _SEED.context()
         self.seed: int | None = context._seed
-        self._rng = copy.deepcopy(context._rng)
+        # TensorFlow adds this attribute with the program's first seed.
+        self._rng: Any = copy.deepcopy(getattr(context, "_rng", None))
 
     def next_seed(self) -> int | None:
         """Returns the seed of the next operation, None if it is random."""
