@@ -19,6 +19,7 @@ from tests.support import replicas
 from tf_xshard.private import names
 from tf_xshard.private.jax import tpu_simulation  # noqa: F401
 from tf_xshard.private.keras import local_optimizers
+from tf_xshard.private.keras import multi_worker_patches
 from tf_xshard.private.keras import saving as keras_saving
 from tf_xshard.private.keras import wrapper_internals
 from tf_xshard.private.tensorflow import runtime
@@ -194,7 +195,12 @@ def _instances():
         runtime._STORE.feature: [runtime.context()],
         "CrossShardOptimizer(shard_update=True)": [weight],
         "ScalarLoss and what fit calls": [model, model._compile_loss],
-        "tf_xshard.multi_worker_fit()": [model],
+        "tf_xshard.multi_worker_fit()": [
+            model,
+            multi_worker_patches.NAMES.epoch_iterator(
+                strategy, x=np.ones([2, 1]), batch_size=2
+            ),
+        ],
         "tf_xshard.testing.simulated_tpu_strategy()": [
             *(tpu.extended, tpu, iterator, of_host, of_host._iterator),
         ],

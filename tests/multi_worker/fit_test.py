@@ -1,5 +1,6 @@
 """multi_worker_fit in one process: explicit, reversible, guarded by version."""
 
+import itertools
 import os
 
 import keras
@@ -15,12 +16,14 @@ from tf_xshard.collectives import watchdog
 from tf_xshard.multi_worker import fit
 from tf_xshard.private import names
 from tf_xshard.private.keras import multi_worker_patches
+from tf_xshard.private.tensorflow import runtime
 
 
 def _places():
     return (
         keras.Model._maybe_symbolic_build,
         trainer.reduce_per_replica,
+        trainer.TFEpochIterator,
         keras.Model.fit,
     )
 
@@ -36,11 +39,12 @@ def test_it_is_undone():
         ):
             with tf_xshard.multi_worker_fit():
                 assert _places() == inner
-                assert fit._active[-1] == (
+                assert fit._active[-1].communication == (
                     tf_xshard.Communication(timeout_seconds=7)
                 )
         assert _places() == inner
-        assert fit._active == [tf_xshard.Communication()]
+        [outer] = fit._active
+        assert outer.communication == tf_xshard.Communication()
     assert _places() == before and "fit" not in vars(keras.Model)
     active = tf_xshard.multi_worker_fit()
     assert _places() != before
@@ -51,6 +55,40 @@ def test_it_is_undone():
         with tf_xshard.multi_worker_fit():
             raise KeyError
     assert _places() == before
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_it_is_undone_in_any_order(order):
+    """Keras is as before with the last; the latest that holds counts."""
+    before = _places()
+    # The first and the last are equal.
+    calls = [
+        tf_xshard.multi_worker_fit(
+            tf_xshard.Communication(timeout_seconds=seconds)
+        )
+        for seconds in (7, 8, 7)
+    ]
+    active = _places()
+    holding = list(calls)
+    for index in order:
+        assert _places() == active
+        assert fit._active == holding
+        calls[index].undo()
+        holding.remove(calls[index])
+    assert _places() == before and not fit._active
+
+
+def test_the_seed_of_a_program_without_one(monkeypatch):
+    """TensorFlow's context then has no generator."""
+    context = runtime.context()
+    monkeypatch.setattr(context, "_seed", None)
+    monkeypatch.delattr(context, "_rng")
+    seed = runtime.GlobalSeed()
+    assert seed.seed is None and seed.next_seed() is None
+    tf.random.set_seed(3)
+    seed.restore()
+    assert runtime.GlobalSeed().seed is None
+    assert tf.compat.v1.get_seed(None) == (None, None)
 
 
 def test_nothing_changes_for_other_strategies():

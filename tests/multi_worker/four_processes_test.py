@@ -1,13 +1,8 @@
 """Four real processes under MultiWorkerMirroredStrategy."""
 
-import contextlib
 import itertools
-import json
 import os
 import re
-import subprocess
-import tempfile
-import time
 
 import keras
 import numpy as np
@@ -19,14 +14,13 @@ from tests.programs import multi_worker_fit_cases as fit_cases
 from tests.programs import multi_worker_ledger as ledger_cases
 from tests.programs import multi_worker_program as program
 from tests.programs import multi_worker_sharded as sharded_cases
+from tests.support import cluster
 from tests.support import group_training
-from tests.support import paths
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import sharded
 from tests.support import stacks
 from tests.support import training
-from tf_xshard.multi_worker import local_cluster
 
 NUM_WORKERS = program.NUM_WORKERS
 
@@ -41,31 +35,12 @@ def directory(tmp_path_factory):
 def results(directory, request):
     """What the four workers hold after all cases, one launch for all."""
     full = ["--full"] if request.config.getoption("--full") else []
-    with contextlib.ExitStack() as stack:
-        output = [
-            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in "oe"]
-            for _ in range(NUM_WORKERS)
-        ]
-        processes = local_cluster.start(
-            ["-m", "tests.programs.multi_worker_program", directory, *full],
-            output,
-            cwd=paths.ROOT,
-        )
-        for process in processes:
-            stack.enter_context(process)
-            stack.callback(process.kill)
-        deadline = time.monotonic() + (2500 if full else 540)
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
-        codes = [process.poll() for process in processes]
-        for pair in output:
-            for file in pair:
-                file.seek(0)
-        # The first cause may be in any of them.
-        said = [errors.read()[-3000:] for _, errors in output]
-        assert codes == [0] * NUM_WORKERS, "\n".join([str(codes), *said])
-        return [json.loads(out.read().splitlines()[-1]) for out, _ in output]
+    return cluster.results_of(
+        "tests.programs.multi_worker_program",
+        NUM_WORKERS,
+        [directory, *full],
+        seconds=2500 if full else 540,
+    )
 
 
 @pytest.mark.parametrize("groups, mode", program.ORACLE_CASES)

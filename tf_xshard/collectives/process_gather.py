@@ -51,7 +51,7 @@ class ProcessGather:
         """
         if self.num_processes == 1:
             return [payload]
-        self._wait_for_all()
+        self.exchange("")
         sizes = self._all_gather(np.array([len(payload)], np.int64))[:, 0]
         # Rows are padded to powers of two, so that few shapes are traced.
         width = 1 << int(max(sizes) // 8).bit_length()
@@ -61,21 +61,28 @@ class ProcessGather:
             row.tobytes()[:size] for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def _wait_for_all(self) -> None:
-        """Waits until all processes call this method for the same `what`.
+    def exchange(self, text: str) -> list[str]:
+        """Gathers a short text from every process, by rank.
 
-        After a timeout, it can be tried again, unlike a collective.
+        No collective is run, so this method can be called again after a
+        timeout. Raises RuntimeError, with the name of a worker that does not
+        call it for the same `what`.
         """
+        if self.num_processes == 1:
+            return [text]
         what = self._what
         with _lock:
             number = _rounds.get(what, 0)
         prefix = f"tf_xshard/rendezvous/{what}"
         own = f"{prefix}/{number}/{self.rank}"
-        runtime.publish(own, "")
+        runtime.publish(own, text)
         timeout_seconds = self._communication.timeout_seconds
+        texts = []
         for rank in range(self.num_processes):
             try:
-                runtime.lookup(f"{prefix}/{number}/{rank}", timeout_seconds)
+                texts.append(
+                    runtime.lookup(f"{prefix}/{number}/{rank}", timeout_seconds)
+                )
             except tf.errors.OpError as error:
                 runtime.withdraw(own)
                 raise RuntimeError(
@@ -90,6 +97,7 @@ class ProcessGather:
         if number:
             # All processes have left the previous round.
             runtime.withdraw(f"{prefix}/{number - 1}/{self.rank}")
+        return texts
 
     def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Stacks the int64 numbers of all processes, by rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -74,20 +75,36 @@ def of_worker(
                 one.filepath = filepath
 
 
-# The `Communication` of every call that has not been undone.
-_active: list[communication_lib.Communication] = []
+# The calls that have not been undone, the latest last.
+_active: list[MultiWorkerFit] = []
 
 
 class MultiWorkerFit:
-    """Undoes `multi_worker_fit`, by `undo` or as a context manager."""
+    """Undoes `multi_worker_fit`, by `undo` or as a context manager.
 
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo = undo
+    Attributes:
+      communication: The `Communication` of this call.
+      restore_keras: Restores Keras's functions, whichever call replaced them.
+    """
+
+    def __init__(
+        self,
+        communication: communication_lib.Communication,
+        restore_keras: Callable[[], None],
+    ) -> None:
+        self.communication = communication
+        self.restore_keras = restore_keras
 
     def undo(self) -> None:
-        """Restores Keras. A second call does nothing."""
-        undo, self._undo = self._undo, lambda: None
-        undo()
+        """Undoes this call; the last call that is undone restores Keras.
+
+        A second `undo` does nothing.
+        """
+        if self not in _active:
+            return
+        _active.remove(self)
+        if not _active:
+            self.restore_keras()
 
     def __enter__(self) -> MultiWorkerFit:
         return self
@@ -107,6 +124,11 @@ def multi_worker_fit(
     workers, and the last batch need not divide evenly between workers. Nothing
     changes for other strategies. If Keras has fixed a place, this function
     leaves it unchanged, and the log says so.
+
+    Before the first batch, the workers compare how many batches they have. With
+    a pipeline per worker (`strategy.distribute_datasets_from_function`), an
+    epoch ends with the longest pipeline, and a worker without data takes part
+    with empty batches. Other data must be the same on all workers.
 
     Workers other than the chief print nothing unless `verbose` is given, and
     skip `CSVLogger`, `TensorBoard` and `RemoteMonitor`. They write the files of
@@ -137,7 +159,9 @@ def multi_worker_fit(
       RuntimeError: If this version of Keras has changed these places in an
         unknown way, or if their source can't be read. When `fit` begins, if
         several processes were started and this process would train alone (see
-        `connect`).
+        `connect`), or if another worker does not call `fit` in time.
+      ValueError: When `fit`, `evaluate` or `predict` begins, if the workers
+        have different arrays, datasets or numbers of steps.
 
     Example:
 
@@ -147,23 +171,22 @@ def multi_worker_fit(
     Source: keras#20585.
     """
     if communication is None and _active:
-        communication = _active[-1]
+        communication = _active[-1].communication
     # Metrics are summed in their own dtype, to keep counts exact.
     communication = (communication or communication_lib.Communication()).exact()
-    undo = (
-        multi_worker_patches.replace(
-            _loop_of_worker, _mean_of_replicas, site_lib.spans_processes
+    restore_keras = (
+        _active[-1].restore_keras
+        if _active
+        else multi_worker_patches.replace(
+            _loop_of_worker,
+            _mean_of_replicas,
+            _agreed_count,
+            site_lib.spans_processes,
         )
-        if not _active
-        else lambda: None
     )
-    _active.append(communication)
-
-    def leave() -> None:
-        _active.remove(communication)
-        undo()
-
-    return MultiWorkerFit(leave)
+    call = MultiWorkerFit(communication, restore_keras)
+    _active.append(call)
+    return call
 
 
 def _loop_of_worker(loop: Callable) -> Callable:
@@ -187,19 +210,21 @@ def _loop_of_worker(loop: Callable) -> Callable:
         if rank and bound.arguments["verbose"] == "auto":
             bound.arguments["verbose"] = 0
         callbacks = bound.arguments["callbacks"]
-        # `fit` passes its own callback list to `evaluate`.
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            return loop(*bound.args, **bound.kwargs)
-        if isinstance(callbacks, keras.callbacks.Callback):
-            callbacks = [callbacks]
         watched = _Watched(self, seed)
-        with of_worker(callbacks or (), rank) as own:
-            # This order ends the batch before other callbacks run.
-            bound.arguments["callbacks"] = [watched, *own]
-            try:
+        try:
+            # `fit` passes its own callback list to `evaluate`.
+            if isinstance(callbacks, keras.callbacks.CallbackList):
                 return loop(*bound.args, **bound.kwargs)
-            finally:
-                watched.batch.end()
+            if isinstance(callbacks, keras.callbacks.Callback):
+                callbacks = [callbacks]
+            with of_worker(callbacks or (), rank) as own:
+                # This order ends the batch before other callbacks run.
+                bound.arguments["callbacks"] = [watched, *own]
+                return loop(*bound.args, **bound.kwargs)
+        finally:
+            watched.batch.end()
+            # `fit` may have failed before it called a callback.
+            watched.on_train_begin()
 
     return loop_of_worker
 
@@ -220,16 +245,57 @@ def _take_the_chief_s_seed(
     # part of every batch, so different orders repeat rows and leave out others.
     before = runtime.GlobalSeed()
     own = [before.seed, before.next_seed(), secrets.randbits(31)]
-    processes = process_gather.ProcessGather(
-        strategy, _active[-1], "fit or evaluate"
-    )
-    seeds = [
-        json.loads(one) for one in processes.gather(json.dumps(own).encode())
-    ]
+    seeds = [json.loads(one) for one in _exchange(strategy, json.dumps(own))]
     [chief, *_] = seeds
     if chief[0] is None or any(one[:2] != chief[:2] for one in seeds):
         tf.random.set_seed(chief[2] if chief[0] is None else chief[0])
     return before
+
+
+def _agreed_count(
+    strategy: tf.distribute.Strategy, own: multi_worker_patches.Batches
+) -> int:
+    """Returns the number of batches until no worker has data."""
+    workers = [
+        multi_worker_patches.Batches(**json.loads(one))
+        for one in _exchange(strategy, json.dumps(dataclasses.asdict(own)))
+    ]
+    each = ", ".join(
+        f"worker {rank} has {one.description}"
+        for rank, one in enumerate(workers)
+    )
+    if len({one.steps for one in workers}) > 1:
+        raise ValueError(
+            "steps_per_epoch, validation_steps or steps differs between the"
+            f" workers: {[one.steps for one in workers]}. Pass the same number"
+            " on all workers."
+        )
+    if (
+        not all(one.is_own_pipeline for one in workers)
+        and len({one.description for one in workers}) > 1
+    ):
+        raise ValueError(
+            "Each worker trains on its part of every batch, so the workers must"
+            f" pass the same data, but {each}. Pass the same data on all"
+            " workers. For a pipeline per worker, use"
+            " strategy.distribute_datasets_from_function."
+        )
+    counts = [one.count for one in workers]
+    # At each step, workers ask each other for the end of their pipelines. A
+    # worker with an infinite pipeline does not ask.
+    if len({one == tf.data.INFINITE_CARDINALITY for one in counts}) > 1:
+        raise ValueError(
+            f"Only some of the workers' pipelines are infinite: {each}. Call"
+            " repeat() in the pipelines of all workers, or of none."
+        )
+    return min(counts) if min(counts) < 0 else max(counts)
+
+
+def _exchange(strategy: tf.distribute.Strategy, text: str) -> list[str]:
+    processes = process_gather.ProcessGather(
+        strategy, _active[-1].communication, "fit, evaluate or predict"
+    )
+    return processes.exchange(text)
 
 
 def _rank(strategy: tf.distribute.Strategy) -> int | None:
@@ -247,11 +313,12 @@ class _Watched(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._seed = seed
+        communication = _active[-1].communication
         own = getattr(
-            getattr(model, "optimizer", None), "communication", _active[-1]
+            getattr(model, "optimizer", None), "communication", communication
         )
         self.batch = watchdog.WatchedBatch(
-            max(own.timeout_seconds, _active[-1].timeout_seconds)
+            max(own.timeout_seconds, communication.timeout_seconds)
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -263,6 +330,7 @@ class _Watched(keras.callbacks.Callback):
         del logs
         if self._seed is not None:
             self._seed.restore()
+            self._seed = None
 
     def _begin(self, batch: int = 0, **_: Any) -> None:
         if not batch:
@@ -282,7 +350,7 @@ class _Watched(keras.callbacks.Callback):
 
 def _mean_of_replicas(values: Any, strategy: tf.distribute.Strategy) -> Any:
     """Averages over all replicas the values that a step returned."""
-    communication = _active[-1]
+    communication = _active[-1].communication
 
     def on_replica(parts: list) -> list[tf.Tensor]:
         site = site_lib.current()

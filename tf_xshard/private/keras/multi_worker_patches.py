@@ -6,6 +6,7 @@ export. `multi_worker.fit` has the replacements.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -33,9 +34,19 @@ NAMES = names.PrivateNames(
         "reduce_per_replica": (
             "keras.src.backend.tensorflow.trainer.reduce_per_replica"
         ),
+        # Counts the batches of this worker only, and ends an epoch there.
+        "epoch_iterator": (
+            "keras.src.backend.tensorflow.trainer.TFEpochIterator"
+        ),
     },
 )
-names.attributes(NAMES.feature, "_distribute_strategy")
+names.attributes(
+    NAMES.feature,
+    "_distribute_strategy",
+    # The number of batches, None if it is unknown, and what counts them.
+    "_num_batches",
+    "_distributed_dataset",
+)
 # The SHA-256 of sources that are known to be wrong, in Keras 3.12 to 3.16.
 _KNOWN_WRONG = {
     "_maybe_symbolic_build": "92a504f5eba9b29f",
@@ -47,6 +58,25 @@ _WRONG_CALLS = {
     "reduce_per_replica": 'strategy.reduce("MEAN", v, axis=0)',
 }
 LOOPS = ("fit", "evaluate", "predict")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """Describes the data of a call of `fit`, `evaluate` or `predict`.
+
+    Attributes:
+      count: The number of batches, or TensorFlow's number for an infinite or
+        unknown cardinality.
+      steps: The argument `steps_per_epoch`, `validation_steps` or `steps`.
+      is_own_pipeline: Whether each worker has its own pipeline. Otherwise,
+        each worker takes its part of every batch.
+      description: Says what the worker has, for errors.
+    """
+
+    count: int
+    steps: int | None
+    is_own_pipeline: bool
+    description: str
 
 
 def state_of(name: str, function: Callable) -> str:
@@ -61,6 +91,7 @@ def state_of(name: str, function: Callable) -> str:
 def replace(
     loop_of_worker: Callable[[Callable], Callable],
     mean_of_replicas: Callable[[Any, tf.distribute.Strategy], Any],
+    agreed_count: Callable[[tf.distribute.Strategy, Batches], int],
     spans_processes: Callable[[tf.distribute.Strategy], bool],
 ) -> Callable[[], None]:
     """Replaces the functions that fail; returns a function to undo it."""
@@ -106,8 +137,13 @@ def replace(
     loops = {name: getattr(trainer, name) for name in LOOPS}
     for name, loop in loops.items():
         setattr(trainer, name, loop_of_worker(loop))
+    epoch_iterator = NAMES.epoch_iterator
+    NAMES.module.TFEpochIterator = _epoch_iterator(
+        epoch_iterator, spans_processes, agreed_count
+    )
 
     def undo() -> None:
+        NAMES.module.TFEpochIterator = epoch_iterator
         for name in wrong:
             setattr(places[name][0], name, originals[name])
         for name, loop in loops.items():
@@ -152,3 +188,66 @@ def _reduce_per_replica(
         return original(values, strategy, reduction)
 
     return reduce_per_replica
+
+
+def _epoch_iterator(
+    original: type, spans_processes: Callable, agreed_count: Callable
+) -> type:
+    class EpochIteratorOfWorker(original):
+        """Counts as many batches as all workers have agreed on."""
+
+        def __init__(self, distribute_strategy=None, *args, **kwargs):
+            super().__init__(distribute_strategy, *args, **kwargs)
+            self._data = kwargs.get("x")
+            self._agree()
+
+        def reset(self):
+            super().reset()
+            # A `PyDataset` may have changed its number of batches.
+            self._agree()
+
+        def _agree(self):
+            strategy = self._distribute_strategy
+            if strategy is None or not spans_processes(strategy):
+                return
+            count = agreed_count(strategy, self._batches())
+            self._num_batches = None if count < 0 else count
+
+        def _batches(self):
+            count = self._num_batches
+            if count is None:
+                count = int(self._distributed_dataset.cardinality)
+            if _is_not_divided(self._data) and count >= 0:
+                # Each worker gets all rows, in smaller batches than those that
+                # Keras has counted.
+                count = tf.data.UNKNOWN_CARDINALITY
+            return Batches(
+                count,
+                self.steps_per_epoch,
+                _is_not_divided(self._data)
+                or isinstance(self._data, tf.distribute.DistributedDataset),
+                _described(self.data_adapter, count),
+            )
+
+    return EpochIteratorOfWorker
+
+
+def _is_not_divided(data: Any) -> bool:
+    """Returns True for a dataset that Keras leaves whole on each worker."""
+    return isinstance(data, tf.data.Dataset) and (
+        data.options().experimental_distribute.auto_shard_policy
+        == tf.data.experimental.AutoShardPolicy.OFF
+    )
+
+
+def _described(adapter: Any, count: int) -> str:
+    """Says how many batches there are, and of how many rows if it is known."""
+    if count == tf.data.INFINITE_CARDINALITY:
+        return "infinitely many batches"
+    if count == tf.data.UNKNOWN_CARDINALITY:
+        return "an unknown number of batches"
+    if adapter.has_partial_batch is None:
+        return f"{count} batches"
+    size = adapter.batch_size
+    last = adapter.partial_batch_size or size
+    return f"{(count - 1) * size + last} rows in batches of {size}"

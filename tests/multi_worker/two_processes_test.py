@@ -1,0 +1,137 @@
+"""Two real processes: data of their own, no seed, and saves to one path."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+
+from tests.programs import two_workers_program as program
+from tests.support import cluster
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """What all workers write into."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def results(directory):
+    """What the workers hold after all cases, one launch for all."""
+    return cluster.results_of(
+        "tests.programs.two_workers_program", program.NUM_WORKERS, [directory]
+    )
+
+
+def test_each_row_is_trained_on_once_without_a_seed(results):
+    for result in results:
+        weights, seed = result["unseeded"]
+        np.testing.assert_allclose(weights, np.ones(32), rtol=1e-6)
+        # `fit` leaves the program without one.
+        assert seed is None
+
+
+def _steps():
+    """The rows of each step: a batch of each worker that still has one."""
+    x, y = program.data()
+    for start in range(0, 31, program.BATCH_SIZE):
+        rows = [
+            np.arange(program.NUM_ROWS)[rank :: program.NUM_WORKERS][
+                start : start + program.BATCH_SIZE
+            ]
+            for rank in range(program.NUM_WORKERS)
+        ]
+        rows = np.concatenate(rows)
+        yield x[rows], y[rows]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Weights and history of two epochs on one device."""
+    model = program.model(program.sgd())
+    history = {"loss": [], "val_loss": []}
+    for _ in range(2):
+        sums = [
+            (model.train_on_batch(*batch), len(batch[0]))
+            for batch in _steps()
+            if not model.reset_metrics()
+        ]
+        history["loss"].append(
+            sum(loss * count for loss, count in sums) / program.NUM_ROWS
+        )
+        history["val_loss"].append(model.evaluate(*program.data(), verbose=0))
+    return model.get_weights(), history
+
+
+@pytest.mark.parametrize("name", ["fit", "in_twos", "undivided"])
+def test_fit_on_different_numbers_of_batches(results, one_device, name):
+    """One device's numbers, for the validation data as well."""
+    weights, history = one_device
+    for result in results:
+        got = result["different_batches"][name]
+        # Keras looks for the end of an undivided dataset by a step.
+        assert name == "undivided" or got["steps"] == 8
+        for value, expected in zip(got["weights"], weights, strict=True):
+            np.testing.assert_allclose(value, expected, atol=1e-6)
+        for metric, expected in history.items():
+            np.testing.assert_allclose(
+                got["history"][metric], expected, rtol=1e-5, err_msg=metric
+            )
+
+
+def test_evaluate_and_predict_on_different_numbers_of_batches(results):
+    model = program.model(program.sgd())
+    loss = model.evaluate(*program.data(), verbose=0)
+    outputs = np.concatenate([model.predict(x, verbose=0) for x, _ in _steps()])
+    for result in results:
+        got = result["different_batches"]
+        np.testing.assert_allclose(got["evaluate"], loss, rtol=1e-5)
+        np.testing.assert_allclose(got["predict"], outputs.ravel(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        *(
+            (
+                name,
+                "worker 0 has 61 rows in batches of 16, worker 1 has 60 rows in"
+                " batches of 16. Pass the same data on all workers.",
+            )
+            for name in ("arrays", "evaluate", "predict")
+        ),
+        (
+            "validation",
+            "worker 0 has 61 rows in batches of 32, worker 1 has 60",
+        ),
+        ("dataset", "worker 0 has 4 batches, worker 1 has 3 batches. Pass"),
+        (
+            "infinite",
+            "infinite: worker 0 has 16 batches, worker 1 has infinitely many"
+            " batches. Call repeat()",
+        ),
+        ("steps", "differs between the workers: [1, 2]. Pass the same number"),
+    ],
+)
+def test_different_data_are_refused_on_all_workers(results, name, text):
+    for result in results:
+        error, seed = result["refused"][name]
+        assert error is not None and text in error
+        assert seed is None
+
+
+def test_the_chiefs_files_are_whole(results, directory):
+    """Each that all workers save, by the code in the guide."""
+    expected = results[0]["saved"]
+    assert results[1]["saved"] == expected
+    assert len(os.listdir(directory)) == 2 * program.NUM_SAVES
+    for number in range(program.NUM_SAVES):
+        loaded = keras.saving.load_model(directory / f"{number}.keras")
+        again = program.model(keras.optimizers.Adam())
+        again.optimizer.build(again.trainable_variables)
+        again.load_weights(directory / f"{number}.weights.h5")
+        for model in (loaded, again):
+            for value, want in zip(model.get_weights(), expected, strict=True):
+                np.testing.assert_array_equal(value, np.float32(want))
+            assert int(model.optimizer.iterations.numpy()) == 4

@@ -1,0 +1,211 @@
+"""What each process of two_processes_test.py runs.
+
+`python -m tests.programs.two_workers_program DIRECTORY`, with TF_CONFIG set.
+Prints one JSON line. The program sets no seed before `fit` has shuffled.
+"""
+
+import json
+import os
+import re
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_xshard
+from tests.support import paths
+from tf_xshard.private.tensorflow import runtime
+
+NUM_WORKERS = 2
+NUM_ROWS = 61  # 31 and 30 rows, so that the workers have 4 and 3 batches.
+BATCH_SIZE = 10  # Of a worker.
+NUM_SAVES = 8
+TIMEOUT_SECONDS = 60
+
+
+def data():
+    x = np.sin(np.arange(3 * NUM_ROWS, dtype="float32")).reshape(NUM_ROWS, 3)
+    return x, x[:, :1] - 2 * x[:, 1:2] + 1
+
+
+def model(optimizer, loss="mse", **options):
+    """Begins the same in every process and under every strategy."""
+    result = keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.Dense(1, kernel_initializer="ones"),
+        ]
+    )
+    result.compile(optimizer, loss, **options)
+    return result
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def _compiled(strategy, **options):
+    with strategy.scope():
+        communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
+        return model(
+            tf_xshard.CrossShardOptimizer(sgd(), communication=communication),
+            tf_xshard.GlobalMean("mse"),
+            **options,
+        )
+
+
+def unseeded(strategy):
+    """How often `fit` has trained on each of 32 rows, and the seed then."""
+    with strategy.scope():
+        trained = keras.Sequential(
+            [
+                keras.layers.Input((32,)),
+                keras.layers.Dense(
+                    1, use_bias=False, kernel_initializer="zeros"
+                ),
+            ]
+        )
+        trained.compile(
+            tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(8.0)),
+            loss=lambda y, outputs: -outputs,
+        )
+    trained.fit(np.eye(32), np.zeros(32), batch_size=8, verbose=0)
+    return [trained.get_weights()[0].ravel().tolist(), _seed()]
+
+
+def _seed():
+    return runtime.GlobalSeed().seed
+
+
+def _pipeline(strategy):
+    whole = tf.data.Dataset.from_tensor_slices(data())
+    return strategy.distribute_datasets_from_function(
+        lambda context: whole.shard(
+            context.num_input_pipelines, context.input_pipeline_id
+        ).batch(BATCH_SIZE)
+    )
+
+
+def _undivided(strategy):
+    """A worker's rows, as a dataset that Keras must not divide."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    whole = tf.data.Dataset.from_tensor_slices(data())
+    own = whole.shard(NUM_WORKERS, tf_xshard.rank(strategy))
+    # TensorFlow divides the batches by the number of workers.
+    return own.batch(BATCH_SIZE * NUM_WORKERS).with_options(options)
+
+
+def _fit(strategy, pipeline, **options):
+    trained = _compiled(strategy, **options)
+    history = trained.fit(
+        pipeline,
+        epochs=2,
+        validation_data=pipeline,
+        shuffle=False,
+        verbose=0,
+    ).history
+    return {
+        "weights": [np.float64(v).tolist() for v in trained.get_weights()],
+        "steps": int(trained.optimizer.iterations.numpy()),
+        "history": {k: [float(v) for v in vs] for k, vs in history.items()},
+    }
+
+
+def different_batches(strategy):
+    """The workers' pipelines have 4 and 3 batches."""
+    pipeline = _pipeline(strategy)
+    untrained = _compiled(strategy)
+    return {
+        "fit": _fit(strategy, pipeline),
+        "in_twos": _fit(strategy, pipeline, steps_per_execution=2),
+        "undivided": _fit(strategy, _undivided(strategy)),
+        "evaluate": float(untrained.evaluate(pipeline, verbose=0)),
+        "predict": np.ravel(untrained.predict(pipeline, verbose=0)).tolist(),
+    }
+
+
+def refused(strategy):
+    """The errors of workers that pass different data or numbers of steps."""
+    rank = tf_xshard.rank(strategy)
+    x, y = (one[: (61, 60)[rank]] for one in data())
+    arrays = {"x": x, "y": y, "batch_size": 16}
+    dataset = tf.data.Dataset.from_tensor_slices(data()).take((61, 40)[rank])
+    pipeline = tf.data.Dataset.from_tensor_slices(data()).batch(4)
+    infinite = strategy.distribute_datasets_from_function(
+        lambda _: pipeline.repeat() if rank else pipeline
+    )
+    trained = _compiled(strategy)
+    calls = {
+        "arrays": lambda: trained.fit(**arrays),
+        "evaluate": lambda: trained.evaluate(**arrays),
+        "predict": lambda: trained.predict(x, batch_size=16),
+        "validation": lambda: trained.fit(
+            *data(), validation_data=(x, y), verbose=0
+        ),
+        "dataset": lambda: trained.fit(dataset.batch(16), shuffle=False),
+        "infinite": lambda: trained.fit(
+            infinite, steps_per_epoch=2, shuffle=False
+        ),
+        "steps": lambda: trained.fit(*data(), steps_per_epoch=1 + rank),
+    }
+    return {name: [_error(call), _seed()] for name, call in calls.items()}
+
+
+def _error(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def saves(strategy, directory):
+    """Saves by the code in many_machines.md, on all workers, to one path."""
+    page = (paths.ROOT / "tf_xshard/docs/many_machines.md").read_text()
+    [code] = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.S)
+        if "def save(" in block
+    ]
+    scope = {}
+    exec(code, scope)
+    # The same code with the other call that it names.
+    weights_scope = {}
+    assert "model.save(path)" in code
+    exec(code.replace("model.save(", "model.save_weights("), weights_scope)
+    with strategy.scope():
+        trained = model(
+            tf_xshard.CrossShardOptimizer(
+                keras.optimizers.Adam(), shard_update=True
+            )
+        )
+    trained.fit(*data(), batch_size=16, verbose=0)
+    for number in range(NUM_SAVES):
+        path = os.path.join(directory, str(number))
+        scope["save"](trained, f"{path}.keras")
+        weights_scope["save"](trained, f"{path}.weights.h5")
+        # All workers find the chief's files.
+        assert os.path.exists(f"{path}.keras")
+        assert os.path.exists(f"{path}.weights.h5")
+    return [np.float64(v).tolist() for v in trained.get_weights()]
+
+
+def cases(strategy, directory):
+    with tf_xshard.multi_worker_fit(
+        tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
+    ):
+        return {
+            "unseeded": unseeded(strategy),
+            "different_batches": different_batches(strategy),
+            "refused": refused(strategy),
+            "saved": saves(strategy, directory),
+        }
+
+
+if __name__ == "__main__":
+    made = tf.distribute.MultiWorkerMirroredStrategy()
+    print(json.dumps(cases(made, sys.argv[1])), flush=True)
