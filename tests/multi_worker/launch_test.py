@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -71,11 +72,29 @@ if case == "saves":
 if case == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print("ready")
+if case == "slow_to_save":
+    def save(number, frame):
+        time.sleep(3)
+        print("saved")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    print("ready")
+if case == "much":
+    for number in range(250):
+        print("line", number, "x" * 200, end="\\r" if number % 2 else "\\n")
+    print("the end", end="")
+    open(f"{sys.argv[0]}.{rank}", "w").close()
+    sys.exit(7 if rank else 0)
+if case == "held":
+    wait = "import time; time.sleep(20)"
+    subprocess.Popen([sys.executable, "-c", wait], start_new_session=True)
+    time.sleep(2)
+    print("the end")
 if case == "hangup":
     os.kill(os.getppid(), signal.SIGHUP)
 if case not in (
     *("end", "memory", "threads", "fail_once", "fail_first", "child"),
-    *("fails_late", "hangup"),
+    *("fails_late", "hangup", "held"),
 ):
     time.sleep(60)
 """
@@ -329,20 +348,24 @@ def sigint():
 
 
 @contextlib.contextmanager
-def _launched(script, case):
+def _launched(script, case, *options, stderr=subprocess.DEVNULL):
     """A launch of two workers that are ready."""
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tf_xshard", "launch"),
-            *("--workers", "2", script, case),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=paths.ROOT,
-    ) as process:
+    with _started_launch(script, case, *options, stderr=stderr) as process:
         _read(process, "ready")
         yield process
+
+
+def _started_launch(script, case, *options, **kwargs):
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tf_xshard", "launch"),
+            *("--workers", "2", *options, script, case),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=paths.ROOT,
+        **kwargs,
+    )
 
 
 def _read(process, text):
@@ -371,6 +394,91 @@ def test_workers_may_save_after_a_signal(script):
         process.send_signal(signal.SIGTERM)
         assert "[1] saved" in process.stdout.read()
         assert process.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("grace, saved", [("1", 0), ("30", 2)])
+def test_grace(script, grace, saved):
+    """Who ends a worker that still saves, and why."""
+    options = "--grace", grace
+    with _launched(
+        script, "slow_to_save", *options, stderr=subprocess.PIPE
+    ) as process:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert out.count("] saved") == saved
+    said = [
+        line.removeprefix("tf_xshard launch: ")
+        for line in err.splitlines()
+        if line.startswith("tf_xshard launch: ")
+    ]
+    assert said[0] == (
+        "received SIGTERM and passed it on to workers [0, 1], which will be"
+        f" killed if they still run in {grace} s (--grace)"
+    )
+    why = "since it still ran 1 s after SIGTERM"
+    if saved:
+        assert len(said) == 1
+        return
+    assert said[1:3] == [f"worker {r} is killed, {why}" for r in (0, 1)]
+    assert re.fullmatch(
+        rf"worker [01] was ended by SIGKILL, sent by launch, {why}\.", said[-1]
+    )
+
+
+def test_who_ends_the_others_after_a_failure(launch):
+    code, _, err = launch("--workers 3", "fail")
+    assert code == 1
+    [told] = re.findall(r"launch: (worker 1 failed .* are ended)\n", err)
+    assert re.fullmatch(
+        r"worker 1 failed with exit code 1, so workers \[0, 2\] are ended", told
+    )
+    assert "is killed" not in err
+    code, _, err = launch("--workers 2", "stubborn")
+    why = "since it still ran 1 s after worker 1 had failed"
+    assert code == 5 and f"worker 0 is killed, {why}\n" in err
+
+
+@contextlib.contextmanager
+def _waits_for_its_reader(script):
+    """A launch whose workers have ended, and written more than a pipe holds."""
+    with _started_launch(script, "much", stderr=subprocess.DEVNULL) as process:
+        while not all(os.path.exists(f"{script}.{rank}") for rank in (0, 1)):
+            time.sleep(0.05)
+        time.sleep(2)
+        assert process.poll() is None
+        yield process
+
+
+def test_a_slow_reader_gets_all_output(script):
+    """Progress lines, too, and a last line without an end."""
+    with _waits_for_its_reader(script) as process:
+        out = process.stdout.read()
+        assert process.wait(30) == 7
+    for rank in (0, 1):
+        own = re.findall(rf"^\[{rank}\] (line \d+ x+|the end)$", out, re.M)
+        assert own == [
+            *(f"line {number} {'x' * 200}" for number in range(250)),
+            "the end",
+        ]
+
+
+def test_progress_lines_keep_their_ends(script, capfd):
+    assert cli.main(["launch", "--workers", "1", script, "much"]) == 0
+    assert f"[0] line 1 {'x' * 200}\r[0] line 2 " in capfd.readouterr().out
+
+
+def test_a_signal_ends_what_waits_for_the_reader(script):
+    with _waits_for_its_reader(script) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
+
+
+def test_a_child_that_holds_the_pipe_is_not_waited_for(launch):
+    start = time.monotonic()
+    code, out, _ = launch("--workers 1", "held")
+    assert code == 0 and "[0] the end\n" in out
+    assert time.monotonic() - start < 15
 
 
 @pytest.mark.usefixtures("sigint")
@@ -416,6 +524,8 @@ def test_nohup(handler, launch):
         ("--hosts a:1,b:1 --rank 2", "a --rank of 0 to 1"),
         ("--hosts a:1,b:1", "a --rank of 0 to 1"),
         ("--workers 1 --max-restarts -1", "0 or more"),
+        ("--workers 1 --grace -1", "--grace -1.0: must be 0 or more"),
+        ("--workers 1 --grace nan", "--grace nan: must be 0 or more"),
         ("--workers 1", "'no_such.py' is not a file"),
     ],
     ids=str,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import io
 import os
 import re
 import signal
@@ -32,6 +34,9 @@ _LINES_SHOWN = 60
 GRACE_SECONDS = 30.0
 GRACE_AFTER_FAILURE_SECONDS = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
+# The output of a process that has ended is in the pipe. If a pipe stays empty
+# for this long, a child in another process group holds it open.
+_SECONDS_OF_AN_EMPTY_PIPE = 1.0
 
 
 class Signals:
@@ -83,6 +88,10 @@ class Worker:
         self.last_lines: collections.deque[str] = collections.deque(
             maxlen=_LINES_SHOWN
         )
+        # Why `launch` sent a signal, by the signal's number.
+        self.reasons: dict[int, str] = {}
+        # When the process was seen to have ended.
+        self._ended = 0.0
         self.process = subprocess.Popen(
             [sys.executable, *program],
             stdin=subprocess.DEVNULL,
@@ -94,33 +103,19 @@ class Worker:
             # can be killed with it.
             start_new_session=True,
         )
-        self._threads = [
-            threading.Thread(target=self._copy, args=pair, daemon=True)
-            for pair in (
-                (self.process.stdout, sys.stdout),
-                (self.process.stderr, sys.stderr),
-            )
+        self._copies = [
+            _Copy(f"[{rank}] ", self.process.stdout, sys.stdout),
+            _Copy(
+                f"[{rank}] ", self.process.stderr, sys.stderr, self.last_lines
+            ),
         ]
-        for thread in self._threads:
-            thread.start()
+        for copy in self._copies:
+            copy.start()
 
-    def _copy(self, source: IO[bytes], target: TextIO) -> None:
-        """Prints the lines of a pipe until it is closed."""
-        with source:
-            for line in source:
-                text = line.decode(errors="replace").rstrip("\r\n")
-                if target is sys.stderr:
-                    self.last_lines.append(text)
-                try:
-                    # One call per line keeps the lines of workers apart.
-                    target.write(f"[{self.rank}] {text}\n")
-                    target.flush()
-                except (OSError, ValueError):
-                    # The reader is gone. Empty the pipe, or the worker blocks.
-                    continue
-
-    def send(self, number: int) -> None:
+    def send(self, number: int, reason: str = "") -> None:
         """Sends a signal to the process and its children."""
+        if reason:
+            self.reasons[number] = reason
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):
@@ -134,13 +129,73 @@ class Worker:
             return False
         # Kill now, while no other process group can have the process's id.
         self.send(signal.SIGKILL)
+        self._ended = time.monotonic()
         return True
 
-    def read_to_end(self) -> None:
-        """Waits until the worker's output is printed."""
-        for thread in self._threads:
-            # The wait has a limit, since a child may hold the pipe open.
-            thread.join(1.0)
+    def is_printed(self) -> bool:
+        """Returns True if the output of an ended process is printed."""
+        return all(copy.is_printed(self._ended) for copy in self._copies)
+
+    def how_it_ended(self) -> str:
+        """Says how a process that has failed has ended, and who ended it."""
+        code = self.process.returncode
+        if code > 0:
+            return f"failed with exit code {code}"
+        how = f"was ended by {signal.Signals(-code).name}"
+        if reason := self.reasons.get(-code):
+            how += f", {reason}"
+        return how
+
+
+class _Copy(threading.Thread):
+    """Prints the lines of a pipe, with a prefix, until the pipe is closed."""
+
+    def __init__(
+        self,
+        prefix: str,
+        source: IO[bytes] | None,
+        target: TextIO,
+        last_lines: collections.deque[str] | None = None,
+    ) -> None:
+        super().__init__(daemon=True)
+        assert source is not None, "the process has a pipe"
+        self._prefix = prefix
+        # A progress bar ends its lines with "\r", which newline="" keeps.
+        self._source = io.TextIOWrapper(
+            source, encoding="utf-8", errors="replace", newline=""
+        )
+        self._target = target
+        self._last_lines = last_lines
+        # Since when the pipe is empty. None while a line is printed.
+        self._since: float | None = time.monotonic()
+
+    def run(self) -> None:
+        """Prints lines until the pipe is closed."""
+        with self._source:
+            for line in self._source:
+                self._since = None
+                self._print(line)
+                self._since = time.monotonic()
+
+    def _print(self, line: str) -> None:
+        text = line.rstrip("\r\n")
+        end = "\r" if line.endswith("\r") else "\n"
+        if self._last_lines is not None and end == "\n":
+            self._last_lines.append(text)
+        # If the reader is gone, the pipe must still be emptied, or the worker
+        # blocks.
+        with contextlib.suppress(OSError, ValueError):
+            # One call per line keeps the lines of workers apart.
+            self._target.write(f"{self._prefix}{text}{end}")
+            self._target.flush()
+
+    def is_printed(self, ended: float) -> bool:
+        """Returns True if the process, which has ended, left no output."""
+        since = self._since
+        return not self.is_alive() or (
+            since is not None
+            and time.monotonic() - max(since, ended) > _SECONDS_OF_AN_EMPTY_PIPE
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,6 +238,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " resumes from its last save (tf_xshard.GroupCheckpoint)",
     )
     parser.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE_SECONDS,
+        metavar="SECONDS",
+        help="with --workers and --hosts, how long workers may run on after a"
+        " signal that ends them, to save, before they are killed (default:"
+        " %(default)g)",
+    )
+    parser.add_argument(
         "-m",
         "--module",
         action="store_true",
@@ -217,6 +281,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 hosts or local_cluster.local_addresses(options.workers),
                 [options.rank] if hosts else range(options.workers),
                 restart,
+                options.grace,
             )
             code = job.wait(received)
         if received.first is not None:
@@ -294,6 +359,8 @@ def _checked_hosts(
         parser.error(
             f"--connect-timeout {options.connect_timeout}: must be positive"
         )
+    if not 0 <= options.grace < float("inf"):
+        parser.error(f"--grace {options.grace}: must be 0 or more")
     if engines.task() is not None:
         parser.error(
             "TF_CONFIG is set already, so something else has started this"
@@ -369,7 +436,9 @@ class _Job:
         addresses: Sequence[str],
         ranks: Sequence[int],
         restart: int,
+        grace_seconds: float,
     ) -> None:
+        self._grace_seconds = grace_seconds
         self._workers: list[Worker] = []
         settings = local_cluster.settings(len(ranks))
         try:
@@ -394,15 +463,27 @@ class _Job:
         running = list(self._workers)
         failed: Worker | None = None
         deadline: float | None = None
+        reason = ""
         while running:
             while received.new:
                 number = received.new.pop(0)
+                name = signal.Signals(number).name
                 for worker in running:
-                    worker.send(number)
-                if number in ENDING:
-                    # A second signal kills all workers at once.
-                    grace = GRACE_SECONDS if deadline is None else 0.0
+                    worker.send(number, "which launch received and passed on")
+                if number not in ENDING:
+                    continue
+                if deadline is None:
+                    grace = self._grace_seconds
                     deadline = time.monotonic() + grace
+                    reason = f"since it still ran {grace:g} s after {name}"
+                    _say(
+                        f"received {name} and passed it on to workers"
+                        f" {_ranks(running)}, which will be killed if they"
+                        f" still run in {grace:g} s (--grace)"
+                    )
+                else:
+                    deadline = time.monotonic()
+                    reason = f"since launch received {name} meanwhile"
             for worker in list(running):
                 if not worker.has_ended():
                     continue
@@ -411,35 +492,55 @@ class _Job:
                     failed = worker
                     # After a signal from outside, other workers may be saving.
                     if deadline is None:
-                        self._end(running)
-                        deadline = (
-                            time.monotonic() + GRACE_AFTER_FAILURE_SECONDS
+                        grace = GRACE_AFTER_FAILURE_SECONDS
+                        deadline = time.monotonic() + grace
+                        reason = (
+                            f"since it still ran {grace:g} s after worker"
+                            f" {worker.rank} had failed"
                         )
+                        self._end(running, worker)
             if deadline is not None and time.monotonic() > deadline:
                 for worker in running:
-                    worker.send(signal.SIGKILL)
+                    if signal.SIGKILL not in worker.reasons:
+                        _say(f"worker {worker.rank} is killed, {reason}")
+                    worker.send(signal.SIGKILL, f"sent by launch, {reason}")
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        for worker in self._workers:
-            worker.read_to_end()
+        self._print_to_end(received)
         if failed is None:
             return 0
         return self._report(failed)
 
-    def _end(self, workers: Sequence[Worker]) -> None:
+    def _end(self, workers: Sequence[Worker], failed: Worker) -> None:
+        if workers:
+            _say(
+                f"worker {failed.rank} {failed.how_it_ended()}, so workers"
+                f" {_ranks(workers)} are ended"
+            )
         for worker in workers:
-            worker.send(signal.SIGTERM)
+            reason = f"sent by launch after worker {failed.rank} had failed"
+            worker.send(signal.SIGTERM, reason)
             # A stopped process handles SIGTERM only when it continues.
-            worker.send(signal.SIGCONT)
+            worker.send(signal.SIGCONT, reason)
+
+    def _print_to_end(self, received: Signals) -> None:
+        """Waits until the reader of this process has taken all output."""
+        while not all(worker.is_printed() for worker in self._workers):
+            for number in received.new:
+                if number in ENDING:
+                    # Python's own exit would also wait for the reader.
+                    signal.signal(number, signal.SIG_DFL)
+                    signal.raise_signal(number)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _report(self, failed: Worker) -> int:
-        code = failed.process.returncode
-        how = (
-            f"was ended by {signal.Signals(-code).name}"
-            if code < 0
-            else f"failed with exit code {code}"
-        )
+        how = failed.how_it_ended()
         _say(f"worker {failed.rank} {how}. Its last lines of stderr:")
         for line in failed.last_lines:
             print(f"[{failed.rank}] {line}", file=sys.stderr, flush=True)
         _say(f"worker {failed.rank} {how}.")
+        code = failed.process.returncode
         return 128 - code if code < 0 else code
+
+
+def _ranks(workers: Sequence[Worker]) -> list[int]:
+    return [worker.rank for worker in workers]
