@@ -279,6 +279,39 @@ def test_plan_refuses(tmp_path, capsys, script, arguments, match):
     assert match in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "layer, arguments, match",
+    [
+        (
+            'Dense(1)])\nmodel.compile("sgd")',
+            [],
+            "plans what the optimizers of tf_xshard communicate",
+        ),
+        (
+            "Embedding(9, 2)])\nmodel.compile(tf_xshard.CrossShardOptimizer("
+            'keras.optimizers.SGD(), group_assignment=[[0]]), "mse")',
+            ["--gigabytes-per-second=-1"],
+            "gigabytes_per_second must be positive",
+        ),
+    ],
+)
+def test_plan_says_why_a_model_has_no_plan(
+    tmp_path, capsys, layer, arguments, match
+):
+    """In a sentence, without a traceback."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import keras, tf_xshard\nmodel = keras.Sequential("
+        f"[keras.layers.Input((1,)), keras.layers.{layer}\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *arguments, str(path)])
+    assert ended.value.code == 2
+    [said] = re.findall(r"error: (.*)", capsys.readouterr().err)
+    assert said.startswith(f"{path}: ") and match in said
+    assert re.search(r"\. (Call|Compile|Pass|Use) |, got -1", said)
+
+
 def test_bandwidth(monkeypatch, capsys):
     """Each operation on each path: its name, its time and what it sends."""
     monkeypatch.setattr(doctor, "MEGABYTES", (1,))

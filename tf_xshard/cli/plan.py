@@ -57,13 +57,17 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             " training loop, call tf_xshard.communication_plan(optimizer,"
             " variables)."
         )
-    print(
-        tf_xshard.communication_plan(
+    try:
+        plan = tf_xshard.communication_plan(
             model,
             rows_per_step=options.rows_per_step,
             gigabytes_per_second=options.gigabytes_per_second,
         )
-    )
+    except (TypeError, ValueError) as error:
+        # The script's model or an option can't be planned, such as a model with
+        # a plain Keras optimizer.
+        parser.error(f"{options.script}: {error}")
+    print(plan)
     return 0
 
 
