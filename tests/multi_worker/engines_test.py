@@ -1,6 +1,7 @@
 """What engines say in environment variables, and how processes connect."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -299,6 +300,88 @@ def test_strangers_are_not_answered(port):
     )
     assert "another program listens there" in results[1]
     assert not any(answers)
+
+
+@pytest.mark.parametrize("number", [3, exchange._MAX_UNREAD + 20])
+def test_silent_programs_delay_nobody(number, port):
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(futures.ThreadPoolExecutor(1))
+        leader = pool.submit(exchange.exchange, _place(0, 3, port), 60.0)
+        for _ in range(number):
+            stack.enter_context(_connected(port))
+        start = time.monotonic()
+        results, _ = _exchanged([_place(1, 3, port), _place(2, 3, port)])
+        # A silent program has 3 s; this is less than for two of them.
+        assert time.monotonic() - start < 5
+        assert results[0] == results[1] == leader.result()
+
+
+def _connected(port):
+    for _ in range(100):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port), 9)
+        time.sleep(0.05)
+    raise AssertionError("rank 0 does not listen")
+
+
+_HELLO = {
+    "token": hashlib.sha256(b"engine job").hexdigest(),
+    "rank": 1,
+    "size": 2,
+    "addresses": None,
+    "port": 4000,
+    "host": "a",
+    "cores": [0],
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": "1"},
+        {"rank": True},
+        {"rank": -1},
+        {"rank": 2},
+        {"rank": [1]},
+        {"size": None},
+        {"addresses": "a:1"},
+        {"addresses": [1, 2]},
+        {"port": "4000"},
+        {"port": 1 << 16},
+        {"host": None},
+        {"cores": 3},
+        {"cores": ["0"]},
+        {"token": ["0"]},
+    ],
+    ids=str,
+)
+def test_fields_that_no_process_sends(wrong, port):
+    """They neither join nor end the job, even with its token."""
+    assert exchange._hello_of(json.dumps(_HELLO).encode()) is not None
+    with futures.ThreadPoolExecutor(1) as pool:
+        leader = pool.submit(exchange.exchange, _place(0, 2, port), 60.0)
+        with _connected(port) as stranger:
+            stranger.sendall(json.dumps(_HELLO | wrong).encode() + b"\n")
+            assert stranger.recv(99) == b""
+        results, _ = _exchanged([_place(1, 2, port)])
+        assert results == [leader.result()] and len(results[0]) == 2
+
+
+def test_an_echo_is_no_answer(port):
+    """It knows the token, since this process has sent it."""
+
+    def echo(server):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(connection.recv(1 << 16))
+
+    with socket.create_server(("127.0.0.1", port)) as server:
+        threading.Thread(target=echo, args=[server], daemon=True).start()
+        [text], _ = _exchanged([_place(1, 2, port)], 1.0)
+        server.shutdown(socket.SHUT_RDWR)
+    assert "within 1 s: another program listens there" in text
 
 
 # connect() and `launch --from-env`.

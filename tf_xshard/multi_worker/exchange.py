@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import ipaddress
 import json
+import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ _SECONDS_BETWEEN_TRIES = 0.2
 # For one attempt to connect, and for a peer to send its line.
 _SECONDS_PER_TRY = 3.0
 _GRACE_SECONDS = 3.0
+# Programs that have connected and not sent a line yet.
+_MAX_UNREAD = 256
 # Others wait longer than rank 0, so that it can tell them what was missing.
 _MARGIN_SECONDS = 10.0
 
@@ -128,22 +131,20 @@ def _lead(
     waiting: list[socket.socket] = []
     num_strangers = 0
     problem: str | None = None
-    with server, contextlib.ExitStack() as connections:
+    with _Door(server) as door:
         while not _are_complete(peers, own.size):
-            try:
-                # Programs that keep connecting must not extend the deadline.
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                server.settimeout(left)
-                connection, address = server.accept()
-            except TimeoutError:
+            # Programs that keep connecting must not extend the deadline.
+            left = deadline - time.monotonic()
+            if left <= 0:
                 problem = problem or _missing(
                     place, peers, num_strangers, timeout_seconds
                 )
                 break
-            connections.enter_context(connection)
-            hello = _hello_from(connection)
+            came = door.next_line(left)
+            if came is None:
+                continue
+            connection, line = came
+            hello = _hello_of(line)
             if hello is None or hello.token != own.token:
                 num_strangers += 1
                 connection.close()
@@ -154,16 +155,90 @@ def _lead(
                 problem = problem or found
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             else:
-                here = connection.getsockname()[0]
-                peers[hello.rank] = _Peer(
-                    hello, connection, _plain(address[0]), _plain(here)
-                )
+                with contextlib.suppress(OSError):  # It may have left.
+                    peers[hello.rank] = _Peer(
+                        hello,
+                        connection,
+                        _plain(connection.getpeername()[0]),
+                        _plain(connection.getsockname()[0]),
+                    )
         answer: dict[str, Any] = (
             {"error": problem} if problem else {"members": _members(own, peers)}
         )
         for connection in waiting:
             _send(connection, answer | {"token": own.token})
     return answer
+
+
+class _Door:
+    """Reads a line from each program that connects, from all at once.
+
+    A silent program delays no other. It is sent away after _SECONDS_PER_TRY, or
+    as the oldest of more than _MAX_UNREAD. A process of the job tries again.
+    """
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._selector = selectors.DefaultSelector()
+        self._open = contextlib.ExitStack()
+        # What has come of a line, and until when it may come; oldest first.
+        self._unread: dict[socket.socket, tuple[bytearray, float]] = {}
+
+    def __enter__(self) -> _Door:
+        self._open.enter_context(self._server)
+        self._open.enter_context(self._selector)
+        self._server.setblocking(False)
+        self._selector.register(self._server, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def next_line(self, seconds: float) -> tuple[socket.socket, bytes] | None:
+        """Waits for something to happen; returns a line if one is complete.
+
+        What a program has sent that is no line counts as one.
+        """
+        now = time.monotonic()
+        for connection, (line, until) in self._unread.items():
+            if until <= now or len(self._unread) > _MAX_UNREAD:
+                return self._finished(connection, line)
+            seconds = min(seconds, until - now)
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._server:
+                self._accept()
+                continue
+            program = key.fileobj
+            assert isinstance(program, socket.socket)
+            line, _ = self._unread[program]
+            try:
+                part = program.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError:
+                part = b""
+            line += part
+            if not part or b"\n" in part or len(line) > _MAX_BYTES:
+                return self._finished(program, line)
+        return None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError:  # The program has left.
+            return
+        self._open.enter_context(connection)
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ)
+        until = time.monotonic() + _SECONDS_PER_TRY
+        self._unread[connection] = bytearray(), until
+
+    def _finished(
+        self, connection: socket.socket, line: bytearray
+    ) -> tuple[socket.socket, bytes]:
+        del self._unread[connection]
+        self._selector.unregister(connection)
+        return connection, bytes(line)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,9 +422,22 @@ def _asked(
     ) as connection:
         connection.sendall(_line(dataclasses.asdict(own)))
         answer = _receive(connection, seconds)
+    return answer if _is_answer(answer, own) else None
+
+
+def _is_answer(answer: dict[str, Any] | None, own: _Hello) -> bool:
+    """Returns False for what rank 0 does not send, such as an echo."""
     if answer is None or answer.get("token") != own.token:
-        return None
-    return answer
+        return False
+    members = answer.get("members")
+    return isinstance(answer.get("error"), str) or (
+        isinstance(members, list)
+        and len(members) == own.size
+        and all(
+            isinstance(one, list) and [*map(type, one)] == [str, str, list]
+            for one in members
+        )
+    )
 
 
 def _line(content: dict[str, Any]) -> bytes:
@@ -374,20 +462,38 @@ def _receive(
         parts.append(connection.recv(1 << 16))
         if not parts[-1] or sum(map(len, parts)) > _MAX_BYTES:
             return None
+    return _parsed(b"".join(parts))
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        content = json.loads(b"".join(parts))
+        content = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
 
-def _hello_from(connection: socket.socket) -> _Hello | None:
-    """Reads a process's line, or returns None for another program."""
-    try:
-        content = _receive(connection, _SECONDS_PER_TRY)
-    except OSError:
-        return None
+def _hello_of(line: bytes) -> _Hello | None:
+    """Reads a process's line, or returns None for another program's."""
+    content = _parsed(line)
     names = {field.name for field in dataclasses.fields(_Hello)}
     if content is None or set(content) != names:
         return None
-    return _Hello(**content)
+    hello = _Hello(**content)
+    return hello if _is_valid(hello) else None
+
+
+def _is_valid(hello: _Hello) -> bool:
+    """Returns False if a field has a type or a value that no process sends."""
+    lists = hello.cores, hello.addresses or []
+    if not all(isinstance(one, list) for one in lists):
+        return False
+    texts = hello.token, hello.host, *lists[1]
+    numbers = hello.rank, hello.size, hello.port, *hello.cores
+    return (
+        all(isinstance(one, str) for one in texts)
+        # A bool is an int as well.
+        and all(type(one) is int for one in numbers)
+        and 0 <= hello.rank < hello.size
+        and 0 < hello.port < 1 << 16
+    )
