@@ -40,6 +40,7 @@ _NOT_SHOWN = ("NotImplementedError", "AssertionError")
 # repeated with a text that is made before.
 _EXEMPT = {
     ("callbacks.divergence_sentinel", "%s..."),
+    ("cli.plan", "...: ..."),
     ("multi_worker.exchange", "...error..."),
     ("multi_worker.launch", "tf_xshard launch: ..."),
     ("multi_worker.launch", "tf_xshard launch: worker ... ...."),
