@@ -360,9 +360,9 @@ def run(
 ) -> tf.Tensor:
     """Runs a collective with a timeout, eagerly or in a graph.
 
-    The timeout starts when all of `after`, such as the input, is available. Collectives of one
-    lane run one after another. After the timeout, all collectives of this
-    process fail with a DeadlineExceededError.
+    The timeout starts when all of `after`, such as the input, is available.
+    Collectives of one lane run one after another. After the timeout, all
+    collectives of this process fail with a DeadlineExceededError.
     """
     waiting = WATCHDOG.waiting(device, lane, timeout_seconds)
     with tf.control_dependencies(after):
