@@ -183,7 +183,8 @@ def _is_divided(tensor: tf.Tensor, num_replicas: int) -> bool:
     if operation.type in _SUMS:
         return all(_is_divided(one, num_replicas) for one in inputs)
     if operation.type not in _PRODUCTS:
-        return False
+        # A sum may be divided by the global batch's size, which is right.
+        return operation.type != "Mean"
     if operation.type == "Mul":
         factors, wanted = inputs, 1 / num_replicas
     else:
