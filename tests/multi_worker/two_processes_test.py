@@ -70,14 +70,35 @@ def test_fit_on_different_numbers_of_batches(results, one_device, name):
     weights, history = one_device
     for result in results:
         got = result["different_batches"][name]
-        # Keras looks for the end of an undivided dataset by a step.
-        assert name == "undivided" or got["steps"] == 8
+        assert got["steps"] == 8
         for value, expected in zip(got["weights"], weights, strict=True):
             np.testing.assert_allclose(value, expected, atol=1e-6)
         for metric, expected in history.items():
             np.testing.assert_allclose(
                 got["history"][metric], expected, rtol=1e-5, err_msg=metric
             )
+
+
+def test_fit_on_data_of_unknown_size(results):
+    """The step that meets the end of the data changes nothing."""
+    model = program.model(program.sgd())
+    x, y = program.data()
+    for _ in range(3):
+        for start in range(0, 24, 8):
+            rows = slice(start, start + 8)
+            model.train_on_batch(x[rows], y[rows])
+    for result in results:
+        found = result["unknown_size"]
+        steps = {name: one["steps"] for name, one in found.items()}
+        assert steps == {"cross": 9, "tower": 4, "agn": 9}
+        for got, want in zip(
+            found["cross"]["weights"], model.get_weights(), strict=True
+        ):
+            np.testing.assert_allclose(got, want, atol=1e-6)
+    # AGN's center, after the early exchange at the end, and the tower's update.
+    for name in ("tower", "agn"):
+        first, second = (one["unknown_size"][name] for one in results)
+        assert first["weights"] == second["weights"]
 
 
 def test_evaluate_and_predict_on_different_numbers_of_batches(results):

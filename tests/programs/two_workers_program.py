@@ -128,6 +128,31 @@ def different_batches(strategy):
     }
 
 
+UNKNOWN_SIZE = {
+    "cross": lambda: tf_xshard.CrossShardOptimizer(sgd()),
+    "tower": lambda: tf_xshard.TowerOptimizer(sgd(), num_towers=2),
+    "agn": lambda: tf_xshard.AGNOptimizer(sgd(), communication_period=4),
+}
+
+
+def unknown_size(strategy, optimizer):
+    """Three epochs of three batches, whose number Keras does not know."""
+    x, y = data()
+    rows = tf.data.Dataset.from_tensor_slices((x[:24], y[:24]))
+    with strategy.scope():
+        trained = model(optimizer())
+    trained.fit(
+        rows.filter(lambda x, y: True).batch(8),
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+    )
+    return {
+        "weights": [np.float64(v).tolist() for v in trained.get_weights()],
+        "steps": int(trained.optimizer.iterations.numpy()),
+    }
+
+
 def refused(strategy):
     """The errors of workers that pass different data or numbers of steps."""
     rank = tf_xshard.rank(strategy)
@@ -201,6 +226,10 @@ def cases(strategy, directory):
         return {
             "unseeded": unseeded(strategy),
             "different_batches": different_batches(strategy),
+            "unknown_size": {
+                name: unknown_size(strategy, optimizer)
+                for name, optimizer in UNKNOWN_SIZE.items()
+            },
             "refused": refused(strategy),
             "saved": saves(strategy, directory),
         }
