@@ -235,8 +235,11 @@ class GradientAccumulator:
 
     def reset(self) -> None:
         """Sets all sums to zero, on this replica."""
-        for one in (*self.sums, *self.touched):
-            _set_to_zero(one)
+        for index, one in enumerate(self.sums):
+            if index in self._seen:
+                _set_to_zero(one)
+                if self.touched and self._seen.is_sparse(index):
+                    _set_to_zero(self.touched[index])
 
 
 def _rows_with_numbers(variable: keras.Variable) -> np.ndarray:

@@ -212,13 +212,13 @@ class TowerOptimizer(base.GradientWrapper):
         sums = self._accumulator
         assert sums is not None
         sums.note(gradients, indices)
-        self._note_restored(sums.note_restored)
         count = replica_variables.read(self._tower) + 1
-        counted = [(self._tower, count)]
-        if self._items is not None:
-            num_items = self._total_items(num_items)
-            if num_items is not None:
-                counted.append((self._items, num_items))
+        counted, check = [(self._tower, count)], None
+        if self._items is not None and num_items is None:
+            check = self._refuse_open_items()
+        elif self._items is not None:
+            num_items += replica_variables.read(self._items)
+            counted.append((self._items, num_items))
 
         def continue_round() -> None:
             sums.add(gradients, indices)
@@ -227,6 +227,7 @@ class TowerOptimizer(base.GradientWrapper):
 
         def complete_round() -> None:
             self._seen.note_update()
+            self._note_restored(sums.note_restored)
             totals = gradients_lib.GradientBatch(
                 *sums.totals(gradients, indices)
             )
@@ -243,26 +244,23 @@ class TowerOptimizer(base.GradientWrapper):
             self._then(plan, update, writes)
 
         # A file with more towers may have set `count` above `num_towers`.
-        with plan.commit.writing():
+        with plan.commit.after([check]), plan.commit.writing():
             replica_variables.cond(
                 count >= self._num_towers, complete_round, continue_round
             )
 
-    def _total_items(self, num_items: tf.Tensor | None) -> tf.Tensor | None:
-        """Returns the round's number of items with this call's, or None."""
+    def _refuse_open_items(self) -> tf.Operation | None:
+        """Asserts that no round of a GlobalMean is open, as in a file."""
+        if tracing.in_xla():
+            return None
         before = replica_variables.read(self._items)
-        if num_items is not None:
-            return before + num_items
-        # A file may hold an open round of a GlobalMean.
-        if not tracing.in_xla():
-            tf.debugging.assert_equal(
-                before,
-                tf.zeros_like(before),
-                f"{self.name}: the open round holds gradients of a"
-                " GlobalMean, and this call has another loss. Call"
-                " optimizer.reset() to discard the round.",
-            )
-        return None
+        return tf.debugging.assert_equal(
+            before,
+            tf.zeros_like(before),
+            f"{self.name}: the open round holds gradients of a GlobalMean, and"
+            " this call has another loss. Call optimizer.reset() to discard the"
+            " round.",
+        )
 
     def _num_items(self, plan: stack.StackPlan) -> tf.Tensor | None:
         """Returns the weight of a call in its round; None for equal weights."""
