@@ -257,18 +257,7 @@ def caught(make, graph=True):
 
 
 def undisturbed(make):
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight = keras.Variable(np.ones(3, "float32"))
-        optimizer = make()
-        optimizer.build([weight])
-
-    @tf.function(autograph=False)
-    def step():
-        strategy.run(
-            lambda: optimizer.apply([tf.ones([3]) * weight.value], [weight])
-        )
-
+    strategy, weight, optimizer, step = built(make, num_replicas=2)
     for _ in range(3):
         step()
     return [
@@ -282,8 +271,8 @@ def test_a_caught_failure_of_one_replica(name, graph):
     check_same(caught(OPTIMIZERS[name], graph), undisturbed(OPTIMIZERS[name]))
 
 
-def built(make):
-    strategy = replicas.mirrored(4)
+def built(make, num_replicas=4):
+    strategy = replicas.mirrored(num_replicas)
     with strategy.scope():
         weight = keras.Variable(np.ones(3, "float32"))
         optimizer = make()

@@ -63,13 +63,6 @@ class Count(NamedTuple):
     is_common: bool = False
 
 
-class _Arrived(NamedTuple):
-    """Holds tensors of one replica, or of all replicas of a process."""
-
-    counts: Any  # The counters' values, available when a call begins.
-    token: Any  # Exists once the gradients exist.
-
-
 class Commit:
     """Holds what the writes of one call of an outermost optimizer wait for."""
 
@@ -122,44 +115,49 @@ def of_call(
     replicas of this process have different counts. `groups` are the groups that
     the call reduces over.
     """
-    if site.kind == "tpu":
-        return Commit()  # A program starts with all of its arguments.
-    if not _can_merge(site):
-        with gate(gradients):
-            token = tf.zeros([])
-        return Commit([token])
-    own = tf.zeros([0], tf.int64)
-    if counts:
+    check = None
+    if counts and _can_merge(site):
         own = tf.stack(
             [
                 tf.cast(replica_variables.read(one.variable), tf.int64)
                 for one in counts
             ]
         )
-    with gate(gradients):
-        token = tf.zeros([])
-    every = tf.distribute.get_replica_context().merge_call(
-        lambda strategy, *values: _Arrived(
-            *map(strategy.experimental_local_results, values)
-        ),
-        args=(own, token),
+        check = _refuse_different(own, counts, groups, site, name)
+    return Commit([*arrivals(gradients, site), check], check)
+
+
+def arrivals(values: Iterable, site: site_lib.Site) -> list[tf.Tensor]:
+    """Returns scalars that exist once all replicas of this process have values.
+
+    In a branch of the replica function, only this replica's values count.
+    """
+    if site.kind == "tpu":
+        return []  # A program starts with all of its arguments.
+    with gate(values):
+        own = tf.zeros([])
+    return _of_replicas(own) if _can_merge(site) else [own]
+
+
+def _of_replicas(own: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the tensors of all replicas of this process."""
+    return list(
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy, one: strategy.experimental_local_results(one),
+            args=(own,),
+        )
     )
-    check = None
-    if counts:
-        check = _refuse_different(every.counts, own, counts, groups, site, name)
-    return Commit([*every.token, check], check)
 
 
 def _can_merge(site: site_lib.Site) -> bool:
     """Returns True if merge_call can run here, and is needed."""
-    if site.num_local_replicas == 1:
+    if site.num_local_replicas == 1 or site.kind == "tpu":
         return False
     # merge_call can't run in a branch of the replica function.
     return site.graph in (None, tf.compat.v1.get_default_graph())
 
 
 def _refuse_different(
-    every: Sequence[tf.Tensor],
     own: tf.Tensor,
     counts: Sequence[Count],
     groups: Sequence[group_assignment_lib.GroupAssignment],
@@ -177,7 +175,7 @@ def _refuse_different(
     compared = [
         [here or one.is_common for one in counts] for here in is_in_group
     ]
-    values = tf.stack(every)
+    values = tf.stack(_of_replicas(own))
     is_equal = tf.reduce_all(
         tf.logical_or(tf.equal(values, own), tf.logical_not(compared))
     )

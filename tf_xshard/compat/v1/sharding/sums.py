@@ -107,8 +107,10 @@ class InReplicas(Alone):
             groups,
         )
         sums = batch.values
-        # A sum over one group needs the gradients of all replicas.
-        return sums, sums if groups.num_groups == 1 else self._everywhere(sums)
+        if groups.num_groups == 1:
+            # A sum over one group needs the gradients of all replicas.
+            return sums, sums
+        return sums, [*sums, *commit.arrivals(sums, self._site)]
 
     def sum_value(
         self,
@@ -118,19 +120,6 @@ class InReplicas(Alone):
     ) -> tf.Tensor:
         """Sums one tensor over this replica's group."""
         return tf.identity(group_reduce.group_reduce(x, given, "sum"), name)
-
-    def _everywhere(self, sums: list[tf.Tensor | None]) -> list[Any]:
-        """Returns scalars that exist once all local replicas' sums exist."""
-        # A TPU's step is one program. In a branch, replicas can't exchange
-        # tensors.
-        if tf.compat.v1.get_default_graph() is not self._site.graph:
-            return sums
-        with commit.gate(sums):
-            own = tf.zeros([])
-        return tf.distribute.get_replica_context().merge_call(
-            lambda strategy, one: strategy.experimental_local_results(one),
-            args=(own,),
-        )
 
 
 class OnTPU(Alone):
