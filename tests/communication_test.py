@@ -83,7 +83,9 @@ def test_what_a_transport_gets(group_size, expected, packs):
             return tensors
 
     groups = tf_xshard.GroupAssignment.contiguous(2 * group_size, group_size)
-    site = site_lib.Site(None, "mirrored", 2 * group_size, 0, "", 1)
+    site = site_lib.Site(
+        tf.distribute.get_strategy(), "mirrored", 2 * group_size, 0, "", 1
+    )
     how = transport.Channel(groups, tf_xshard.Communication(dtype="bfloat16"))
     sums = buckets.sum_dense(
         [tf.ones([3]), tf.ones([2, 2])], Recording(site, how)

@@ -219,10 +219,28 @@ def test_tf_variables(kind):
     )
 
 
-def test_outside_the_scope_all_copies_are_written():
-    strategy, [weight], optimizer = _setup(2)
-    optimizer.apply([tf.constant(2.0)], [weight])
-    assert replicas.values(strategy, weight) == [-2.0, -2.0]
+@pytest.mark.parametrize(
+    "make",
+    [
+        tf_xshard.CrossShardOptimizer,
+        lambda inner: tf_xshard.TowerOptimizer(inner, 2),
+        tf_xshard.AGNOptimizer,
+    ],
+    ids=["cross", "tower", "agn"],
+)
+def test_a_call_outside_the_scope_changes_nothing(make):
+    """Keras writes to all copies of a weight, and to one of a counter."""
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable([1.0, 1.0])
+        optimizer = make(SGD(1.0))
+    with pytest.raises(
+        RuntimeError, match="applied outside of it, where there"
+    ):
+        optimizer.apply([tf.ones([2])], [weight])
+    assert not optimizer.built
+    for value in replicas.values(strategy, weight):
+        np.testing.assert_array_equal(value, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def _permuted(permutation, **kwargs):
             )
             for permutation in ([1, 1], [1.0, 0.0], 3)
         ),
-        (dict(num_replicas=9), RuntimeError, "needs 9 logical CPUs"),
+        (dict(num_replicas=17), RuntimeError, "needs 17 logical CPUs"),
     ],
     ids=str,
 )

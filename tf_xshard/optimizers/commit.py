@@ -45,7 +45,7 @@ def gate(values: Iterable) -> contextlib.AbstractContextManager:
     # branches do not wait for all data inputs.
     flat = [
         tf.identity(one)
-        if tf.is_tensor(one) and one.graph is not graph
+        if tf.is_tensor(one) and getattr(one, "graph", graph) is not graph
         else one
         for one in flat
     ]
@@ -164,23 +164,30 @@ def _refuse_different(
     site: site_lib.Site,
     name: str,
 ) -> tf.Operation | None:
-    """Asserts that replicas count together; returns a graph's assertion."""
-    assert site.replica_id is not None, site
+    """Asserts that all replicas count together; None in eager mode."""
     first = site.rank * site.num_local_replicas
-    is_in_group = [
-        all(one.group_of(r) == one.group_of(site.replica_id) for one in groups)
-        for r in range(first, first + site.num_local_replicas)
-    ]
-    # Row by row, the counters that must equal this replica's.
-    compared = [
-        [here or one.is_common for one in counts] for here in is_in_group
+    local = range(first, first + site.num_local_replicas)
+    # Each replica counts as the first replica of its group in this process.
+    of_group = [
+        next(
+            position
+            for position, other in enumerate(local)
+            if all(one.group_of(other) == one.group_of(r) for one in groups)
+        )
+        for r in local
     ]
     values = tf.stack(_of_replicas(own))
-    is_equal = tf.reduce_all(
-        tf.logical_or(tf.equal(values, own), tf.logical_not(compared))
+    expected = tf.stack(
+        [
+            tf.gather(
+                values[:, i], [0] * len(local) if one.is_common else of_group
+            )
+            for i, one in enumerate(counts)
+        ],
+        1,
     )
     return tf.debugging.Assert(
-        is_equal,
+        tf.reduce_all(tf.equal(values, expected)),
         [
             f"{name}: replicas of this process have made different numbers of"
             " steps, so they would wait for each other or diverge. A file, an"
