@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -123,12 +123,15 @@ def of_call(
                 for one in counts
             ]
         )
-        check = _refuse_different(own, counts, groups, site, name)
+        check = _merged(
+            own,
+            lambda every: _refuse_different(every, counts, groups, site, name),
+        )
     return Commit([*arrivals(gradients, site), check], check)
 
 
-def arrivals(values: Iterable, site: site_lib.Site) -> list[tf.Tensor]:
-    """Returns scalars that exist once all replicas of this process have values.
+def arrivals(values: Iterable, site: site_lib.Site) -> list[Any]:
+    """Returns what exists once all replicas of this process have their values.
 
     In a branch of the replica function, only this replica's values count.
     """
@@ -136,16 +139,18 @@ def arrivals(values: Iterable, site: site_lib.Site) -> list[tf.Tensor]:
         return []  # A program starts with all of its arguments.
     with gate(values):
         own = tf.zeros([])
-    return _of_replicas(own) if _can_merge(site) else [own]
+    if not _can_merge(site):
+        return [own]
+    return [_merged(own, lambda every: tf.group(*every))]
 
 
-def _of_replicas(own: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the tensors of all replicas of this process."""
-    return list(
-        tf.distribute.get_replica_context().merge_call(
-            lambda strategy, one: strategy.experimental_local_results(one),
-            args=(own,),
-        )
+def _merged(own: tf.Tensor, function: Callable[[Sequence], Any]) -> Any:
+    """Calls a function once, with the tensors of this process's replicas."""
+    return tf.distribute.get_replica_context().merge_call(
+        lambda strategy, one: function(
+            strategy.experimental_local_results(one)
+        ),
+        args=(own,),
     )
 
 
@@ -158,13 +163,13 @@ def _can_merge(site: site_lib.Site) -> bool:
 
 
 def _refuse_different(
-    own: tf.Tensor,
+    every: Sequence[tf.Tensor],
     counts: Sequence[Count],
     groups: Sequence[group_assignment_lib.GroupAssignment],
     site: site_lib.Site,
     name: str,
 ) -> tf.Operation | None:
-    """Asserts that all replicas count together; None in eager mode."""
+    """Asserts that all replicas count together; returns a graph's assertion."""
     first = site.rank * site.num_local_replicas
     local = range(first, first + site.num_local_replicas)
     # Each replica counts as the first replica of its group in this process.
@@ -176,7 +181,7 @@ def _refuse_different(
         )
         for r in local
     ]
-    values = tf.stack(_of_replicas(own))
+    values = tf.stack(every)
     expected = tf.stack(
         [
             tf.gather(
