@@ -590,3 +590,18 @@ def test_another_keras_backend(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(ImportError, match="Set KERAS_BACKEND=tensorflow"):
         dependencies.check()
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum", "only_first_replica"])
+def test_a_trained_variable_with_an_aggregation(aggregation):
+    """TensorFlow would combine the replicas' updates once more."""
+    with replicas.mirrored(2).scope():
+        variable = keras.Variable(1.0, aggregation=aggregation, name="w")
+        optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(
+        ValueError, match="can't train 'w', which has the aggre"
+    ):
+        optimizer.build([variable])
+    assert not optimizer.built and not optimizer.inner_optimizer.built
+    alone = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.1))
+    alone.apply([tf.constant(1.0)], [keras.Variable(1.0, aggregation="sum")])

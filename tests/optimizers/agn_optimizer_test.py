@@ -402,3 +402,51 @@ def test_the_callback_shows_the_center(swap_on_epoch):
         np.testing.assert_allclose(shown, plain, 0, replicas.REPEATED)
     _, [first, second], _ = next(s for s in seen_without if s[0] == "test")
     assert np.abs(first - second).max() > 1e-4
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.15"
+)
+def test_a_multi_optimizer_of_the_center():
+    """Its averages reach the model, and a gradient of None is no error."""
+
+    def train(wrap):
+        strategy = replicas.mirrored(2)
+        with strategy.scope():
+            variables = [keras.Variable([0.0]), keras.Variable([5.0])]
+            inner = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+            optimizer = tf_xshard.AGNOptimizer(
+                wrap(inner),
+                communication_period=1,
+                local_optimizer=keras.optimizers.SGD(1.0),
+                loss_normalization="replica",
+            )
+            optimizer.build(variables)
+        step = replicas.applying(
+            strategy,
+            optimizer,
+            lambda r: [tf.constant([r + 0.5]), None],
+            variables,
+        )
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            step()
+        step()
+        step()
+        optimizer.finalize_variable_values(variables)
+        return [replicas.values(strategy, one) for one in variables]
+
+    # The mean gradient is 1, so the center is -1, -2 and -3.
+    average = -1.0
+    for value in (-2.0, -3.0):
+        average = (average + value) / 2
+    for found in (
+        train(lambda inner: inner),
+        train(
+            lambda inner: keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(inner)
+            )
+        ),
+    ):
+        for trained, frozen in zip(*found, strict=True):
+            np.testing.assert_allclose(trained, [average])
+            np.testing.assert_allclose(frozen, [5.0])
