@@ -101,6 +101,14 @@ def test_fit_on_data_of_unknown_size(results):
         assert first["weights"] == second["weights"]
 
 
+def test_different_counts_are_refused_on_all_workers(results):
+    for rank, result in enumerate(results):
+        error, count = result["different_counts"]
+        assert "made different numbers of steps" in error
+        assert "by worker: [[3], [4]]. Restore" in error
+        assert count == 3 + rank
+
+
 def test_evaluate_and_predict_on_different_numbers_of_batches(results):
     model = program.model(program.sgd())
     loss = model.evaluate(*program.data(), verbose=0)

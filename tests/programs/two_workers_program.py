@@ -153,6 +153,18 @@ def unknown_size(strategy, optimizer):
     }
 
 
+def different_counts(strategy):
+    """The error of a worker whose optimizer is a step ahead, as by a file."""
+    trained = _compiled(strategy)
+    trained.optimizer.build(trained.trainable_variables)
+    [own] = strategy.experimental_local_results(
+        trained.optimizer.iterations.value
+    )
+    own.assign(3 + tf_xshard.rank(strategy))
+    error = _error(lambda: trained.fit(*data(), batch_size=16, verbose=0))
+    return error, int(own)
+
+
 def refused(strategy):
     """The errors of workers that pass different data or numbers of steps."""
     rank = tf_xshard.rank(strategy)
@@ -230,6 +242,7 @@ def cases(strategy, directory):
                 name: unknown_size(strategy, optimizer)
                 for name, optimizer in UNKNOWN_SIZE.items()
             },
+            "different_counts": different_counts(strategy),
             "refused": refused(strategy),
             "saved": saves(strategy, directory),
         }

@@ -23,8 +23,10 @@ from tf_xshard.collectives import process_gather
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import lone_training
+from tf_xshard.distribute import replica_variables
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
+from tf_xshard.optimizers import stack
 from tf_xshard.private.keras import fit_internals
 from tf_xshard.private.keras import multi_worker_patches
 from tf_xshard.private.tensorflow import runtime
@@ -161,7 +163,8 @@ def multi_worker_fit(
         several processes were started and this process would train alone (see
         `connect`), or if another worker does not call `fit` in time.
       ValueError: When `fit`, `evaluate` or `predict` begins, if the workers
-        have different arrays, datasets or numbers of steps.
+        have different arrays, datasets or numbers of steps. When `fit` begins,
+        if their optimizers have made different numbers of steps.
 
     Example:
 
@@ -205,6 +208,8 @@ def _loop_of_worker(loop: Callable) -> Callable:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         seed = None
+        if loop.__name__ == "fit":
+            _refuse_different_counts(self)
         if _is_shuffled(bound.arguments):
             seed = _take_the_chief_s_seed(self.distribute_strategy)
         if rank and bound.arguments["verbose"] == "auto":
@@ -227,6 +232,32 @@ def _loop_of_worker(loop: Callable) -> Callable:
             watched.on_train_begin()
 
     return loop_of_worker
+
+
+def _refuse_different_counts(model: keras.Model) -> None:
+    """Raises ValueError if the workers have made different numbers of steps."""
+    counts = {}
+    for one in stack.outermost_wrappers(getattr(model, "optimizer", None)):
+        groups = [groups for _, groups in stack.StackPlan(one).reducing()]
+        has_one_group = all(g is None or g.num_groups == 1 for g in groups)
+        for count in one.counts_of_stack() if one.built else ():
+            # Groups may be at different steps.
+            if count.is_common or has_one_group:
+                [own, *_] = replica_variables.copies(count.variable)
+                counts[count.name] = int(own)
+    every = [
+        json.loads(one)
+        for one in _exchange(
+            model.distribute_strategy, json.dumps(list(counts.values()))
+        )
+    ]
+    if any(one != every[0] for one in every):
+        raise ValueError(
+            "The workers' optimizers have made different numbers of steps, so"
+            " the workers would wait for each other or diverge. Nothing was"
+            f" changed. Counts of {list(counts)}, by worker: {every}. Restore"
+            " the same checkpoint on all workers."
+        )
 
 
 def _is_shuffled(arguments: dict[str, Any]) -> bool:

@@ -348,18 +348,10 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         self, gradients: Sequence, site: site_lib.Site, plan: stack.StackPlan
     ) -> commit.Commit:
         """Returns the commit of a call of an outermost wrapper."""
-        counts = [
-            *(one for w in stack.wrappers(self) for one in w._counts()),
-            *(
-                commit.Count(
-                    f"{one.name}.iterations", optimizer_state.counter(one)
-                )
-                for one in stack.descendants(self)
-                if not any(stack.children(one))
-            ),
-        ]
         groups = [plan.groups(one, site) for one, _ in plan.reducing()]
-        return commit.of_call(gradients, counts, groups, site, self.name)
+        return commit.of_call(
+            gradients, self.counts_of_stack(), groups, site, self.name
+        )
 
     def _note_restored(self, note: Callable[[], None]) -> None:
         """Calls a function that reads values from before the traced call."""
@@ -877,6 +869,19 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         )
 
     # Other folders call these methods.
+
+    def counts_of_stack(self) -> list[commit.Count]:
+        """Returns the counters that replicas must agree on, of all wrappers."""
+        return [
+            *(one for w in stack.wrappers(self) for one in w._counts()),
+            *(
+                commit.Count(
+                    f"{one.name}.iterations", optimizer_state.counter(one)
+                )
+                for one in stack.descendants(self)
+                if not any(stack.children(one))
+            ),
+        ]
 
     def forgetting_traces(self) -> contextlib.AbstractContextManager:
         """Opens a context in which tracing a step leaves no record here."""
