@@ -105,7 +105,7 @@ def test_ranks_are_positions(devices, groups, graph):
 
 
 def test_tasks_are_ranked_as_strings():
-    """Of a cluster's tasks, 10 is before 2."""
+    """TensorFlow ranks task 10 of a cluster before task 2."""
     cluster = tf.train.ClusterSpec(
         {"chief": ["c:1"], "worker": [f"w{i}:1" for i in range(12)]}
     )

@@ -670,7 +670,7 @@ def test_groups_can_not_differ_in_a_variable_with_one_copy(tmp_path):
     with pytest.raises(ValueError, match=shared):
         state.assign(outside, [2.0, 5.0])
     assert values() == [[1.0, 1.0], 1.0]
-    # What does not differ is written.
+    # Equal values are written.
     state.set_weights(1, {"variables": [5.0, 1.0]})
     state.assign(outside, [2.0, 2.0])
     assert values() == [[1.0, 5.0], 2.0]

@@ -12,13 +12,13 @@ from tests.support import cluster
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """What all workers write into."""
+    """The directory that all workers write into."""
     return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(scope="module")
 def results(directory):
-    """What the workers hold after all cases, one launch for all."""
+    """The workers' values after all cases, from one launch."""
     return cluster.results_of(
         "tests.programs.two_workers_program", program.NUM_WORKERS, [directory]
     )

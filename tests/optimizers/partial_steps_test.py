@@ -326,7 +326,7 @@ def test_different_counts_are_refused(name):
         if one is not counter(optimizer)
     ]
     check_same(after, before)
-    # What the message advises.
+    # Follow the advice of the message.
     if name in ("tower", "agn"):
         optimizer.reset()
     else:

@@ -190,7 +190,7 @@ def test_files_do_not_depend_on_the_order_of_devices(inner, order, tmp_path):
         one.run(2)
     assert sharded.difference(source.weights, target.weights) == 0
 
-    # Of replica 0, as all of TensorFlow's own files.
+    # TensorFlow's own files have the values of replica 0.
     path = tf.train.Checkpoint(**_listed(source)).write(str(tmp_path / "file"))
     expected = source.state()
     target.run(1)

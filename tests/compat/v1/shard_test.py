@@ -452,7 +452,7 @@ def _in_cond():
 
 
 class _Conditional(tf1.train.Optimizer):
-    """What the error of `_in_cond` advises: the branch is in the optimizer."""
+    """Follows the advice of `_in_cond`: the optimizer has the branch."""
 
     def __init__(self, optimizer):
         super().__init__(False, "Conditional")

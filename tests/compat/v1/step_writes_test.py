@@ -65,7 +65,7 @@ def _ancestors(operations):
 
 
 def _is_write(one):
-    """Whether an operation of a step changes a variable that stays."""
+    """Returns True if an operation of a step changes a variable that stays."""
     if not one.type.startswith(WRITES) or one.type.startswith(READS):
         return False
     # A copy takes its first value from shard 0.
