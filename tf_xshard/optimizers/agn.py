@@ -666,7 +666,7 @@ class AGNOptimizer(base.GradientWrapper):
             self._center_pairs.copy_into_model()
 
     def reset(self) -> None:
-        """Starts a period anew from the center, on all replicas.
+        """Starts a new period from the center, on all replicas.
 
         Discards the local steps since the last exchange, and puts the center
         into the model. Call it outside `strategy.run`. If you assign other
