@@ -19,6 +19,8 @@ GPU_MEMORY = 512
 FULL_TIMEOUT_SECONDS = 3000
 # pytest's own standard error, which no test captures.
 _STDERR = pytest.StashKey[int]()
+# The id of every test that was collected, and whether it is full.
+COLLECTED = pytest.StashKey[dict[str, bool]]()
 # Files that mostly wait, and where in the order of the files they run: one
 # beside another would leave the machine idle. faults_test.py is first, far from
 # the cluster of four_processes_test.py, which counts the loopback's bytes.
@@ -104,6 +106,7 @@ def pytest_collection_modifyitems(config, items):
     files = {item: item.nodeid.split("::")[0] for item in items}
     items.sort(key=lambda item: WAITING.get(files[item], files[item]))
     large = [item for item in items if item.get_closest_marker("full")]
+    config.stash[COLLECTED] = {item.nodeid: item in large for item in items}
     if config.getoption("--full"):
         for item in items:
             item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_SECONDS))

@@ -1,0 +1,176 @@
+"""Applies the mutants of `tests/promises.py`; each has to fail its test.
+
+Run: python -m tests.programs.mutation_check [--only groups_test]
+
+First the tests of all rows must pass without a mutant. A mutant is killed if
+pytest then ends with 1 and the row's own test has failed: an error of
+collection or of a fixture, a timeout, or a text that does not occur once fails
+the check. The last line is `N killed, 0 survived`.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import queue
+import shutil
+import subprocess
+import tempfile
+import time
+import xml.etree.ElementTree
+
+from absl import app
+from absl import flags
+
+from tests import promises
+from tests.support import paths
+from tests.support import processes
+
+_ONLY = flags.DEFINE_string(
+    "only", "", "Only rows whose test or file contains this text."
+)
+_JOBS = flags.DEFINE_integer("jobs", 2, "Mutants that run at a time.")
+# Seconds of one run of pytest: a few tests of one file, or one test.
+LIMIT = 180
+CLUSTER_LIMIT = 400
+PASSED, FAILED = "passed", "failed"
+
+
+def _results(folder, tests, seconds):
+    """The exit code, and what became of each test; `timeout` for both."""
+    report = pathlib.Path(folder, "report.xml")
+    report.unlink(missing_ok=True)
+    command = processes.python(
+        *("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"),
+        *("--tb", "no", "--durations", "0", f"--junitxml={report}", *tests),
+    )
+    environment = {
+        **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(folder),
+    }
+    try:
+        ended = processes.run(command, seconds, cwd=folder, env=environment)
+    except subprocess.TimeoutExpired:
+        return "timeout", ["timeout"]
+    if not report.exists():
+        return ended.returncode, [ended.stdout[-2000:] + ended.stderr[-2000:]]
+    cases = xml.etree.ElementTree.parse(report).iter("testcase")
+    return ended.returncode, [_result(case) for case in cases]
+
+
+def _result(case):
+    tags = {child.tag for child in case}
+    if tags & {"error", "skipped"}:
+        return " and ".join(sorted(tags))
+    return FAILED if "failure" in tags else PASSED
+
+
+def _without_mutant(folder, tests, seconds):
+    """None if all of them pass, else what happened."""
+    code, results = _results(folder, tests, seconds)
+    if code == 0 and results == [PASSED] * len(tests):
+        return None
+    return f"without a mutant: exit {code}, {results}"
+
+
+def _with_mutant(folder, row):
+    """None if the row's own test fails, else what happened."""
+    path = pathlib.Path(folder, "tf_xshard", row.file)
+    text = path.read_text()
+    if text.count(row.old) != 1:
+        return f"the old text occurs {text.count(row.old)} times in {row.file}"
+    path.write_text(text.replace(row.old, row.new))
+    try:
+        code, results = _results(
+            folder, [row.test], CLUSTER_LIMIT if row.cluster else LIMIT
+        )
+    finally:
+        path.write_text(text)
+    if code == 1 and results == [FAILED]:
+        return None
+    return f"survived: exit {code}, {results}"
+
+
+class _Check:
+    """Runs jobs in copies of the project, and prints how each ends."""
+
+    def __init__(self, folder, jobs):
+        self.wrong = 0
+        self._copies = queue.Queue()
+        for number in range(jobs):
+            copy = pathlib.Path(folder, str(number))
+            shutil.copytree(
+                paths.ROOT,
+                copy,
+                ignore=shutil.ignore_patterns(
+                    "__pycache__", ".*_cache", ".git", ".venv", "build"
+                ),
+            )
+            self._copies.put(copy)
+
+    def run(self, jobs, at_a_time):
+        """Each job is (name, function of a copy's folder)."""
+        with concurrent.futures.ThreadPoolExecutor(at_a_time) as executor:
+            list(executor.map(self._one, jobs))
+
+    def _one(self, job):
+        name, function = job
+        copy = self._copies.get()
+        start = time.monotonic()
+        try:
+            problem = function(copy)
+        finally:
+            self._copies.put(copy)
+        self.wrong += problem is not None
+        seconds = time.monotonic() - start
+        print(
+            f"{seconds:4.0f} s  {problem or 'as it must'}: {name}", flush=True
+        )
+
+
+def main(argv):
+    del argv
+    rows = [
+        row
+        for row in promises.PROMISES
+        if _ONLY.value in row.test or _ONLY.value in row.file
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        check = _Check(folder, _JOBS.value)
+        for cluster, at_a_time in ((False, _JOBS.value), (True, 1)):
+            some = [row for row in rows if row.cluster == cluster]
+            tests = {}
+            for row in some:
+                of_file = tests.setdefault(row.test.split("::")[0], [])
+                if row.test not in of_file:
+                    of_file.append(row.test)
+            check.run(
+                [
+                    (
+                        file,
+                        lambda copy, of_file=of_file: _without_mutant(
+                            copy, of_file, LIMIT + 60 * len(of_file)
+                        ),
+                    )
+                    for file, of_file in tests.items()
+                ],
+                at_a_time,
+            )
+            if check.wrong:
+                raise SystemExit("Tests fail without a mutant.")
+            check.run(
+                [
+                    (
+                        f"{row.file}, {row.test}: {row.text}",
+                        lambda copy, row=row: _with_mutant(copy, row),
+                    )
+                    for row in some
+                ],
+                at_a_time,
+            )
+    print(f"{len(rows) - check.wrong} killed, {check.wrong} survived")
+    raise SystemExit(check.wrong > 0)
+
+
+if __name__ == "__main__":
+    app.run(main)
