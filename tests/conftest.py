@@ -9,6 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 
+from tests.support import budget
 from tests.support import seeds
 
 # A device costs no time or memory until it is used.
@@ -40,6 +41,16 @@ def pytest_addoption(parser):
         "--gpu",
         action="store_true",
         help="the replicas of most tests are parts of one GPU, not of the CPU",
+    )
+    parser.addoption(
+        "--budget",
+        action="store_true",
+        help="count traces and processes, and fail above tests/budget.json",
+    )
+    parser.addoption(
+        "--record-budget",
+        action="store_true",
+        help="write tests/budget.json anew",
     )
 
 
@@ -73,8 +84,16 @@ def pytest_configure(config):
     on_gpu = config.getoption("--gpu")
     if not on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    if config.option.dist == "no" or hasattr(config, "workerinput"):
+    runs_tests = config.option.dist == "no" or hasattr(config, "workerinput")
+    if runs_tests:
         _set_up_tensorflow(on_gpu)
+    record = config.getoption("--record-budget")
+    if record or config.getoption("--budget"):
+        counter = budget.Counter() if runs_tests else None
+        if runs_tests:
+            config.pluginmanager.register(counter)
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(budget.Budget(counter, record))
 
 
 def _set_up_tensorflow(on_gpu):

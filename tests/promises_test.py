@@ -1,4 +1,4 @@
-"""The table of promises names tests of the default run, and texts that exist."""
+"""The table of promises names default tests, and texts that exist."""
 
 import collections
 
