@@ -12,12 +12,21 @@ import tf_xshard
 from tests.support import replicas
 
 SGD = keras.optimizers.SGD
-FIRST = np.float32([1, 10, 100, 1000])
-SECOND = np.float32([7, 70, 700, 7000])
-MAKERS = {
-    "tower": lambda reduction, groups: tf_xshard.TowerOptimizer(
+# The gradients of each replica, and how many rows have them.
+FIRST, NUM_FIRST = np.float32([1, 10, 100, 1000]), [3, 1, 2, 4]
+SECOND, NUM_SECOND = np.float32([7, 70, 700]), [1, 4, 2]
+
+
+def _tower(reduction, groups):
+    return tf_xshard.TowerOptimizer(
         tf_xshard.CrossShardOptimizer(SGD(1.0), reduction, groups), 2
-    ),
+    )
+
+
+MAKERS = {
+    "tower": _tower,
+    # Its items are counted, and saved with the round.
+    "global_mean": _tower,
     "tower_inside": lambda reduction, groups: tf_xshard.CrossShardOptimizer(
         tf_xshard.TowerOptimizer(SGD(1.0), 2), reduction, groups
     ),
@@ -40,13 +49,21 @@ class _Training:
             self.weight = keras.Variable(0.0, name="weight")
             self.optimizer = MAKERS[maker](reduction, groups)
             self.optimizer.build([self.weight])
+        self._loss = None
+        if maker == "global_mean":
+            self._loss = tf_xshard.GlobalMean(lambda y, p: p, groups)
 
-    def step(self, gradients):
+    def step(self, gradients, num_rows):
+        def gradient(r):
+            if self._loss is None:
+                return [tf.constant(gradients[r] / self.num_replicas)]
+            rows = tf.fill([num_rows[r], 1], gradients[r])
+            with tf.GradientTape() as tape:
+                value = self._loss(rows, rows * self.weight)
+            return [tape.gradient(value, self.weight.value)]
+
         replicas.apply_once(
-            self.strategy,
-            self.optimizer,
-            lambda r: [tf.constant(gradients[r] / self.num_replicas)],
-            [self.weight],
+            self.strategy, self.optimizer, gradient, [self.weight]
         )
 
     @property
@@ -55,18 +72,28 @@ class _Training:
 
 
 @functools.cache
-def _begun(maker, reduction, groups=None):
-    """Half a round on four replicas."""
-    begun = _Training(maker, reduction, 4, groups)
-    begun.step(FIRST)
+def _begun(maker, reduction, num_replicas=2, groups=None):
+    """Half a round."""
+    begun = _Training(maker, reduction, num_replicas, groups)
+    begun.step(FIRST, NUM_FIRST)
     return begun
+
+
+def _expected(maker, reduction, first, second):
+    """After a round of the replicas `first`, and then `second`."""
+    combine = getattr(np, reduction)
+    if maker != "global_mean":
+        return -(combine(FIRST[first]) + combine(SECOND[second])) / 2
+    counts = [np.take(NUM_FIRST, first), np.take(NUM_SECOND, second)]
+    total = counts[0] @ FIRST[first] + counts[1] @ SECOND[second]
+    return -total / np.sum(np.concatenate(counts))
 
 
 def _by_checkpoint(one, other, directory):
     made = tf.train.Checkpoint(w=one.weight, o=one.optimizer)
     path = made.write(f"{directory}/checkpoint")
     read = tf.train.Checkpoint(w=other.weight, o=other.optimizer)
-    read.read(path).assert_consumed()
+    read.read(path).assert_existing_objects_matched()
 
 
 def _by_group_state(one, other, directory):
@@ -80,46 +107,50 @@ def _by_set_weights(one, other, directory):
     other.optimizer.set_weights([v.numpy() for v in one.optimizer.variables])
 
 
-@pytest.mark.parametrize(
-    "maker, reduction, num_replicas, move",
-    replicas.pairwise(
-        list(MAKERS),
-        ("mean", "sum"),
-        (1, 2, 3),
-        (_by_checkpoint, _by_group_state, _by_set_weights),
-    ),
+MOVES = (_by_checkpoint, _by_group_state, _by_set_weights)
+CASES = replicas.pairwise(
+    ("tower", "tower_inside", "agn"), ("mean", "sum"), (1, 3), MOVES
 )
+CASES += [
+    ("global_mean", "mean", n, m) for n, m in zip((1, 3, 1), MOVES, strict=True)
+]
+
+
+@pytest.mark.parametrize("maker, reduction, num_replicas, move", CASES)
 def test_it_is_completed_on_another_number(
     maker, reduction, num_replicas, move, tmp_path
 ):
     after = _Training(maker, reduction, num_replicas)
     move(_begun(maker, reduction), after, tmp_path)
-    after.step(SECOND)
-
-    combine = getattr(np, reduction)
-    expected = -(combine(FIRST) + combine(SECOND[:num_replicas])) / 2
+    after.step(SECOND, NUM_SECOND)
+    expected = _expected(maker, reduction, [0, 1], list(range(num_replicas)))
     for value in replicas.values(after.strategy, after.weight):
         np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "maker, reduction", replicas.in_turn(MAKERS, ["mean", "sum"])
+    "maker, reduction",
+    [
+        ("tower", "mean"),
+        ("global_mean", "mean"),
+        ("tower_inside", "sum"),
+        ("agn", "mean"),
+    ],
 )
 def test_groups_of_two_are_completed_by_groups_of_one(
     maker, reduction, tmp_path
 ):
     """Each group's own round, divided over another number of replicas."""
-    before = _begun(maker, reduction, ((0, 3), (1, 2)))
+    before = _begun(maker, reduction, 4, ((0, 3), (1, 2)))
     after = _Training(maker, reduction, 2, [[0], [1]])
     tf_xshard.GroupState(before.held).save(str(tmp_path))
     tf_xshard.GroupState(after.held).restore(
         str(tmp_path), regroup={0: 0, 1: 1}
     )
-    after.step(SECOND)
-    combine = getattr(np, reduction)
+    after.step(SECOND, NUM_SECOND)
     for group, members in enumerate([[0, 3], [1, 2]]):
-        expected = -(combine(FIRST[members]) + SECOND[group]) / 2
         value = replicas.values(after.strategy, after.weight)[group]
+        expected = _expected(maker, reduction, members, [group])
         np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
@@ -169,8 +200,15 @@ def _of_two(maker, sparse):
     return strategy, variables, optimizer, step
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("maker", ROUNDS)
+@pytest.mark.parametrize(
+    "maker, sparse",
+    [
+        ("tower", False),
+        ("tower", True),
+        ("agn", True),
+        ("agn_updates", False),
+    ],
+)
 def test_a_gradient_from_before_a_restore_is_not_lost(maker, sparse, tmp_path):
     """The restored round goes on without a gradient of `b`."""
     _, variables, optimizer, step = _of_two(maker, sparse)

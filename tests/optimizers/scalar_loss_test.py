@@ -10,8 +10,10 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
+from tests.support import training
 
 SGD = keras.optimizers.SGD
+X = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -19,49 +21,57 @@ def mean_square(y_true, y_pred):
     return keras.ops.mean(keras.ops.square(y_pred - y_true))
 
 
-def _model(loss, optimizer, num_replicas):
-    seeds.seed(3)
-    with replicas.mirrored(num_replicas).scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input((3,)),
-                keras.layers.Dense(2, kernel_regularizer="l2"),
-            ]
-        )
-        model.compile(optimizer(), loss)
-    return model
-
-
-def _fit(loss, optimizer, num_replicas):
-    model = _model(loss, optimizer, num_replicas)
-    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
-    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(16)
-    history = model.fit(dataset.repeat(3), shuffle=False, verbose=0)
-    return history.history["loss"], model.get_weights()
-
-
 WRAPPERS = {
     "cross": lambda: tf_xshard.CrossShardOptimizer(SGD(0.1)),
     "tower": lambda: tf_xshard.TowerOptimizer(SGD(0.1), 1),
     "agn": lambda: tf_xshard.AGNOptimizer(SGD(0.1), communication_period=1),
-    "plain": lambda: SGD(0.1),
 }
+
+
+def _train(
+    loss,
+    optimizer=WRAPPERS["cross"],
+    num_replicas=2,
+    model_class=keras.Model,
+    more=(),
+):
+    """Every replica's weights after a few steps, and the reported losses."""
+    strategy = tf.distribute.get_strategy()
+    if num_replicas > 1:
+        strategy = replicas.mirrored(num_replicas)
+    with strategy.scope():
+        seeds.seed(3)
+        inputs = keras.Input((3,))
+        layer = keras.layers.Dense(2, kernel_regularizer="l2")
+        model = model_class(inputs, layer(inputs))
+        model.compile(optimizer(), loss)
+        model.optimizer.build(model.trainable_variables)
+    parts = list(
+        zip(
+            *(np.split(one, num_replicas) for one in (X, X[:, :2], *more)),
+            strict=True,
+        )
+    )
+    losses = training.run_parts(model, [parts] * 3)
+    return training.weights(model, strategy), losses
 
 
 @functools.cache
 def _one_device():
-    return _fit("mse", WRAPPERS["plain"], 1)
+    return _train("mse", lambda: SGD(0.1), 1)
 
 
-@pytest.mark.parametrize("name", ["cross", "tower", "agn"])
+def _check(got, expected):
+    assert training.deviation(got[0], expected[0]) <= 1e-6
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_wrapped_n_replicas_train_as_one_device(name):
     """With a regularizer, and the reported loss is the one device's."""
     loss = tf_xshard.ScalarLoss(mean_square)
-    losses, weights = _fit(loss, WRAPPERS[name], 2)
-    want_losses, want_weights = _one_device()
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
-    for value, want in zip(weights, want_weights, strict=True):
-        np.testing.assert_allclose(value, want, atol=1e-6)
+    _check(_train(loss, WRAPPERS[name]), _one_device())
 
 
 @pytest.mark.parametrize(
@@ -70,22 +80,21 @@ def test_wrapped_n_replicas_train_as_one_device(name):
 )
 def test_a_bare_one_is_warned_of_in_the_first_step(name, loss):
     with pytest.warns(UserWarning, match="'mean_square' returns one number.*2"):
-        _fit(loss, WRAPPERS[name], 2)
+        _train(loss, WRAPPERS[name])
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "loss, num_replicas",
     [
-        ("mse", 2),
         (lambda y, p: (y - p) ** 2, 2),
         (tf_xshard.ScalarLoss(lambda y, p: keras.ops.mean((y - p) ** 2)), 2),
         (mean_square, 1),
     ],
-    ids=["of_keras", "of_rows", "lambda", "one_replica"],
+    ids=["of_rows", "lambda", "one_replica"],
 )
 def test_nothing_to_warn_of(loss, num_replicas):
-    _fit(loss, WRAPPERS["cross"], num_replicas)
+    _check(_train(loss, num_replicas=num_replicas), _one_device())
 
 
 def _divided(value):
@@ -104,15 +113,7 @@ def _with_own_loss(compute, num_replicas):
         def compute_loss_of_keras(self, y, y_pred):
             return keras.Model.compute_loss(self, None, y, y_pred)
 
-    seeds.seed(3)
-    with replicas.mirrored(num_replicas).scope():
-        inputs = keras.Input((3,))
-        layer = keras.layers.Dense(2, kernel_regularizer="l2")
-        model = Model(inputs, layer(inputs))
-        model.compile(tf_xshard.CrossShardOptimizer(SGD(0.1)), "mse")
-    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
-    history = model.fit(x, x[:, :2], 16, 2, shuffle=False, verbose=0)
-    return history.history["loss"], model.get_weights()
+    return _train("mse", num_replicas=num_replicas, model_class=Model)
 
 
 OWN_LOSSES = {
@@ -135,11 +136,7 @@ OWN_LOSSES = {
 @pytest.mark.parametrize("name", OWN_LOSSES)
 def test_own_losses_that_are_divided(name):
     """N replicas train as one device, without a warning."""
-    losses, weights = _with_own_loss(OWN_LOSSES[name], 2)
-    want_losses, want_weights = _with_own_loss(OWN_LOSSES[name], 1)
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
-    for value, want in zip(weights, want_weights, strict=True):
-        np.testing.assert_allclose(value, want, atol=1e-6)
+    _check(*(_with_own_loss(OWN_LOSSES[name], n) for n in (2, 1)))
 
 
 @pytest.mark.parametrize(
@@ -158,29 +155,20 @@ def test_own_losses_that_are_not_divided(compute):
 
 
 def test_it_is_saved_with_the_model(tmp_path):
-    model = _model(tf_xshard.ScalarLoss(mean_square), WRAPPERS["cross"], 1)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    model.compile(WRAPPERS["cross"](), tf_xshard.ScalarLoss(mean_square))
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(loaded.loss, tf_xshard.ScalarLoss)
     assert float(loaded.loss(np.zeros(4), np.full(4, 3.0))) == 9
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [{"sample_weight": np.arange(16.0)}, {"class_weight": {0: 1.0, 1: 2.0}}],
-)
-def test_weights_of_rows(weights):
+def test_weights_of_rows():
     """A mean of products is not the product of means."""
-    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
-    loss = tf_xshard.ScalarLoss(mean_square)
-
-    def fit(num_replicas):
-        model = _model(loss, WRAPPERS["cross"], num_replicas)
-        model.fit(x, np.eye(2)[np.arange(16) % 2], verbose=0, **weights)
-
-    fit(1)
+    loss, weights = tf_xshard.ScalarLoss(mean_square), np.arange(16.0)
+    _train(loss, num_replicas=1, more=[weights])
     with pytest.raises(ValueError, match="got sample_weight of shape"):
-        fit(2)
+        _train(loss, more=[weights])
 
 
 def test_one_weight_for_all_rows():

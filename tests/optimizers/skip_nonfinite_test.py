@@ -438,7 +438,8 @@ def _inside_multi_optimizer():
 
 def _several_that_reduce():
     inner = O.MultiOptimizer(lambda v: CROSS(O.SGD()))
-    _tower(inner, skip_nonfinite=True).build([keras.Variable(1.0)])
+    variables = [keras.Variable(1.0) for _ in range(2)]
+    _tower(inner, skip_nonfinite=True).build(variables)
 
 
 def _limit_in_xla():
