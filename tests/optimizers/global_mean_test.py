@@ -270,50 +270,23 @@ def test_equals_one_device(name):
 
 
 @pytest.mark.parametrize(
-    "loss", [SQUARE, pytest.param(WEIGHT_MEAN, marks=replicas.in_full)]
+    "kind, loss", [("mirrored", WEIGHT_MEAN), ("tpu", SQUARE)]
 )
-def test_a_ragged_batch_on_a_tpu(loss):
-    """Rows that pad the last replica's part are no items."""
+def test_fit_with_a_ragged_end(kind, loss):
+    """With weights of rows; rows that pad a part on a TPU are no items."""
 
     def fit(strategy, loss, optimizer):
         with strategy.scope():
             model = _dense()
             model.compile(optimizer(), loss)
         history = model.fit(
-            x, y, 13, verbose=0, shuffle=False, sample_weight=weights
+            x, y, 8, verbose=0, shuffle=False, sample_weight=weights
         ).history
         return training.weights(model, strategy), history["loss"]
 
     x, y, weights = _weighted(13)
     expected = fit(tf.distribute.get_strategy(), loss(), lambda: SGD(0.1))
-    got = fit(replicas.tpu(2), GlobalMean(loss()), _cross)
-    assert training.deviation(got[0], expected[0]) <= 1e-6
-    np.testing.assert_allclose(got[1], expected[1], rtol=1e-5)
-
-
-def test_fit_with_class_weights_and_a_ragged_end():
-    """The weights, and the loss that `fit` shows."""
-    x, _ = _rows(17)
-    y = np.arange(17) * 5 % 3
-
-    def fit(strategy, loss, optimizer):
-        seeds.seed(2)
-        with strategy.scope():
-            model = keras.Sequential(
-                [keras.layers.Input((4,)), keras.layers.Dense(3, "softmax")]
-            )
-            model.compile(optimizer(), loss)
-        history = model.fit(
-            *(x, y, 8),
-            verbose=0,
-            shuffle=False,
-            class_weight={0: 0.0, 1: 5.0, 2: 0.5},
-        ).history
-        return training.weights(model, strategy), history["loss"]
-
-    name = "sparse_categorical_crossentropy"
-    expected = fit(tf.distribute.get_strategy(), name, lambda: SGD(0.1))
-    got = fit(replicas.mirrored(2), GlobalMean(name), _cross)
+    got = fit(replicas.STRATEGIES[kind](2), GlobalMean(loss()), _cross)
     assert training.deviation(got[0], expected[0]) <= 1e-6
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5)
 

@@ -83,7 +83,9 @@ def test_fit_equals_the_whole_batch():
     weights, history = _fit(
         _of_a_class, optimizer, jit_compile=False, auto_scale_loss=False
     )
-    expected, expected_history = _fit(training.model, _momentum())
+    expected, expected_history = _fit(
+        training.model, _momentum(), run_eagerly=True
+    )
     assert training.deviation(weights, expected) <= 1e-6
     assert training.deviation(expected, training.initial()) > 0.01
     for name, values in expected_history.items():
