@@ -10,24 +10,22 @@ from tests.support import scripts
 from tests.support import transformer_scripts
 from tests.support.versions import needs_multi_optimizer
 
-ALL = (
-    own_step_scripts.AdversarialNetwork,
-    scripts.CustomLoop,
-    own_step_scripts.Distillation,
-    scripts.FineTuning,
-    scripts.GraphConvolution,
-    scripts.ResidualNetwork,
-    scripts.Siamese,
-    own_step_scripts.VariationalAutoencoder,
-    pytest.param(scripts.WideAndDeep, marks=needs_multi_optimizer),
-    transformer_scripts.Bert,
-    transformer_scripts.LanguageModel,
-    transformer_scripts.RecurrentClassifier,
-    transformer_scripts.VisionTransformer,
-)
 NUM_REPLICAS = 2
 # Of what training changes in a variable.
 TOLERANCE = 1e-4
+# A custom loop, a `train_step` of two optimizers, and `fit`.
+BY_DEFAULT = ("AdversarialNetwork", "CustomLoop", "ResidualNetwork")
+
+
+def _all():
+    for module in (scripts, own_step_scripts, transformer_scripts):
+        for name, one in vars(module).items():
+            if isinstance(one, type) and one.__module__ == module.__name__:
+                if issubclass(one, scripts.Script) and hasattr(one, "model"):
+                    marks = [] if name in BY_DEFAULT else [replicas.in_full]
+                    if name == "WideAndDeep":
+                        marks.append(needs_multi_optimizer)
+                    yield pytest.param(one, marks=marks, id=name)
 
 
 def _at_start(script):
@@ -43,7 +41,7 @@ def _at_start(script):
     return start
 
 
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", [*_all()])
 def test_two_replicas_train_as_one_device(script):
     wrap = tf_xshard.CrossShardOptimizer
     reference = script().train(

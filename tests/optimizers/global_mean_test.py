@@ -1,6 +1,5 @@
 """GlobalMean: one device's training, whatever the replicas' batches are."""
 
-import contextlib
 import functools
 import gc
 import threading
@@ -47,13 +46,13 @@ def _local_steps_on_two_hosts():
     )
 
 
-def _dense(dtype="float32"):
+def _dense():
     seeds.seed(2)
     return keras.Sequential(
         [
-            keras.layers.Input((4,), dtype=dtype),
-            keras.layers.Dense(5, "tanh", dtype=dtype, kernel_regularizer="l2"),
-            keras.layers.Dense(1, dtype=dtype),
+            keras.layers.Input((4,)),
+            keras.layers.Dense(5, "tanh", kernel_regularizer="l2"),
+            keras.layers.Dense(1),
         ]
     )
 
@@ -77,8 +76,8 @@ def _two_outputs():
     return keras.Model(x, [keras.layers.Dense(1, name=n)(h) for n in "ab"])
 
 
-def _rows(num_rows, dtype="float32"):
-    x = RNG.normal(size=(num_rows, 4)).astype(dtype)
+def _rows(num_rows):
+    x = RNG.normal(size=(num_rows, 4)).astype("float32")
     return x, np.sin(x[:, :1] + 2 * x[:, 1:2])
 
 
@@ -124,7 +123,6 @@ class Case(NamedTuple):
       groups: The groups of replicas that train as one device each.
       calls: The number of steps of an update.
       train_step: The model's own step, or None.
-      dtype: The type of all numbers.
     """
 
     steps: list
@@ -135,7 +133,6 @@ class Case(NamedTuple):
     groups: Any = None
     calls: int = 1
     train_step: Any = None
-    dtype: str = "float32"
 
 
 def _tokens_loss(wrap, **options):
@@ -163,11 +160,6 @@ CASES = {
             [_weighted(1), _weighted(0)],
             [_weighted(5), _weighted(2, 1)],
         ]
-    ),
-    "float64": Case(
-        [[_rows(6, "float64"), _rows(2, "float64")]] * 2,
-        functools.partial(_dense, "float64"),
-        dtype="float64",
     ),
     # Each loss has its own items, and a sum has none.
     "two_outputs": Case(
@@ -212,30 +204,34 @@ CASES = {
 }
 
 
-@contextlib.contextmanager
-def _floatx(dtype):
-    keras.config.set_floatx(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx("float32")
-
-
 def _train(case, strategy, wrap, optimizer_fn, steps, train_step=None):
     """All replicas' weights, and each step's loss."""
-    with _floatx(case.dtype), strategy.scope():
+    with strategy.scope():
         model = case.model()
         if train_step:
             model.train_step = functools.partial(train_step, model)
         model.compile(optimizer_fn(), **case.loss(wrap))
         model.optimizer.build(model.trainable_variables)
-        losses = training.run_parts(model, steps)
+    losses = training.run_parts(model, steps)
     return training.weights(model, strategy), losses
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_one_device(name):
-    case = CASES[name]
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(one, id=name) for name, one in CASES.items()),
+        pytest.param(
+            CASES["towers"]._replace(
+                steps=[[_tokens(3, 8), _tokens(3, 2)]],
+                kind="tpu_permuted",
+                train_step=tf_xshard.tower_train_step(),
+            ),
+            id="towers_tpu",
+            marks=replicas.in_full,
+        ),
+    ],
+)
+def test_equals_one_device(case):
     num_replicas = len(case.steps[0])
     weights, losses = _train(
         case,
@@ -264,7 +260,7 @@ def test_equals_one_device(name):
             steps,
         )
         difference = training.deviation(weights, expected, members)
-        assert difference <= (1e-12 if case.dtype == "float64" else 1e-6)
+        assert difference <= 1e-6
         if case.groups is None and case.calls == 1:
             np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
 
@@ -296,19 +292,31 @@ def prediction(y_true, y_pred):
     return y_pred
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_the_drawing_of_the_guide(graph):
+@pytest.fixture
+def floatx(request):
+    keras.config.set_floatx(request.param)
+    yield
+    keras.config.set_floatx("float32")
+
+
+@pytest.mark.parametrize(
+    "graph, floatx",
+    [(False, "float32"), (True, "float64")],
+    indirect=["floatx"],
+)
+def test_the_drawing_of_the_guide(graph, floatx):
     """In a custom loop; `value * N` is the mean over all rows."""
     strategy = replicas.mirrored(2)
     with strategy.scope():
-        weight = keras.Variable(1.0)
+        weight = keras.Variable(1.0, dtype=keras.config.floatx())
         optimizer = tf_xshard.CrossShardOptimizer(SGD(1.0))
         optimizer.build([weight])
     loss, of_keras = GlobalMean(prediction), keras.losses.MeanAbsoluteError()
-    losses = [[[1.0], [2.0], [3.0]], [[8.0]]]
+    losses = np.array([[0.1], [0.2], [0.3]]), np.array([[0.8]])
 
     def on_replica():
-        rows = tf.constant(losses[replicas.replica_id()])
+        own = losses[replicas.replica_id()]
+        rows = tf.constant(own, keras.config.floatx())
         with tf.GradientTape() as tape:
             value = loss(rows * 0, rows * weight)
         optimizer.apply([tape.gradient(value, weight.value)], [weight])
@@ -316,9 +324,12 @@ def test_the_drawing_of_the_guide(graph):
 
     run = tf.function(strategy.run, autograph=False) if graph else strategy.run
     values, plain = map(strategy.experimental_local_results, run(on_replica))
-    np.testing.assert_allclose(values, [3.5 / 2] * 2)
-    np.testing.assert_allclose(sum(plain), 5)
-    np.testing.assert_allclose(replicas.values(strategy, weight), [-2.5] * 2)
+    check = functools.partial(
+        np.testing.assert_allclose, rtol=1e-12 if graph else 1e-6
+    )
+    check(values, [0.35 / 2] * 2)
+    check(sum(plain), 0.5)
+    check(replicas.values(strategy, weight), [1 - 0.35] * 2)
 
 
 @replicas.on_mirrored_and_tpu
@@ -339,47 +350,25 @@ def test_without_items_all_is_zero(kind):
             assert not np.any(one)
 
 
-def test_batch_normalization_on_a_replica_without_rows():
-    """Its statistics and its gradient are nan, as in plain Keras."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input((4,)),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile(_cross(), GlobalMean("mse"))
-        model.optimizer.build(model.trainable_variables)
-    training.run_parts(model, [[_rows(3), _rows(0)]])
-    is_finite = {
-        one.name: [np.isfinite(v).all() for v in replicas.values(strategy, one)]
-        for one in model.weights
-    }
-    assert is_finite == {
-        "gamma": [False, False],
-        "beta": [True, True],
-        "moving_mean": [True, False],
-        "moving_variance": [True, False],
-        "kernel": [True, True],
-        "bias": [True, True],
-    }
+BINARY = keras.losses.BinaryCrossentropy
 
 
-@pytest.mark.parametrize("loss", ["crossentropy", "ce"])
-def test_a_loss_that_is_chosen_by_shapes(loss):
+@pytest.mark.parametrize(
+    "loss, given",
+    [
+        (SQUARE, None),
+        (WEIGHT_MEAN, None),
+        (functools.partial(SQUARE, reduction="sum"), None),
+        # Shapes choose the loss.
+        (BINARY, "crossentropy"),
+        (BINARY, "ce"),
+    ],
+)
+def test_on_one_device_it_is_the_loss(loss, given):
     labels, predictions = np.array([[1], [0]]), np.float32([[0.7], [0.2]])
-    expected = keras.losses.BinaryCrossentropy()(labels, predictions)
-    assert float(GlobalMean(loss)(labels, predictions)) == float(expected)
-
-
-def test_on_one_device_it_is_the_loss():
-    x, y, weights = _weighted(5)
-    for loss in (SQUARE(), WEIGHT_MEAN(), SQUARE(reduction="sum")):
-        assert float(GlobalMean(loss)(y, x[:, :1], weights)) == float(
-            loss(y, x[:, :1], weights)
-        )
+    batch = labels, predictions, np.float32([1, 2])
+    expected = float(loss()(*batch))
+    assert float(GlobalMean(given or loss())(*batch)) == expected
 
 
 def _gradient(variable, *losses, num_rows=1, value=1.0):
@@ -790,17 +779,9 @@ def _check_a_round(model):
     assert difference <= 1e-6
 
 
-def _by_file(saved, used, directory):
-    saved.save(directory / "model.keras")
-    used.load_weights(directory / "model.keras")
-
-
-def _by_group_state(saved, used, directory):
-    tf_xshard.GroupState(saved).save(directory)
-    tf_xshard.GroupState(used).restore(directory)
-
-
-@pytest.mark.parametrize("move", [_by_file, _by_group_state])
+@pytest.mark.parametrize(
+    "move", [training.by_keras_file, training.by_group_state]
+)
 @pytest.mark.parametrize("num_saved", [0, 2])
 def test_an_open_round_is_saved_with_its_items(move, num_saved, tmp_path):
     """The round that was open meanwhile is forgotten, with its items."""
@@ -815,6 +796,6 @@ def test_an_open_round_is_saved_with_its_items(move, num_saved, tmp_path):
 
 def test_a_round_of_a_global_mean_is_not_continued_with_another_loss(tmp_path):
     new = _trained(_tower(3), "mse")
-    _by_file(_in_rounds_of_three(BATCHES[0]), new, tmp_path)
+    training.by_keras_file(_in_rounds_of_three(BATCHES[0]), new, tmp_path)
     with pytest.raises(tf.errors.InvalidArgumentError, match="optimizer.reset"):
         new.train_on_batch(*BATCHES[0])

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import training as training_lib
 from tf_xshard.optimizers import saving
 
 O = keras.optimizers  # noqa: E741
@@ -112,9 +113,9 @@ class _Training:
         }
 
 
-def _assert_equal(one, other, rtol=0):
+def _assert_equal(one, other):
     for path, values in one.items():
-        np.testing.assert_allclose(values, other[path], rtol=rtol, err_msg=path)
+        np.testing.assert_array_equal(values, other[path], err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -363,16 +364,6 @@ def test_saved_with_the_model(make, tmp_path):
         assert new.skipped_steps >= 1
 
 
-def _by_keras_file(one, other, directory):
-    one.save(directory / "model.keras")
-    other.load_weights(directory / "model.keras")
-
-
-def _by_group_state(one, other, directory):
-    tf_xshard.GroupState(one).save(directory)
-    tf_xshard.GroupState(other).restore(directory)
-
-
 def _by_checkpoint(one, other, directory):
     made, read = (
         tf.train.Checkpoint(model=model, optimizer=model.optimizer)
@@ -394,7 +385,8 @@ MAKERS = {
 
 @pytest.mark.parametrize("skips", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize(
-    "move", [_by_keras_file, _by_group_state, _by_checkpoint]
+    "move",
+    [training_lib.by_keras_file, training_lib.by_group_state, _by_checkpoint],
 )
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_setting_can_change_between_runs(

@@ -3,7 +3,6 @@
 global_mean_test.py has towers of several replicas.
 """
 
-import contextlib
 import functools
 
 import keras
@@ -29,7 +28,7 @@ def _of_replicas():
 
 
 def _momentum():
-    return SGD(0.05, momentum=0.9, global_clipnorm=0.5)
+    return SGD(0.05, momentum=0.9, clipvalue=0.5)
 
 
 def _split(optimizer, devices=None, model_fn=training.model, **compile_options):
@@ -59,20 +58,12 @@ class Towers(keras.Model):
     train_step = tf_xshard.tower_train_step(["CPU:1", "CPU:0"])
 
 
-def _of_a_class():
-    plain = training.model()
-    return Towers(plain.inputs, plain.outputs)
-
-
-def _fit(model_fn, optimizer, strategy=None, num_rows=101, **options):
-    """Two epochs in batches of 32; every replica's weights, and the history."""
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        model = model_fn()
-        model.compile(optimizer, "mse", metrics=["mae"], **options)
-    history = model.fit(
-        *training.data(num_rows), 32, 2, shuffle=False, verbose=0
-    ).history
-    return training.weights(model, strategy), history
+def _fit(model, optimizer, **options):
+    """Two epochs in batches of 32; the weights, and the history."""
+    model.compile(optimizer, "mse", metrics=["mae"], **options)
+    batches = *training.data(101), 32, 2
+    history = model.fit(*batches, shuffle=False, verbose=0).history
+    return training.weights(model), history
 
 
 def test_fit_equals_the_whole_batch():
@@ -80,35 +71,21 @@ def test_fit_equals_the_whole_batch():
     optimizer = _towers(
         4, lambda: keras.optimizers.LossScaleOptimizer(_momentum())
     )
+    model = training.model()
     weights, history = _fit(
-        _of_a_class, optimizer, jit_compile=False, auto_scale_loss=False
+        Towers(model.inputs, model.outputs),
+        optimizer,
+        jit_compile=False,
+        auto_scale_loss=False,
     )
     expected, expected_history = _fit(
-        training.model, _momentum(), run_eagerly=True
+        training.model(), _momentum(), run_eagerly=True
     )
     assert training.deviation(weights, expected) <= 1e-6
     assert training.deviation(expected, training.initial()) > 0.01
     for name, values in expected_history.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
     assert int(optimizer.iterations) == 2 * 4
-
-
-@replicas.in_full
-@replicas.on_mirrored_and_permuted
-def test_fit_under_a_strategy(kind):
-    strategy = replicas.STRATEGIES[kind](2)
-
-    def make():
-        model = training.model()
-        step = tf_xshard.tower_train_step()
-        model.train_step = functools.partial(step, model)
-        return model
-
-    with strategy.scope():
-        optimizer = _towers(2, _momentum)
-    weights, _ = _fit(make, optimizer, strategy, 96)
-    expected, _ = _fit(training.model, _momentum(), None, 96)
-    assert training.deviation(weights, expected) <= 1e-6
 
 
 def test_any_number_of_rows():

@@ -25,48 +25,6 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
-class VariationalModel(OwnStep):
-    def __init__(self):
-        super().__init__()
-        self.encoder = keras.Sequential(
-            [L.Input((12,)), L.Dense(8, activation="relu"), L.Dense(4)]
-        )
-        self.decoder = keras.Sequential(
-            [L.Input((2,)), L.Dense(8, activation="relu"), L.Dense(12)]
-        )
-        self.built = True
-
-    def parts(self):
-        yield self.loss_of, lambda: self.trainable_variables, self._own
-
-    def _own(self):
-        return self.optimizer
-
-    def loss_of(self, x):
-        # The noise comes with the row: the same row gets the same.
-        x, noise = x[:, :12], x[:, 12:]
-        mean, log_variance = ops.split(self.encoder(x), 2, axis=1)
-        z = mean + ops.exp(0.5 * log_variance) * noise
-        squared = ops.sum(ops.square(self.decoder(z) - x), axis=1)
-        kl = -0.5 * ops.sum(
-            1 + log_variance - ops.square(mean) - ops.exp(log_variance), axis=1
-        )
-        return ops.mean(squared + kl)
-
-
-class VariationalAutoencoder(scripts.Script):
-    loss = None
-
-    def optimizer(self):
-        return keras.optimizers.SGD(0.002, momentum=0.9)
-
-    def model(self):
-        return VariationalModel()
-
-    def data(self):
-        return scripts.floats(14), None
-
-
 class AdversarialModel(OwnStep):
     """Two models with an optimizer each; `compile` gets the generator's."""
 
@@ -125,30 +83,3 @@ class AdversarialNetwork(scripts.Script):
 
     def data(self):
         return scripts.floats(9), None
-
-
-class Student(keras.Model):
-    """Learns from labels and from a teacher, in `compute_loss`."""
-
-    def __init__(self):
-        super().__init__()
-        self.teacher = scripts.dense(6, 12, 4)
-        self.teacher.trainable = False
-        self.student = scripts.dense(6, 5, 4)
-        self.built = True
-
-    def call(self, x):
-        return self.student(x)
-
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        soft = ops.softmax(self.teacher(x, training=False) / 3)
-        distilled = keras.losses.KLDivergence()(soft, ops.softmax(y_pred / 3))
-        return 0.3 * scripts.CLASSES(y, y_pred) + 0.7 * 9 * distilled
-
-
-class Distillation(scripts.Script):
-    def model(self):
-        return Student()
-
-    def data(self):
-        return scripts.floats(6), scripts.ints(4)

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
 
@@ -164,6 +165,18 @@ def deviation(got, reference, replica_ids=None) -> float:
                 return float("inf")
             largest = max(largest, float(difference.max()))
     return largest
+
+
+def by_keras_file(saved, new, directory):
+    """Moves a model's state to another."""
+    saved.save(directory / "model.keras")
+    new.load_weights(directory / "model.keras")
+
+
+def by_group_state(saved, new, directory):
+    """The same with the values of all replicas."""
+    tf_xshard.GroupState(saved).save(directory)
+    tf_xshard.GroupState(new).restore(directory)
 
 
 def initial(model_fn=model):

@@ -9,11 +9,11 @@ L = keras.layers
 ops = keras.ops
 
 
-def _encoder(x, width, heads, mask=None, causal=False):
+def _encoder(x, width, heads, mask):
     """A transformer block, with the normalization first."""
     normal = L.LayerNormalization(epsilon=1e-6)(x)
     attended = L.MultiHeadAttention(heads, width // heads)(
-        normal, normal, attention_mask=mask, use_causal_mask=causal
+        normal, normal, attention_mask=mask
     )
     x = L.Add()([x, attended])
     normal = L.LayerNormalization(epsilon=1e-6)(x)
@@ -31,21 +31,6 @@ class Positions(L.Layer):
 
     def call(self, x):
         return x + self.table
-
-
-class VisionTransformer(scripts.Script):
-    loss = scripts.CLASSES
-
-    def model(self):
-        image = L.Input((12, 12, 3))
-        patches = L.Conv2D(16, 4, strides=4)(image)
-        x = Positions()(L.Reshape((9, 16))(patches))
-        x = _encoder(x, 16, 2)
-        x = L.Flatten()(L.LayerNormalization(epsilon=1e-6)(x))
-        return keras.Model(image, L.Dense(5)(x))
-
-    def data(self):
-        return scripts.floats(12, 12, 3), scripts.ints(5)
 
 
 class RecurrentClassifier(scripts.Script):
@@ -70,22 +55,6 @@ class RecurrentClassifier(scripts.Script):
 
     def data(self):
         return scripts.ints(20, 10), scripts.ints(2, 1).astype("float32")
-
-
-class LanguageModel(scripts.Script):
-    """One block of a GPT, with a loss for each token."""
-
-    loss = scripts.CLASSES
-
-    def model(self):
-        tokens = L.Input((8,), dtype="int32")
-        x = Positions()(L.Embedding(15, 16)(tokens))
-        x = _encoder(x, 16, 4, causal=True)
-        return keras.Model(tokens, L.Dense(15)(x))
-
-    def data(self):
-        tokens = scripts.ints(15, 9)
-        return tokens[:, :-1], tokens[:, 1:]
 
 
 class Bert(scripts.Script):
