@@ -399,8 +399,9 @@ class CrossShardOptimizer(base.GradientWrapper):
             for one in optimizer_state.trainable_variables(self)
         }
         for slot in self.inner_optimizer.variables:
-            name = slot.path.split("/")[-1]
-            # "w_scale_momentum" is a slot of "w_scale", not of "w".
+            # "w_scale_momentum" is a slot of "w_scale", not of "w", and so is
+            # Adafactor's "w_scale".
+            name = slot.path.split("/")[-1] + "_"
             found = [start for start in trained if name.startswith(start)]
             if found and trained[max(found, key=len)] in self._unreduced:
                 result[key(slot)] = "local"
