@@ -3,7 +3,6 @@
 import dataclasses
 
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,42 +11,14 @@ import tf_xshard
 from tests.support import replicas
 from tests.support import steps
 from tf_xshard.collectives import transport
+from tf_xshard.collectives import watchdog
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import buckets
 
-TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 LARGEST = {"bfloat16": 16, "float16": 128}
 
 
-def _summed_one_by_one(values, dtype):
-    """As a ring does: each partial sum is rounded."""
-    total = values[0].astype(dtype)
-    for value in values[1:]:
-        total = (total + value.astype(dtype)).astype(dtype)
-    return total.astype(np.float64)
-
-
-def _worst_error(dtype, group_size):
-    """The largest error of many sums, relative to the sum of magnitudes."""
-    rng = np.random.default_rng(group_size)
-    values = rng.uniform(1, 2, size=(group_size, 500))
-    # The worst is systematic: what is added is lost whole each time.
-    values[1:, 0] = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
-    values[0, 0] = 1.0
-    error = np.abs(_summed_one_by_one(values, TYPES[dtype]) - values.sum(0))
-    return (error / np.abs(values).sum(0)).max()
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_bound_holds_in_numpy(dtype, report):
-    """Up to the largest group the error is below 1/16; far beyond it is not."""
-    largest = LARGEST[dtype]
-    errors = [_worst_error(dtype, size) for size in (2, largest, 64 * largest)]
-    report(f"{dtype}: worst errors {errors} of 2, {largest}, {64 * largest}")
-    assert errors[0] < errors[1] <= 1 / 16 < errors[2]
-
-
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", LARGEST)
 def test_float32_is_kept_in_larger_groups(dtype):
     largest = LARGEST[dtype]
     wire = tf_xshard.Communication(dtype=dtype)
@@ -95,7 +66,12 @@ def test_what_a_transport_gets(group_size, expected, packs):
 
 
 @pytest.mark.parametrize(
-    "kind, dtype", replicas.in_turn(replicas.STRATEGIES, list(TYPES))
+    "kind, dtype",
+    [
+        ("mirrored", "bfloat16"),
+        ("tpu", "float16"),
+        pytest.param("tpu_permuted", "bfloat16", marks=replicas.in_full),
+    ],
 )
 def test_the_error_on_eight_replicas(kind, dtype, report):
     """Real gradients over one group of eight: within the documented error."""
@@ -123,8 +99,11 @@ def test_the_error_on_eight_replicas(kind, dtype, report):
         np.testing.assert_array_equal(one, got[0])
 
 
-@pytest.mark.parametrize("buckets_in_flight", [1, 3])
-def test_buckets_in_flight(buckets_in_flight):
+@pytest.mark.parametrize(
+    "bytes_per_bucket, buckets_in_flight", [(1, 3), (45, 1), (1000, 1)]
+)
+def test_buckets(bytes_per_bucket, buckets_in_flight):
+    """Of one, two and all variables, which have equal shapes."""
     found = steps.stepped(
         lambda: tf_xshard.CrossShardOptimizer(
             keras.optimizers.SGD(1.0),
@@ -132,7 +111,8 @@ def test_buckets_in_flight(buckets_in_flight):
             [[0, 3], [1, 2]],
             loss_normalization="replica",
             communication=tf_xshard.Communication(
-                bytes_per_bucket=1, buckets_in_flight=buckets_in_flight
+                bytes_per_bucket=bytes_per_bucket,
+                buckets_in_flight=buckets_in_flight,
             ),
         ),
         lambda r: [tf.fill([5], 10.0**r * (i + 1)) for i in range(7)],
@@ -155,3 +135,28 @@ def test_it_is_a_frozen_value():
             tf_xshard.Communication(buckets_in_flight=wrong)
     with pytest.raises(TypeError, match=r"error_feedback=\.\.\.\) must be"):
         tf_xshard.Communication(dtype="int8", error_feedback=1)
+
+
+def test_what_runs_is_counted():
+    """Collectives, their bytes, and the bytes sent."""
+    strategy = replicas.mirrored(2)
+    # No other test has counters of this timeout.
+    settings = tf_xshard.Communication(timeout_seconds=77)
+
+    def summing(size):
+        return lambda: strategy.run(
+            lambda: tf_xshard.group_reduce(
+                tf.ones([size]), communication=settings
+            )
+        )
+
+    before = watchdog.WATCHDOG.totals()
+    step = tf.function(summing(5), autograph=False)
+    step()
+    step()
+    summing(3)()
+    counted = [
+        b - a for a, b in zip(before, watchdog.WATCHDOG.totals(), strict=True)
+    ]
+    # Each replica's: all its bytes, and as many sent, in a ring of two.
+    assert counted[:3] == [6, 2 * (20 + 20 + 12), 2 * (20 + 20 + 12)]

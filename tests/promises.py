@@ -34,9 +34,436 @@ class Promise(NamedTuple):
 C = "tests/conformance/"
 O = "tests/optimizers/"  # noqa: E741
 
-COLLECTIVES_AND_REDUCTION: list[Promise] = []
+COLLECTIVES_AND_REDUCTION: list[Promise] = [
+    Promise(
+        "group_reduce on a TPU reduces each group apart",
+        "tests/reduction/group_reduce_test.py::test_nested_values[tpu-True]",
+        "collectives/__init__.py",
+        "    if channel.groups.num_groups == 1:\n",
+        "    if channel.groups.num_groups:\n",
+    ),
+    Promise(
+        "a TPU's groups do not mix",
+        "tests/reduction/group_reduce_test.py::test_nested_values[tpu-True]",
+        "collectives/cross_replica_sum.py",
+        "group_assignment=self.channel.groups.to_list()",
+        "group_assignment=[sum(self.channel.groups.to_list(), [])]",
+    ),
+    Promise(
+        "groups of a TPU whose numbering is not the strategy's do not mix",
+        "tests/reduction/group_reduce_test.py::test_nested_value"
+        "s[tpu_permuted-True]",
+        "collectives/one_hot.py",
+        "return [tf.gather(total, index) for total in sums]",
+        "return [tf.gather(total, 0) for total in sums]",
+    ),
+    Promise(
+        "an overflow stays in its group, in eager steps of several workers",
+        "tests/reduction/group_reduce_test.py::test_nested_value"
+        "s[multi_worker-False]",
+        "collectives/one_hot.py",
+        "return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))",
+        "return tf.cast(slots, tensor.dtype) * tensor[tf.newaxis]",
+    ),
+    Promise(
+        "groups do not mix in eager steps",
+        "tests/reduction/group_reduce_test.py::test_nested_value"
+        "s[mirrored-False]",
+        "collectives/merge_call.py",
+        "combined[self.groups.group_of(replica_id)]",
+        "combined[0]",
+    ),
+    Promise(
+        "a sharded update works in eager steps",
+        "tests/optimizers/sharded_update_test.py::test_settings_"
+        "are_one_devices[scale_eager]",
+        "collectives/merge_call.py",
+        "return [stack[:, position] for stack in stacks]",
+        "return [stack[:, 0] for stack in stacks]",
+    ),
+    Promise(
+        "groups do not mix in a tf.function",
+        "tests/reduction/group_reduce_test.py::test_nested_value"
+        "s[mirrored-True]",
+        "collectives/subgroups.py",
+        "self._members = tuple(groups)[groups.group_of(site.replica_id)]",
+        "self._members = tuple(range(groups.num_replicas))",
+    ),
+    Promise(
+        "replicas may have different numbers of sparse rows",
+        "tests/collectives/subgroups_test.py::test_ranks_are_positions[graph]",
+        "collectives/subgroups.py",
+        "gathered.append(tf.boolean_mask(blocks, is_row))",
+        "gathered.append(blocks)",
+    ),
+    Promise(
+        "large groups of one process exchange the right rows",
+        "tests/collectives/subgroups_test.py::test_ranks_are_positions[twelve]",
+        "collectives/subgroups.py",
+        "                tf.gather(rows, indices),\n",
+        "                rows[: len(indices)],\n",
+    ),
+    Promise(
+        "NCCL is used for whole GPUs only",
+        "tests/collectives/subgroups_test.py::test_nccl_is_for_w"
+        "hole_gpus[mirrored-/job:localhost/replica:0/task:0/devi"
+        "ce:GPU:1-gpus2-auto]",
+        "collectives/subgroups.py",
+        'return "auto" if site_lib.has_split_gpus() else "nccl"',
+        'return "nccl"',
+    ),
+    Promise(
+        "an overflow on one replica makes the replicas of all groups skip",
+        "tests/reduction/loss_scaling_test.py::test_an_overflow_"
+        "on_one_replica[two_groups-mirrored]",
+        "collectives/transport.py",
+        "        return dataclasses.replace(self, groups=groups)\n",
+        "        return self\n",
+    ),
+    Promise(
+        "each replica updates its own shard on a TPU",
+        "tests/optimizers/sharded_update_test.py::test_settings_"
+        "are_one_devices[ema_tpu]",
+        "collectives/transport.py",
+        "return [tf.gather(total, position) for total in self.sum(rows)]",
+        "return [tf.gather(total, 0) for total in self.sum(rows)]",
+    ),
+    Promise(
+        "the ledger counts what runs",
+        "tests/communication_test.py::test_what_runs_is_counted",
+        "collectives/counters.py",
+        "value=tf.convert_to_tensor([1, *cost], tf.int64)",
+        "value=tf.convert_to_tensor([2, *cost], tf.int64)",
+    ),
+    Promise(
+        "counters start at zero",
+        "tests/communication_test.py::test_what_runs_is_counted",
+        "collectives/runtime_variables.py",
+        "value=tf.zeros(shape, dtype)",
+        "value=tf.ones(shape, dtype)",
+    ),
+    Promise(
+        "an all-reduce sends 2 (g - 1) / g of its bytes",
+        "tests/communication_test.py::test_what_runs_is_counted",
+        "collectives/recorder.py",
+        "passes = 2 if operation == ALL_REDUCE else 1",
+        "passes = 1",
+    ),
+    Promise(
+        "processes get each round's texts",
+        "tests/collectives/rendezvous_test.py::test_texts_of_each_round",
+        "collectives/process_gather.py",
+        "            _rounds[what] = number + 1\n",
+        "            _rounds[what] = number\n",
+    ),
+    Promise(
+        "processes get each other's whole state",
+        "tests/collectives/rendezvous_test.py::test_payloads_of_any_length",
+        "collectives/process_gather.py",
+        "row.tobytes()[:size]",
+        "row.tobytes()",
+    ),
+    Promise(
+        "an error names the worker that the others wait for",
+        "tests/collectives/rendezvous_test.py::test_workers_that"
+        "_do_not_wait_are_named",
+        "collectives/silent_workers.py",
+        "                found.append(rank)\n",
+        "                found.append(0)\n",
+    ),
+    Promise(
+        "buckets keep the order of variables of one shape",
+        "tests/communication_test.py::test_buckets[45-1]",
+        "reduction/buckets.py",
+        "parts = _unpacked(total, shapes, num_zeros(pack))",
+        "parts = _unpacked(total, shapes, num_zeros(pack))[::-1]",
+    ),
+    Promise(
+        "16-bit sums become the variable's type again",
+        "tests/communication_test.py::test_what_a_transport_gets"
+        "[16-bfloat16-True]",
+        "reduction/buckets.py",
+        "            total = tf.cast(total, tensors[pack[0]].dtype)\n"
+        "            shapes",
+        "            shapes",
+    ),
+    Promise(
+        "clip_by_global_norm clips all gradients together",
+        "tests/reduction/gradients_test.py::test_the_reduced_gra"
+        "dient_is_clipped",
+        "reduction/clipping.py",
+        "tf.linalg.global_norm(present)",
+        "tf.linalg.global_norm(present[:1])",
+    ),
+    Promise(
+        "clip_by_value does not hide an overflow",
+        "tests/reduction/loss_scaling_test.py::test_no_clipping_"
+        "hides_an_overflow[value]",
+        "reduction/clipping.py",
+        "return tf.where(tf.math.is_finite(x), clipped, x)",
+        "return clipped",
+    ),
+    Promise(
+        "rounding errors are added to the next gradient",
+        "tests/conformance/quantized_test.py::test_nothing_is_lost[eager]",
+        "reduction/error_feedback.py",
+        "        + "
+        "tf.cast(carry[replica_variables.key(variable)], gradient.dtype)\n",
+        "        + tf.zeros_like(gradient)\n",
+    ),
+    Promise(
+        "a changing loss scale does not change rounding errors",
+        "tests/conformance/quantized_test.py::test_neither_scale"
+        "_nor_overflow_changes_anything",
+        "reduction/error_feedback.py",
+        "name: value / tf.cast(unit, value.dtype)",
+        "name: value",
+    ),
+    Promise(
+        "float64 keeps its digits in a mean",
+        "tests/reduction/gradients_test.py::test_float64_keeps_a"
+        "ll_its_digits[mean]",
+        "reduction/gradients.py",
+        "    return tf.constant(number, dtype)\n",
+        "    return tf.cast(tf.constant(number, tf.float32), dtype)\n",
+    ),
+    Promise(
+        "the gradient of group_reduce is reduced",
+        "tests/reduction/group_reduce_test.py::test_its_gradient"
+        "_reduces_the_upstream_gradients[tpu-mean]",
+        "reduction/group_reduce.py",
+        "        of_results = _reduced(\n"
+        "            own.with_values(values), site, groups, "
+        "reduction, reducers\n"
+        "        )\n",
+        "        of_results = own.with_values(values)\n",
+    ),
+    Promise(
+        "each tower weighs as much as the items of its loss",
+        "tests/reduction/loss_records_test.py::test_each_tower_w"
+        "eighs_as_much_as_its_rows[True]",
+        "reduction/loss_records.py",
+        "common_num_items(records[first : first + size])",
+        "common_num_items(records[:size])",
+    ),
+    Promise(
+        "each call of a round weighs as much as the items of its loss",
+        "tests/reduction/loss_records_test.py::test_each_tower_w"
+        "eighs_as_much_as_its_rows[False]",
+        "reduction/loss_records.py",
+        "        return numbers[0] if numbers else None\n",
+        "        return None\n",
+    ),
+    Promise(
+        "an overflow is voted on by all replicas of a TPU",
+        "tests/reduction/loss_scaling_test.py::test_an_overflow_"
+        "on_one_replica[two_groups-tpu]",
+        "reduction/loss_scaling.py",
+        "collectives.transport_for(site, channel.over_all())",
+        "collectives.transport_for(site, channel)",
+    ),
+    Promise(
+        "owners send their own variables",
+        "tests/optimizers/sharded_update_test.py::test_every_opt"
+        "imizer_is_one_device[owned]",
+        "reduction/owners.py",
+        "[pack.row(sent, position) for pack in packs]",
+        "[pack.row(sent, 0) for pack in packs]",
+    ),
+    Promise(
+        "a variable without a gradient in its group stays",
+        "tests/optimizers/sharded_update_test.py::test_none_and_"
+        "sparse_gradients[WholeSGD-False]",
+        "reduction/presence.py",
+        "any(pattern[index].kind != NONE for pattern in group)",
+        "any(pattern[index].kind != NONE for pattern in patterns)",
+    ),
+    Promise(
+        "a rounding error of a quantized sum is kept once",
+        "tests/conformance/quantized_test.py::test_nothing_is_lost[eager]",
+        "reduction/quantization.py",
+        "own = tf.one_hot(transport.position(), group_size)[:, tf.newaxis]",
+        "own = tf.ones([group_size, 1])",
+    ),
+    Promise(
+        "stochastic rounding is right on average",
+        "tests/conformance/quantized_test.py::test_rounding_at_r"
+        "andom_is_right_on_average",
+        "reduction/quantization.py",
+        "tf.floor(ratios + noise)",
+        "tf.floor(ratios + 0.5)",
+    ),
+    Promise(
+        "group_reduce returns each row once",
+        "tests/reduction/group_reduce_test.py::test_nested_value"
+        "s[multi_worker-True]",
+        "reduction/reducer.py",
+        "        indexed_slices.unique(\n            tf.IndexedSlices(",
+        "        (lambda one: one)(\n            tf.IndexedSlices(",
+    ),
+    Promise(
+        "gradients are sent in the type of Communication",
+        "tests/communication_test.py::test_the_error_on_eight_re"
+        "plicas[tpu-float16]",
+        "reduction/wire.py",
+        "    return tf.cast(tensor, dtype)\n",
+        "    return tensor\n",
+    ),
+    Promise(
+        "error feedback brings bfloat16 closer to float32",
+        "tests/conformance/quantized_test.py::test_feedback_brin"
+        "gs_it_closer_to_float32[bfloat16-WholeSGD-0.6]",
+        "reduction/wire.py",
+        "        tensor - tf.cast(one, tensor.dtype)\n",
+        "        tf.zeros_like(tensor)\n",
+    ),
+]
 
-CROSS_SHARD: list[Promise] = []
+CROSS_SHARD: list[Promise] = [
+    Promise(
+        "shard_update=True: Lamb and Adafactor see whole variables",
+        "tests/optimizers/sharded_update_test.py::test_every_opt"
+        "imizer_is_one_device[owned]",
+        "optimizers/update/kinds.py",
+        "is_owned = kind in _PER_VARIABLE or _PER_VARIABLE_MARK in vars(kind)",
+        "is_owned = _PER_VARIABLE_MARK in vars(kind)",
+    ),
+    Promise(
+        "shard_update=True refuses unknown optimizers",
+        "tests/optimizers/sharded_state_test.py::test_what_can_n"
+        "ot_be_sharded_is_refused_when_it_is_wrapped[<lambda>-Unknown]",
+        "optimizers/update/kinds.py",
+        "if of in known or any(mark in vars(of) for mark in marks):",
+        "if True:",
+    ),
+    Promise(
+        "shard_update=True clips by the norm of whole gradients",
+        "tests/optimizers/sharded_update_test.py::test_settings_"
+        "are_one_devices[clipnorm]",
+        "optimizers/update/sharded.py",
+        "    return total[:count]\n",
+        "    return squares\n",
+    ),
+    Promise(
+        "shard_update=True gathers weights in the step that changes them",
+        "tests/optimizers/sharded_update_test.py::test_settings_"
+        "are_one_devices[accumulation_tpu]",
+        "optimizers/update/sharded.py",
+        "(optimizer_state.num_calls(one) + 1) % steps == 0",
+        "optimizer_state.num_calls(one) % steps == 0",
+    ),
+    Promise(
+        "shard_update=True constrains whole variables",
+        "tests/optimizers/sharded_update_test.py::test_constrain"
+        "ts_are_of_whole_variables",
+        "optimizers/update/sharded.py",
+        "            if constraint is not None and "
+        "_key(variable) in has_gradient:\n",
+        "            if False:\n",
+    ),
+    Promise(
+        "a skipped step constrains nothing",
+        "tests/optimizers/sharded_update_test.py::test_an_overfl"
+        "ow_on_one_replica_is_skipped_by_all",
+        "optimizers/update/sharded.py",
+        "                    if is_applied is None\n",
+        "                    if True\n",
+    ),
+    Promise(
+        "set_weights takes whole slots",
+        "tests/optimizers/sharded_state_test.py::test_set_weight"
+        "s_and_assign[muon]",
+        "optimizers/update/slots.py",
+        "held = layout.stored(copy, whole, layout.position_of(r))",
+        "held = layout.stored(copy, whole, 0)",
+    ),
+    Promise(
+        "GroupState has each group's own slots",
+        "tests/optimizers/sharded_state_test.py::test_group_stat"
+        "e_of_whole_slots[muon]",
+        "optimizers/update/slots.py",
+        "return [found[layout.groups.group_of(r)] for r in replica_ids]",
+        "return [found[min(found)] for r in replica_ids]",
+    ),
+    Promise(
+        "the inner optimizer updates once a step",
+        "tests/optimizers/delegation_test.py::test_an_inner_appl"
+        "y_gradients_is_called",
+        "optimizers/update/whole.py",
+        "    with reduction_guard.guarded(optimizer):\n"
+        "        apply_gradients(pairs)\n",
+        "    with reduction_guard.guarded(optimizer):\n"
+        "        apply_gradients(pairs)\n"
+        "        apply_gradients(pairs)\n",
+    ),
+    Promise(
+        "shards are joined without their padding",
+        "tests/optimizers/sharded_update_test.py::test_every_opt"
+        "imizer_is_one_device[by_element]",
+        "distribute/shards.py",
+        "return tf.reshape(flat[: self.num_elements], self.shape)",
+        "return tf.reshape(flat[-self.num_elements :], self.shape)",
+    ),
+    Promise(
+        "on a TPU only the owner's value counts",
+        "tests/optimizers/sharded_update_test.py::test_settings_"
+        "are_one_devices[ema_tpu]",
+        "distribute/ownership.py",
+        "        return tf.where(tf.equal(position, owner), "
+        "value, tf.zeros_like(value))\n",
+        "        return value\n",
+    ),
+    Promise(
+        "owners keep slots apart",
+        "tests/optimizers/sharded_update_test.py::test_every_opt"
+        "imizer_is_one_device[multi]",
+        "distribute/ownership.py",
+        "return block[self.offset : self.offset + self.num_elements]",
+        "return block[: self.num_elements]",
+    ),
+    Promise(
+        "the update of large variables is divided evenly",
+        "tests/optimizers/owned_update_test.py::test_owners_have_similar_costs",
+        "distribute/ownership.py",
+        "for name in sorted(costs, key=costs.__getitem__, reverse=True):",
+        "for name in costs:",
+    ),
+    Promise(
+        "local variables are trained by each replica's own gradient",
+        "tests/optimizers/local_variables_test.py::test_oracle[m"
+        "irrored-mean-global-options0-0.5]",
+        "optimizers/cross_shard.py",
+        "                divisor = "
+        "self._reduction.of_sum(groups.group_size)\n"
+        "        batch",
+        "                divisor = 1\n        batch",
+    ),
+    Promise(
+        "local variables are found by a pattern of paths",
+        "tests/optimizers/local_variables_test.py::test_saved_with_the_model",
+        "optimizers/local_variables.py",
+        "            found.update({replica_variables.key(v): "
+        "v for v in matches})\n",
+        "            found = {replica_variables.key(v): v for v in matches}\n",
+    ),
+    Promise(
+        "weights files hold the state of every optimizer of a stack",
+        "tests/conformance/moving_test.py::test_an_open_round_mo"
+        "ves_between_towers_and_is_named_elsewhere[weights.h5]",
+        "optimizers/saving.py",
+        "        levels = levels[:index] + levels[index + 1 :]\n",
+        "        levels = levels[index:]\n",
+    ),
+    Promise(
+        "a save that holds only replica 0 says what it loses",
+        "tests/conformance/saving_test.py::test_a_save_that_lose"
+        "s_something_says_so_once[_agn-ways2-AGNOptimizer "
+        "trains each replica's own variabl]",
+        "optimizers/saving.py",
+        "        if lost and not self._has_warned:\n",
+        "        if lost and self._has_warned:\n",
+    ),
+]
 
 TOWER_AND_LOSSES: list[Promise] = [
     Promise(

@@ -105,20 +105,6 @@ def test_groups_without_a_device_assignment_travel_as_a_stack(monkeypatch):
     assert len(lines) == 1
 
 
-def test_the_finite_flag_goes_over_all_replicas():
-    _, sums = _trace(
-        [[0, 1], [2, 3]],
-        inner=lambda: keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD()
-        ),
-    )
-    assert [assignment for _, assignment in sums] == [
-        [[0, 1], [2, 3]],
-        [[0, 1], [2, 3]],
-        [[0, 1, 2, 3]],
-    ]
-
-
 @pytest.mark.parametrize("kind", replicas.TPUS)
 def test_a_type_that_a_tpu_can_not_sum(kind):
     for groups in (None, [[0, 1], [2, 3]]):

@@ -1,38 +1,67 @@
 """A running training moves into a wrapper, between wrappers, and back."""
 
+import itertools
 import pickle
 import warnings
 
+import keras
 import numpy as np
 import pytest
 
 import tf_xshard
-from tests.support import moving
+from tests.support import filled
+from tests.support import replicas
+from tests.support import seeds
+from tests.support import training
 from tests.support.versions import needs_multi_optimizer
 
-O = moving.O  # noqa: E741
+O = keras.optimizers  # noqa: E741
+CROSS = tf_xshard.CrossShardOptimizer
+OPTIMIZERS = {
+    "plain": lambda: O.Adam(0.05),
+    "cross": lambda: CROSS(O.Adam(0.05)),
+    "sharded": lambda: CROSS(O.Adam(0.05), shard_update=True),
+    "tower": lambda: tf_xshard.TowerOptimizer(O.Adam(0.05), 1),
+    "towers": lambda: CROSS(tf_xshard.TowerOptimizer(O.Adam(0.05), 1)),
+    "cross_scale": lambda: CROSS(O.LossScaleOptimizer(O.Adam(0.05))),
+    "sharded_scale": lambda: CROSS(
+        O.LossScaleOptimizer(O.Adam(0.05)), shard_update=True
+    ),
+    "scale": lambda: O.LossScaleOptimizer(O.Adam(0.05)),
+}
 # By a file of weights, by tf.train.Checkpoint, and by one that is restored
 # before the optimizer is built.
-on_every_way = pytest.mark.parametrize("way", ["weights", "built", "unbuilt"])
+WAYS = ["weights.h5", "built", "unbuilt"]
+on_every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def _save(model, way, path):
-    if way == "weights":
-        model.save_weights(f"{path}.weights.h5")
-        return f"{path}.weights.h5"
-    return moving.checkpoint_of(model).save(path)
+def _two_towers():
+    return tf_xshard.TowerOptimizer(O.Adam(0.05), 2)
 
 
-def _loaded(optimizer_fn, path, way):
-    """A model that has loaded a file, and the text of all warnings."""
-    model = moving.start_with(optimizer_fn, is_built=way != "unbuilt")
-    with warnings.catch_warnings(record=True, action="always") as warned:
-        if way == "weights":
-            model.load_weights(path)
-        else:
-            moving.checkpoint_of(model).restore(path).expect_partial()
-        with model.distribute_strategy.scope():
+def _agn():
+    return tf_xshard.AGNOptimizer(O.Adam(0.05), communication_period=2)
+
+
+def _model(optimizer_fn, num_replicas=1, is_built=True):
+    seeds.seed(3)
+    with replicas.mirrored(num_replicas).scope():
+        model = keras.Sequential(
+            [keras.layers.Input((3,)), keras.layers.Dense(3)]
+        )
+        model.compile(optimizer_fn(), "mse", auto_scale_loss=False)
+        if is_built:
             model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _loaded(optimizer_fn, path, way, num_replicas=1):
+    """A model that has loaded a file, and the text of all warnings."""
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        model = filled.load(
+            lambda: _model(optimizer_fn, num_replicas, is_built=False),
+            *(replicas.mirrored(num_replicas), way, path),
+        )
     return model, [
         str(one.message) for one in warned if one.category is UserWarning
     ]
@@ -43,129 +72,145 @@ def _of_built(way):
     return "built" if way == "unbuilt" else way
 
 
-def _check_next_step(model, expected, tolerance=0.0):
-    for value, want in zip(moving.train(model, 1), expected, strict=True):
-        np.testing.assert_allclose(value, want, rtol=0, atol=tolerance)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Files of models with each optimizer, and the values in them."""
+    directory = tmp_path_factory.mktemp("saved")
+    files = {}
+    for name, optimizer_fn in OPTIMIZERS.items():
+        model = _model(optimizer_fn, 2)
+        values = filled.fill(model)
+        for way in ("weights.h5", "built"):
+            files[name, way] = filled.save(model, way, directory / name), values
+    return files
 
 
-@moving.between_all
-def test_training_goes_on_as_if_nothing_had_moved(source, target):
-    weights, checkpoint, expected = moving.saved_after_training(source)
-    with warnings.catch_warnings(action="error"):
-        moved = moving.target(target)
-        moved.load_weights(weights)
-        moving.check_it_goes_on(moved, expected)
-        moved = moving.target(target)
-        moving.checkpoint_of(moved).restore(checkpoint).expect_partial()
-        unbuilt = moving.start_with(
-            moving.OPTIMIZERS[target], 2, is_built=False
-        )
-        moving.checkpoint_of(unbuilt).restore(checkpoint).expect_partial()
-        with unbuilt.distribute_strategy.scope():
-            unbuilt.optimizer.build(unbuilt.trainable_variables)
-    moving.check_equal(unbuilt.optimizer.variables, moved.optimizer.variables)
-    moving.check_it_goes_on(moved, expected)
+@pytest.mark.parametrize(
+    "pair, way",
+    replicas.in_turn(
+        [
+            pair
+            for pair in itertools.permutations(OPTIMIZERS, 2)
+            if ("scale" in pair[0]) == ("scale" in pair[1])
+        ],
+        WAYS,
+    ),
+)
+def test_nothing_is_lost_between_two_optimizers(pair, way, saved):
+    """Each variable of the target has its value, on both replicas."""
+    source, target = pair
+    if target in ("plain", "scale"):
+        way = _of_built(way)
+    path, values = saved[source, _of_built(way)]
+    moved, warned = _loaded(OPTIMIZERS[target], path, way, 2)
+    assert not warned
+    filled.check(moved, values)
+
+
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
+
+
+@pytest.mark.parametrize("target", ["cross", "sharded"])
+def test_training_goes_on_as_if_nothing_had_moved(target, tmp_path):
+    """From plain Keras on one device to two replicas, by a whole model."""
+    path = tmp_path / "model.keras"
+    model = _model(OPTIMIZERS["plain"])
+    training.run_steps(model, [(X, X)] * 3)
+    model.save(path)
+    moved = _model(OPTIMIZERS[target], 2)
+    moved.load_weights(path)
+    for one in (model, moved):
+        training.run_steps(one, [(X, X)] * 2)
+    for variable, want in zip(moved.weights, model.get_weights(), strict=True):
+        for value in replicas.values(moved.distribute_strategy, variable):
+            np.testing.assert_allclose(value, want, atol=1e-6)
 
 
 @on_every_way
 def test_an_open_round_moves_between_towers_and_is_named_elsewhere(
     way, tmp_path
 ):
-    model = moving.open_round()
-    path = _save(model, way, tmp_path / "towers")
-    expected = moving.train(model, 1)
-    nested, warned = _loaded(
-        lambda: tf_xshard.CrossShardOptimizer(moving.two_towers()), path, way
-    )
+    model = _model(_two_towers)
+    values = filled.fill(model)
+    path = filled.save(model, way, tmp_path / "towers")
+    nested, warned = _loaded(lambda: CROSS(_two_towers()), path, way)
     assert not warned
-    _check_next_step(nested, expected, 1e-6)
+    filled.check(nested, values)
 
-    cross, warned = _loaded(moving.OPTIMIZERS["cross"], path, way)
-    lost = "for 5 of the file" if way == "weights" else "['TowerOptimizer']"
+    cross, warned = _loaded(OPTIMIZERS["cross"], path, way)
+    lost = "for 5 of the file" if way == "weights.h5" else "['TowerOptimizer']"
     assert any("no place for" in one and lost in one for one in warned)
-    plain, _ = _loaded(moving.OPTIMIZERS["plain"], path, _of_built(way))
+    plain, _ = _loaded(OPTIMIZERS["plain"], path, _of_built(way))
     for one in (cross, plain):
-        assert moving.iterations(one) == 1
-        assert np.abs(one.optimizer.variables[2].numpy()).max() > 0
+        # Without the round's five variables, after two weights.
+        filled.check(one, [*values[:2], *values[7:]])
 
-    path = _save(moving.start("plain"), way, tmp_path / "plain")
-    _, warned = _loaded(moving.two_towers, path, way)
+    path = filled.save(_model(OPTIMIZERS["plain"]), way, tmp_path / "plain")
+    _, warned = _loaded(_two_towers, path, way)
     assert any("['TowerOptimizer'] start fresh" in one for one in warned)
 
 
 @on_every_way
 def test_into_and_out_of_agn(way, tmp_path):
     """The local optimizer's slots are those of the training."""
-    plain = moving.start("plain")
-    moving.train(plain, 3)
-    path = _save(plain, way, tmp_path / "plain")
-    agn, warned = _loaded(moving.agn, path, way)
+    plain = _model(OPTIMIZERS["plain"])
+    values = filled.fill(plain)
+    path = filled.save(plain, way, tmp_path / "plain")
+    agn, warned = _loaded(_agn, path, way)
     # A second warning would be Keras', of the center's optimizer.
-    center = [agn.optimizer.inner_optimizer.name] * (way == "weights")
+    center = [agn.optimizer.inner_optimizer.name] * (way == "weights.h5")
     [warning] = warned
     assert f"{['AGNOptimizer', *center]} start fresh" in warning
-    assert moving.iterations(agn) == 3
-    moving.check_equal(
-        agn.optimizer.local_optimizer.variables[2:],
-        plain.optimizer.variables[2:],
+    assert int(agn.optimizer.iterations.numpy()) == values[2]
+    filled.check(
+        agn, values[4:], lambda one: one.optimizer.local_optimizer.variables[2:]
     )
-    moving.train(agn, 1)
-    path = _save(agn, way, tmp_path / "agn")
-    again, warned = _loaded(moving.agn, path, way)
+    values = filled.fill(agn, seed=6)
+    path = filled.save(agn, way, tmp_path / "agn")
+    again, warned = _loaded(_agn, path, way)
     assert not warned
-    moving.check_equal(again.optimizer.variables, agn.optimizer.variables)
-    back, _ = _loaded(moving.OPTIMIZERS["plain"], path, _of_built(way))
-    assert moving.iterations(back) == 4
+    filled.check(again, values)
+    back, _ = _loaded(OPTIMIZERS["plain"], path, _of_built(way))
+    assert int(back.optimizer.iterations.numpy()) == int(
+        agn.optimizer.iterations.numpy()
+    )
 
 
 @needs_multi_optimizer
 def test_a_checkpoint_of_several_optimizers(tmp_path):
     """tf.train.Checkpoint does not follow a MultiOptimizer; wrappers do."""
     multi = lambda: O.MultiOptimizer(lambda _: O.Adam(0.05))
-    cross = lambda: tf_xshard.CrossShardOptimizer(multi())
+    cross = lambda: CROSS(multi())
     towers = lambda: tf_xshard.TowerOptimizer(multi(), 1)
-    model = moving.start_with(cross)
-    moving.train(model, 3)
-    path = _save(model, "built", tmp_path / "state")
-    expected = moving.train(model, 1)
-    again = moving.start_with(cross)
-    moving.checkpoint_of(again).restore(path).assert_consumed()
-    _check_next_step(again, expected)
+    model = _model(cross)
+    values = filled.fill(model)
+    path = filled.save(model, "built", tmp_path / "state")
+    again = _model(cross)
+    filled.checkpoint(again).restore(path).assert_consumed()
+    filled.check(again, values)
     # Any wrapper around it has them, so nothing is lost and nothing named.
-    into_towers, warned = _loaded(towers, path, "built")
-    path = _save(into_towers, "built", tmp_path / "towers")
-    back, warned_too = _loaded(cross, path, "built")
-    assert not warned + warned_too
-    _check_next_step(into_towers, expected)
-    _check_next_step(back, expected)
-    # Without a wrapper nothing has saved them.
-    plain = moving.start_with(multi)
-    path = _save(plain, "built", tmp_path / "plain")
+    for target in (towers, cross):
+        moved, warned = _loaded(target, path, "built")
+        assert not warned
+        filled.check(moved, values)
+        path = filled.save(moved, "built", tmp_path / "moved")
+    # Without a wrapper nothing has saved them; Keras' files have them.
+    plain = _model(multi)
+    values = filled.fill(plain)
+    path = filled.save(plain, "built", tmp_path / "plain")
     _, warned = _loaded(cross, path, "built")
     assert any("['CrossShardOptimizer'] start fresh" in one for one in warned)
-    # Keras' files have them.
-    moving.train(plain, 3)
-    path = _save(plain, "weights", tmp_path / "plain")
-    moved, warned = _loaded(cross, path, "weights")
+    path = filled.save(plain, "weights.h5", tmp_path / "plain")
+    moved, warned = _loaded(cross, path, "weights.h5")
     assert not warned
-    _check_next_step(moved, moving.train(plain, 1))
-
-
-def test_a_whole_model_of_plain_keras(tmp_path):
-    path = tmp_path / "model.keras"
-    model = moving.start("plain")
-    moving.train(model, 3)
-    model.save(path)
-    moved = moving.start("cross")
-    moved.load_weights(path)
-    _check_next_step(moved, moving.train(model, 1), 1e-6)
+    filled.check(moved, values)
 
 
 def test_pickling():
-    for make in (*moving.OPTIMIZERS.values(), moving.two_towers, moving.agn):
+    for make in (*OPTIMIZERS.values(), _two_towers, _agn):
         optimizer = make()
         again = pickle.loads(pickle.dumps(optimizer))
         assert again.get_config() == optimizer.get_config()
-    model = moving.open_round()
-    again = pickle.loads(pickle.dumps(model))
-    moving.check_equal(again.optimizer.variables, model.optimizer.variables)
+    model = _model(_two_towers)
+    values = filled.fill(model)
+    filled.check(pickle.loads(pickle.dumps(model)), values)

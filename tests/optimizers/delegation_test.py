@@ -1,4 +1,4 @@
-"""What is set or read on the wrapper is the inner optimizer's."""
+"""What is set, read or averaged on the wrapper is the inner optimizer's."""
 
 import keras
 import numpy as np
@@ -6,29 +6,25 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import filled
 from tests.support import replicas
+from tests.support import seeds
 from tests.support import steps
 from tests.support import training
 from tests.support import versions
 from tests.support.versions import needs_multi_optimizer
 
 O = keras.optimizers  # noqa: E741
-
-
-def _fit(model, **kwargs):
-    x, y = training.data()
-    return model.fit(x, y, batch_size=64, verbose=0, shuffle=False, **kwargs)
+CROSS = tf_xshard.CrossShardOptimizer
 
 
 def test_learning_rate():
     inner = O.SGD(0.5)
-    optimizer = tf_xshard.CrossShardOptimizer(inner)
+    optimizer = CROSS(inner)
     assert float(optimizer.learning_rate) == 0.5
     optimizer.learning_rate = 0.25
     assert float(inner.learning_rate) == 0.25
-    scheduled = tf_xshard.CrossShardOptimizer(
-        O.SGD(O.schedules.PiecewiseConstantDecay([1], [1.0, 2.0]))
-    )
+    scheduled = CROSS(O.SGD(O.schedules.ExponentialDecay(1.0, 3, 0.5)))
     assert float(scheduled.learning_rate) == 1.0
     with pytest.raises(TypeError, match="LearningRateSchedule"):
         scheduled.learning_rate = 0.1
@@ -37,42 +33,37 @@ def test_learning_rate():
 @needs_multi_optimizer
 def test_multi_optimizer_has_optimizers_and_no_learning_rate():
     inner = O.MultiOptimizer(O.OptimizerMap(O.SGD(0.1)))
-    optimizer = tf_xshard.CrossShardOptimizer(inner)
+    optimizer = CROSS(inner)
     assert optimizer.optimizers == inner.optimizers
     assert not hasattr(optimizer, "learning_rate")
-    assert not hasattr(tf_xshard.CrossShardOptimizer(O.SGD()), "optimizers")
+    assert not hasattr(CROSS(O.SGD()), "optimizers")
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("weight_decay", 0.1),
-        ("clipnorm", 1.0),
-        ("global_clipnorm", 2.0),
-        ("clipvalue", 3.0),
-        ("use_ema", True),
-        ("ema_momentum", 0.5),
-        ("ema_overwrite_frequency", 4),
-        ("loss_scale_factor", 8.0),
-        ("gradient_accumulation_steps", 2),
-    ],
-)
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "loss_scale"])
-def test_settings(name, value, scaled):
-    inner = O.SGD(0.1)
-    optimizer = tf_xshard.CrossShardOptimizer(
-        O.LossScaleOptimizer(inner) if scaled else inner
-    )
-    assert getattr(optimizer, name) == getattr(O.SGD(), name)
-    setattr(optimizer, name, value)
-    assert getattr(inner, name) == value
-    assert getattr(optimizer, name) == value
+def test_settings(scaled):
+    for name, value in {
+        "weight_decay": 0.1,
+        "clipnorm": 1.0,
+        "global_clipnorm": 2.0,
+        "clipvalue": 3.0,
+        "use_ema": True,
+        "ema_momentum": 0.5,
+        "ema_overwrite_frequency": 4,
+        "loss_scale_factor": 8.0,
+        "gradient_accumulation_steps": 2,
+    }.items():
+        inner = O.SGD(0.1)
+        optimizer = CROSS(O.LossScaleOptimizer(inner) if scaled else inner)
+        assert getattr(optimizer, name) == getattr(O.SGD(), name)
+        setattr(optimizer, name, value)
+        assert getattr(inner, name) == value
+        assert getattr(optimizer, name) == value
 
 
 def test_the_inner_optimizer_keeps_its_class_and_config():
     inner = O.Adam(0.1, clipnorm=1.0)
     config = inner.get_config()
-    tf_xshard.CrossShardOptimizer(inner)
+    CROSS(inner)
     assert inner.__class__ is O.Adam
     assert inner.get_config() == config
     serialized = O.serialize(inner)
@@ -81,69 +72,53 @@ def test_the_inner_optimizer_keeps_its_class_and_config():
 
 def test_iterations_count_updates_on_all_replicas():
     strategy = replicas.mirrored(2)
-    model, _ = training.train(
-        lambda: tf_xshard.CrossShardOptimizer(
-            O.SGD(gradient_accumulation_steps=2)
-        ),
-        strategy,
-        num_steps=6,
-    )
-    inner = model.optimizer.inner_optimizer
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        optimizer = CROSS(O.SGD(gradient_accumulation_steps=2))
+        optimizer.build([weight])
+    for _ in range(6):
+        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
+    inner = optimizer.inner_optimizer
     assert replicas.values(strategy, inner._iterations) == [6, 6]
-    assert int(model.optimizer.iterations) == 3
+    assert int(optimizer.iterations) == 3
 
 
-def test_ways_to_call_apply():
-    optimizer = tf_xshard.CrossShardOptimizer(O.SGD(1.0))
+def test_ways_to_call_build_and_apply():
+    optimizer = CROSS(O.LossScaleOptimizer(O.SGD(1.0), initial_scale=1.0))
     weight = keras.Variable(1.0)
     optimizer.apply([])
     assert not optimizer.built
     pairs = ((g, v) for g, v in [(tf.constant(1.0), weight)])
     assert int(optimizer.apply_gradients(pairs)) == 1
+    names = [v.path for v in optimizer.variables]
+    optimizer.build([weight])
+    assert [v.path for v in optimizer.variables] == names
     optimizer.apply([tf.constant(0.25)])  # It is built: of all variables.
     assert float(weight) == -0.25
     with pytest.raises(ValueError, match="stateless_apply is not supported"):
         optimizer.stateless_apply([], [], [])
 
 
-def test_build_is_idempotent():
-    optimizer = tf_xshard.CrossShardOptimizer(O.LossScaleOptimizer(O.Adam()))
-    weight = keras.Variable(1.0)
-    optimizer.build([weight])
-    names = [v.path for v in optimizer.variables]
-    optimizer.build([weight])
-    assert [v.path for v in optimizer.variables] == names
-
-
-def test_exclude_from_weight_decay():
-    optimizer = tf_xshard.CrossShardOptimizer(O.SGD(1.0, weight_decay=0.5))
-    kernel = keras.Variable(1.0, name="kernel")
-    bias = keras.Variable(1.0, name="bias")
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    optimizer.apply([tf.constant(0.0)] * 2, [kernel, bias])
-    assert (float(kernel), float(bias)) == (0.5, 1.0)
-
-
-@pytest.mark.parametrize(
-    "make", [tf_xshard.CrossShardOptimizer, tf_xshard.AGNOptimizer]
-)
-def test_each_replica_excludes_from_weight_decay(make):
-    """When the second does, the first has built it: Keras 3.16 refuses that."""
+@pytest.mark.parametrize("make", [CROSS, tf_xshard.AGNOptimizer])
+def test_exclude_from_weight_decay(make):
+    """Each replica does so; the first builds it: Keras 3.16 refuses that."""
     strategy = replicas.mirrored(2)
     with strategy.scope():
+        kernel = keras.Variable(1.0, name="kernel")
         bias = keras.Variable(1.0, name="bias")
         optimizer = make(O.SGD(1.0, weight_decay=0.5))
 
     def on_replica():
         optimizer.exclude_from_weight_decay(var_names=["bias"])
-        optimizer.apply([tf.constant(0.0)], [bias])
+        optimizer.apply([tf.constant(0.0)] * 2, [kernel, bias])
 
     if versions.KERAS >= (3, 16):
         with pytest.raises(ValueError, match="before the optimizer is built"):
             strategy.run(on_replica)
-    else:
-        strategy.run(on_replica)
-        assert replicas.values(strategy, bias) == [1.0, 1.0]
+        return
+    strategy.run(on_replica)
+    assert replicas.values(strategy, kernel) == [0.5, 0.5]
+    assert replicas.values(strategy, bias) == [1.0, 1.0]
 
 
 class Doubling(O.SGD):
@@ -153,7 +128,7 @@ class Doubling(O.SGD):
 
 def test_an_inner_apply_gradients_is_called():
     [values] = steps.stepped(
-        lambda: tf_xshard.CrossShardOptimizer(Doubling(1.0)),
+        lambda: CROSS(Doubling(1.0)),
         lambda r: [tf.constant(1.0 + r)],
         num_replicas=2,
     )
@@ -162,9 +137,7 @@ def test_an_inner_apply_gradients_is_called():
 
 def test_static_loss_scale_with_indexed_slices():
     [values] = steps.stepped(
-        lambda: tf_xshard.CrossShardOptimizer(
-            O.SGD(1.0, loss_scale_factor=8.0)
-        ),
+        lambda: CROSS(O.SGD(1.0, loss_scale_factor=8.0)),
         lambda r: [
             tf.IndexedSlices(tf.fill([2, 1], 4.0 * (r + 1)), [1, 1], [2, 1])
         ],
@@ -183,9 +156,7 @@ def test_constraints_and_overwrite_with_gradient():
         positive.constraint = keras.constraints.NonNeg()
         scale = keras.Variable(0.0)
         scale.overwrite_with_gradient = True
-        optimizer = tf_xshard.CrossShardOptimizer(
-            O.SGD(1.0), "sum", [[0, 1], [2, 3]]
-        )
+        optimizer = CROSS(O.SGD(1.0), "sum", [[0, 1], [2, 3]])
     replicas.apply_once(
         strategy,
         optimizer,
@@ -197,37 +168,46 @@ def test_constraints_and_overwrite_with_gradient():
     assert replicas.values(strategy, scale) == [0.5, 0.5, 2.5, 2.5]
 
 
-def _rate_callbacks(rate):
-    """Both in each of two epochs; at the second's end a tenth of the rate."""
-    return [
-        keras.callbacks.LearningRateScheduler(rate),
-        keras.callbacks.ReduceLROnPlateau(
-            monitor="loss", factor=0.1, patience=0, min_delta=1e9
-        ),
-    ]
+def _fit(optimizer_fn, strategy, rate):
+    """Each callback in each of two epochs."""
+    with strategy.scope():
+        model = training.model()
+        model.compile(optimizer_fn(), "mse")
+    x, y = training.data(8)
+    history = model.fit(
+        *(x, y, 8, 2),
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LearningRateScheduler(rate),
+            # At the end of the second a tenth of the rate.
+            keras.callbacks.ReduceLROnPlateau(
+                monitor="loss", factor=0.1, patience=0, min_delta=1e9
+            ),
+        ],
+    )
+    return model.optimizer, history.history
 
 
 def test_learning_rate_callbacks():
-    with replicas.mirrored(2).scope():
-        model = training.model()
-        model.compile(tf_xshard.CrossShardOptimizer(O.SGD(0.1)), "mse")
-    history = _fit(
-        model, epochs=2, callbacks=_rate_callbacks(lambda epoch, lr: lr / 2)
+    strategy = replicas.mirrored(2)
+    optimizer, history = _fit(
+        lambda: CROSS(O.SGD(0.1)), strategy, lambda epoch, lr: lr / 2
     )
-    np.testing.assert_allclose(history.history["learning_rate"], [0.05, 0.025])
-    rate = model.optimizer.inner_optimizer.learning_rate
-    np.testing.assert_allclose(replicas.values(None, rate), [0.0025])
+    np.testing.assert_allclose(history["learning_rate"], [0.05, 0.025])
+    rate = optimizer.inner_optimizer.learning_rate
+    np.testing.assert_allclose(replicas.values(strategy, rate), [0.0025] * 2)
 
 
 @needs_multi_optimizer
 def test_callbacks_set_the_local_rates_of_agn():
     """Those that `learning_rate` means, not the center's."""
-    optimizer = tf_xshard.AGNOptimizer(
-        O.MultiOptimizer(O.OptimizerMap(O.SGD(0.5))), communication_period=2
+    optimizer, _ = _fit(
+        lambda: tf_xshard.AGNOptimizer(
+            O.MultiOptimizer(O.OptimizerMap(O.SGD(0.5))), communication_period=2
+        ),
+        tf.distribute.get_strategy(),
+        lambda epoch, lr: 0.25,
     )
-    model = training.model()
-    model.compile(optimizer, "mse")
-    _fit(model, epochs=2, callbacks=_rate_callbacks(lambda epoch, lr: 0.25))
     [local], [center] = (
         one.optimizers
         for one in (optimizer.local_optimizer, optimizer.inner_optimizer)
@@ -236,3 +216,90 @@ def test_callbacks_set_the_local_rates_of_agn():
     assert float(center.learning_rate) == 0.5
     with pytest.raises(AttributeError, match="on a MultiOptimizer"):
         optimizer.learning_rate = 0.1
+
+
+def _averaging():
+    return O.SGD(0.1, use_ema=True, ema_momentum=0.5)
+
+
+def _agn():
+    return tf_xshard.AGNOptimizer(_averaging(), communication_period=2)
+
+
+def _swapping(make, num_replicas):
+    """A model, and the callback as `fit` sets it up."""
+    with replicas.mirrored(num_replicas).scope():
+        model = keras.Sequential(
+            [keras.layers.Input((5,)), keras.layers.Dense(3)]
+        )
+        model.compile(make(), "mse", auto_scale_loss=False)
+        model.optimizer.build(model.trainable_variables)
+    callback = keras.callbacks.SwapEMAWeights()
+    callback.set_model(model)
+    return model, callback
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CROSS(O.LossScaleOptimizer(_averaging())),
+        lambda: tf_xshard.TowerOptimizer(_averaging(), 1),
+    ],
+    ids=["through_a_loss_scale_optimizer", "tower"],
+)
+def test_swapped(make):
+    """`evaluate` sees the averages on all replicas, and training does not."""
+    model, callback = _swapping(make, 2)
+    filled.fill(model)
+    averages = [
+        v.numpy() for v in model.optimizer.variables if "average" in v.path
+    ]
+    weights = model.get_weights()
+    assert len(averages) == len(weights)
+    for change, expected in (
+        (callback.on_test_begin, averages),
+        (callback.on_test_end, weights),
+    ):
+        change()
+        filled.check(model, expected, lambda one: one.weights)
+
+
+@pytest.mark.parametrize(
+    "make, num_replicas, error",
+    [
+        (_agn, 1, "can't .*AGNOptimizer"),
+        (lambda: tf_xshard.TowerOptimizer(_agn(), 1), 1, "can't .*AGNOptimiz"),
+        (
+            lambda: CROSS(_averaging(), shard_update=True),
+            2,
+            "can't .*shard of the averages",
+        ),
+    ],
+)
+def test_refuses_to_swap_them(make, num_replicas, error):
+    _, callback = _swapping(make, num_replicas)
+    with pytest.raises(ValueError, match=f"SwapEMAWeights {error}"):
+        callback.on_test_begin()
+
+
+def _trained(optimizer, has_input):
+    seeds.seed(1)
+    layers = [keras.layers.Dense(3, kernel_initializer="he_normal")]
+    if has_input:
+        layers.insert(0, keras.layers.Input((5,)))
+    model = keras.Sequential(layers)
+    model.compile(optimizer, "mse")
+    x = np.linspace(-1, 1, 40, dtype="float32").reshape(8, 5)
+    model.fit(x, x[:, :3], epochs=1, batch_size=4, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@versions.needs_optimizer("ScheduleFreeAdamW")
+def test_an_optimizer_that_copies_weights_when_fit_builds_the_model():
+    """Its momentum begins as the weights, which must exist by then."""
+    with_input, without = (
+        _trained(CROSS(O.ScheduleFreeAdamW(0.1)), has_input)
+        for has_input in (True, False)
+    )
+    for expected, value in zip(with_input, without, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)

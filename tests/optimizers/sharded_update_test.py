@@ -1,7 +1,6 @@
-"""shard_update=True: the numbers of the whole update, from shards."""
+"""shard_update=True: the numbers of one device, from shards and from owners."""
 
 import functools
-import itertools
 
 import keras
 import numpy as np
@@ -11,151 +10,92 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import sharded
-from tf_xshard.collectives import subgroups
-from tf_xshard.distribute import shards
-from tf_xshard.optimizers.update import sharded as sharded_lib
+from tests.support import versions
 
 O = keras.optimizers  # noqa: E741
+PAIRS = sharded.PAIRS
 
 
-@tf_xshard.elementwise
-class Signs(O.SGD):
-    def update_step(self, gradient, variable, learning_rate):
-        self.assign_sub(variable, 0.01 * tf.sign(gradient))
-
-
-OPTIMIZERS = {
-    "sgd": lambda: O.SGD(0.1),
-    "momentum": lambda: O.SGD(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: O.Adam(0.05),
-    "amsgrad": lambda: O.Adam(0.05, amsgrad=True),
-    "adamw": lambda: O.AdamW(0.05, weight_decay=0.1),
-    "adamax": lambda: O.Adamax(0.05),
-    "nadam": lambda: O.Nadam(0.05),
-    "adagrad": lambda: O.Adagrad(0.1),
-    "adadelta": lambda: O.Adadelta(1.0),
-    "rmsprop": lambda: O.RMSprop(0.01, centered=True, momentum=0.5),
-    "ftrl": lambda: O.Ftrl(0.1, l1_regularization_strength=0.001),
-    "lion": lambda: O.Lion(0.01),
-    "users": Signs,
-}
-if hasattr(O, "ScheduleFreeAdamW"):
-    OPTIMIZERS["schedule_free"] = lambda: O.ScheduleFreeAdamW(0.05)
-
-
-def _without_decay(**exclusions):
-    optimizer = O.AdamW(0.05, weight_decay=0.5)
-    optimizer.exclude_from_weight_decay(**exclusions)
-    return optimizer
-
-
-SETTINGS = {
-    "clipnorm": lambda: O.Adam(0.05, clipnorm=0.02),
-    "global_clipnorm": lambda: O.SGD(0.5, momentum=0.5, global_clipnorm=0.1),
-    "clipvalue": lambda: O.SGD(0.5, clipvalue=0.01),
-    "decay_but_names": lambda: _without_decay(var_names=["bias", "^row"]),
-    "ema": lambda: O.SGD(
-        0.5, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
-    ),
-    "accumulation": lambda: O.Adam(
-        0.05, gradient_accumulation_steps=3, global_clipnorm=0.05
-    ),
-    "static_scale": lambda: O.SGD(0.1, clipnorm=0.01, loss_scale_factor=16.0),
-    "scale": lambda: O.LossScaleOptimizer(
-        O.Adam(0.05, global_clipnorm=0.1), initial_scale=64.0
-    ),
-    "schedule": lambda: O.Adam(
-        O.schedules.ExponentialDecay(0.1, decay_steps=3, decay_rate=0.7)
-    ),
-}
-if hasattr(O, "MultiOptimizer"):
-    SETTINGS["multi"] = lambda: O.MultiOptimizer(
-        O.OptimizerMap(
-            O.SGD(0.1, global_clipnorm=0.05), {"kernel|bias": O.Adam(0.05)}
-        )
-    )
-    SETTINGS["multi_function"] = lambda: O.MultiOptimizer(
-        # Sees the shapes of weights, not of shards.
-        lambda v: O.Adam(0.05) if len(v.shape) > 1 else O.SGD(0.1, momentum=0.5)
-    )
-PAIRS = [[0, 2], [3, 1]]
-GROUPS = {
-    2: [None],
-    3: [None],
-    4: [None, PAIRS],
-    8: [None, [[7, 1, 2, 0], [3, 5, 4, 6]]],
-}
-ALL = {**OPTIMIZERS, **SETTINGS}
-# These options need no sum over the group.
-OF_ELEMENTS = ("clipvalue", "decay_but_names", "ema", "schedule")
+BY_ELEMENT, OWNED = sharded.BY_ELEMENT, sharded.OWNED
 
 
 @pytest.mark.parametrize(
-    "name, kind, num_replicas, groups",
+    "inner_fns, variables",
     [
-        *((name, "mirrored", 2, None) for name in (*OPTIMIZERS, *OF_ELEMENTS)),
-        *(
-            (name, "mirrored", 4, PAIRS)
-            for name in SETTINGS
-            if name not in OF_ELEMENTS
+        (list(BY_ELEMENT.values())[::2], sharded.ONE),
+        (list(BY_ELEMENT.values())[1::2], sharded.ONE),
+        (list(OWNED.values()), sharded.TWO),
+        pytest.param(
+            [sharded.multi],
+            tuple(sharded.SHAPES),
+            marks=versions.needs_multi_optimizer,
         ),
-        ("global_clipnorm", "mirrored", 3, None),
-        ("global_clipnorm", "mirrored", 8, GROUPS[8][1]),
-        ("accumulation", "tpu", 4, PAIRS),
-        ("scale", "tpu_permuted", 4, None),
-        ("ema", "tpu_permuted", 4, PAIRS),
     ],
-    ids=str,
+    ids=["by_element", "others", "owned", "multi"],
 )
-def test_is_one_device(name, kind, num_replicas, groups):
-    is_compared = (name, num_replicas) in (("ema", 2), ("scale", 4))
+def test_every_optimizer_is_one_device(inner_fns, variables):
+    sharded.check(inner_fns, replicas.mirrored(2), names=variables)
+
+
+def test_groups_of_one_are_the_identity():
     sharded.check(
-        ALL[name],
-        replicas.STRATEGIES[kind](num_replicas),
-        groups,
-        whole=is_compared and kind == "mirrored",
+        [BY_ELEMENT["Adam"]],
+        replicas.mirrored(2),
+        [[0], [1]],
+        names=sharded.ONE,
     )
 
 
 @pytest.mark.parametrize(
-    "devices, groups, graph",
+    "name, kind, devices, groups, graph",
     [
-        (replicas.REVERSED, None, True),
-        (replicas.MIXED, PAIRS, True),
-        (replicas.MIXED, PAIRS, False),
-        (replicas.TWELVE, None, True),
-        (replicas.SIXTEEN, None, True),
+        ("schedule_decay_clipvalue", "mirrored", (0, 1), None, True),
+        ("static_scale", "mirrored", (0, 1), None, True),
+        ("scale", "mirrored", (0, 1), None, False),
+        ("global_clipnorm", "mirrored", replicas.MIXED, PAIRS, True),
+        ("ema", "tpu", 2, None, True),
+        ("accumulation", "tpu_permuted", 4, PAIRS, True),
+        pytest.param(
+            *("global_clipnorm", "mirrored", replicas.MIXED, PAIRS, False),
+            marks=replicas.in_full,
+        ),
+        pytest.param(
+            *("accumulation", "mirrored", replicas.SIXTEEN, None, True),
+            marks=replicas.in_full,
+        ),
     ],
-    ids=str,
+    ids=[
+        *("elements", "clipnorm", "scale_eager", "global_clipnorm", "ema_tpu"),
+        *("accumulation_tpu", "eager", "sixteen"),
+    ],
 )
-def test_devices_in_any_order_and_number(devices, groups, graph):
-    sharded.check(
-        OPTIMIZERS["adam"],
-        replicas.mirrored_on(devices),
-        groups,
-        graph,
-        whole=devices == replicas.MIXED,
-    )
+def test_settings_are_one_devices(name, kind, devices, groups, graph):
+    """On devices in any order and number."""
+    is_mirrored = kind == "mirrored"
+    make = replicas.mirrored_on if is_mirrored else replicas.STRATEGIES[kind]
+    both = sharded.of_both_kinds(name)
+    sharded.check(both, make(devices), groups, graph, names=sharded.TWO)
 
 
-def test_in_eager_mode():
-    sharded.check(SETTINGS["scale"], replicas.mirrored(2), None, graph=False)
-
-
+EVERYWHERE = [
+    *([one] for one in (*BY_ELEMENT.values(), *OWNED.values())),
+    *map(sharded.of_both_kinds, sharded.SETTINGS),
+]
 PLACES = [
-    *(("mirrored", n) for n in GROUPS),
-    ("tpu", 4),
-    ("tpu_permuted", 4),
+    ("mirrored", 8, [[7, 1, 2, 0], [3, 5, 4, 6]]),
+    ("tpu", 4, None),
+    ("mirrored", 3, None),
+    ("tpu_permuted", 4, PAIRS),
 ]
 
 
 @replicas.in_full
-@pytest.mark.parametrize("kind, num_replicas", PLACES)
-def test_all_of_them_everywhere(kind, num_replicas):
-    for name, groups in itertools.product(ALL, GROUPS[num_replicas]):
-        sharded.check(
-            ALL[name], replicas.STRATEGIES[kind](num_replicas), groups
-        )
+@pytest.mark.parametrize(
+    "inner_fns, place", replicas.in_turn(EVERYWHERE, PLACES)
+)
+def test_all_of_them_everywhere(inner_fns, place):
+    kind, num_replicas, groups = place
+    sharded.check(inner_fns, replicas.STRATEGIES[kind](num_replicas), groups)
 
 
 OPTIONS = (
@@ -167,125 +107,104 @@ OPTIONS = (
 
 
 @replicas.in_full
-@pytest.mark.parametrize("seed, name", list(enumerate(OPTIMIZERS)))
-def test_combinations_of_settings(seed, name):
-    every = list(itertools.product(*OPTIONS))
-    chosen = np.random.default_rng(seed).choice(len(every), 6, replace=False)
-    inner = OPTIMIZERS[name]()
-    for index in chosen:
-        config = inner.get_config()
-        for option in every[index]:
-            config.update(option)
-        sharded.check(
-            functools.partial(type(inner).from_config, config),
-            replicas.mirrored(4),
-            PAIRS,
-            whole=True,
+@pytest.mark.parametrize("kind", ["Adam", "RMSprop", "Lamb", "Muon"])
+def test_combinations_of_settings(kind):
+    cases = replicas.pairwise(*OPTIONS)
+    inner_fns = [
+        functools.partial(
+            getattr(O, kind), 0.05, **functools.reduce(dict.__or__, case)
         )
-
-
-def test_one_replica_and_groups_of_one_are_the_identity():
-    alone = sharded.Trained(
-        OPTIMIZERS["adam"],
-        replicas.mirrored(2),
-        [[0], [1]],
-        shard_update=True,
-    )
-    assert not alone.slots()
-    for r in range(2):
-        want, _ = sharded.one_device(OPTIMIZERS["adam"], [r], 2)
-        assert sharded.difference([w[r] for w in alone.weights], want) < 1e-6
-
-
-def test_hooks_see_whole_gradients():
-    """nesting_test.py has the numbers."""
-    seen = {}
-
-    def note(name):
-        def hook(pairs):
-            seen[name] = [tuple(gradient.shape) for gradient, _ in pairs]
-            return pairs
-
-        return hook
-
-    sharded.Trained(
-        OPTIMIZERS["sgd"],
-        replicas.mirrored(2),
-        num_steps=1,
-        shard_update=True,
-        pre_reduce=note("pre"),
-        post_reduce=note("post"),
-    )
-    assert seen == {"pre": sharded.SHAPES, "post": sharded.SHAPES}
+        for case in cases
+    ]
+    sharded.check(inner_fns, replicas.mirrored(4), PAIRS)
 
 
 def test_constraints_are_of_whole_variables():
     sharded.check(
-        OPTIMIZERS["adam"],
-        replicas.mirrored(4),
-        PAIRS,
+        sharded.of_both_kinds("accumulation_ema"),
+        replicas.mirrored(2),
+        names=sharded.TWO,
         constraint=keras.constraints.MaxNorm(0.4, axis=0),
     )
 
 
-def test_half_the_bytes_on_the_wire():
-    """Gradients are rounded to the type, weights are not."""
-    whole, got = (
-        sharded.Trained(
-            OPTIMIZERS["sgd"],
-            replicas.mirrored(2),
-            shard_update=True,
-            communication=communication,
-        )
-        for communication in (None, tf_xshard.Communication(dtype="bfloat16"))
+def test_hooks_see_whole_gradients():
+    """A hook that clips is one device's `clipnorm`."""
+    seen = []
+
+    def note(pairs):
+        seen.append([tuple(gradient.shape) for gradient, _ in pairs])
+        return pairs
+
+    def momentum(kind, **options):
+        return kind(0.5, momentum=0.5, name="sgd", **options)
+
+    sharded.check(
+        [functools.partial(momentum, kind) for kind in sharded.KINDS],
+        replicas.mirrored(2),
+        expected=functools.partial(momentum, O.SGD, clipnorm=0.05),
+        names=sharded.TWO,
+        pre_reduce=note,
+        post_reduce=tf_xshard.clip_by_norm(0.05),
     )
-    error = sharded.difference(got.weights, whole.weights)
-    moved = sharded.difference(
-        [w[0] for w in whole.weights], sharded.start_weights()
-    )
-    assert 1e-5 < error < 2.0**-8 * 4 * moved
+    shapes = [sharded.SHAPES[name] for name in sharded.TWO]
+    assert seen == [shapes] * 4
 
 
-def test_none_and_sparse_gradients():
+@pytest.mark.parametrize(
+    "kind, graph", replicas.in_turn(sharded.KINDS, [True, False])
+)
+def test_none_and_sparse_gradients(kind, graph):
     """Each group has another pattern; a variable without one stays."""
     strategy = replicas.mirrored(4)
+    shapes = {"rows": [5, 3], "missing": [3], "some": [3]}
+    start = {name: np.ones(one, "float32") for name, one in shapes.items()}
+
+    def dense(r):
+        rows = np.zeros([5, 3], "float32")
+        np.add.at(rows, [4, r, 4], r + 1)
+        return [rows, None, np.full(3, 100.0, "float32") if r == 2 else None]
 
     def gradients(r):
         rows = tf.IndexedSlices(
-            tf.fill([3, 3], float(r + 1)),
+            tf.fill([3, 3], r + 1.0),
             tf.constant([4, r, 4], tf.int64),
             tf.constant([5, 3], tf.int64),
         )
-        return [rows, None, tf.fill([3], 100.0) if r == 2 else None]
+        return [rows, *dense(r)[1:]]
 
-    found = []
-    for shard_update in (False, True):
-        with strategy.scope():
-            variables = [
-                keras.Variable(tf.ones(shape)) for shape in ([5, 3], [3], [3])
-            ]
-            optimizer = tf_xshard.CrossShardOptimizer(
-                O.Adam(0.1, global_clipnorm=0.5),
-                "mean",
-                PAIRS,
-                loss_normalization="replica",
-                shard_update=shard_update,
-            )
-            optimizer.build(variables)
-        step = replicas.applying(strategy, optimizer, gradients, variables)
-        with pytest.warns(UserWarning, match="Gradients do not exist"):
-            for _ in range(3):
-                step()
-        found.append(
-            [
-                np.stack(replicas.values(strategy, v))
-                for v in (*variables, *optimizer.variables[2:])
-            ]
+    def mean(members):
+        columns = zip(*(dense(r) for r in members), strict=True)
+        present = [[g for g in one if g is not None] for one in columns]
+        means = [sum(one) / np.float32(2) if one else None for one in present]
+        return dict(zip(shapes, means, strict=True))
+
+    inner = functools.partial(kind, 0.1, weight_decay=0.1)
+    with strategy.scope():
+        variables = [keras.Variable(value) for value in start.values()]
+        optimizer = tf_xshard.CrossShardOptimizer(
+            inner(),
+            "mean",
+            PAIRS,
+            loss_normalization="replica",
+            shard_update=True,
         )
-    assert sharded.difference(*found) < 1e-6
-    _, missing, some, *_ = found[1]
-    assert (missing == 1).all()
-    assert (some[[1, 3]] == 1).all() and (some[[0, 2]] != 1).all()
+        optimizer.build(variables)
+    step = replicas.applying(strategy, optimizer, gradients, variables, graph)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        for _ in range(2):
+            step()
+        for members in PAIRS:
+            expected, _ = sharded.one_device(
+                inner, [mean(members)] * 2, start=start
+            )
+            for variable, want in zip(variables, expected, strict=True):
+                got = replicas.values(strategy, variable)
+                for r in members:
+                    np.testing.assert_allclose(got[r], want, atol=1e-6)
+    # Only a replica of the first group has the last one's gradient.
+    changed = np.stack(replicas.values(strategy, variables[2])) != 1
+    assert changed.all(1).tolist() == [True, False, True, False]
 
 
 def test_an_overflow_on_one_replica_is_skipped_by_all():
@@ -317,39 +236,6 @@ def test_an_overflow_on_one_replica_is_skipped_by_all():
         np.testing.assert_allclose(np.linalg.norm(value), 0.1, rtol=1e-5)
 
 
-# What must be noticed by the comparisons above.
-
-
-def _reversed_gather(self, tensors):
-    return [tf.reverse(t, [0]) for t in _gather(self, tensors)]
-
-
-def _with_padding(self, rows):
-    padding = self.groups.group_size * self.size - self.num_elements
-    return tf.reshape(tf.reshape(rows, [-1])[padding:], self.shape)
-
-
-_gather = subgroups.Subgroups.all_gather
-
-
-MUTANTS = {
-    "order": (subgroups.Subgroups, "all_gather", _reversed_gather),
-    "padding": (shards.Layout, "join", _with_padding),
-    "norm_of_a_shard": (
-        sharded_lib,
-        "_sum_over_group",
-        lambda reducer, groups, num_variables, squares: squares,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_noticed(name, monkeypatch):
-    monkeypatch.setattr(*MUTANTS[name])
-    with pytest.raises(AssertionError):
-        sharded.check(SETTINGS["global_clipnorm"], replicas.mirrored(2), None)
-
-
 def test_exclusion_from_weight_decay_by_list():
     """The user names the whole variables, not their shards."""
     strategy = replicas.mirrored(2)
@@ -360,5 +246,6 @@ def test_exclusion_from_weight_decay_by_list():
         optimizer = tf_xshard.CrossShardOptimizer(inner, shard_update=True)
         optimizer.build([kept, decayed])
     strategy.run(lambda: optimizer.apply([tf.zeros([3])] * 2, [kept, decayed]))
-    np.testing.assert_array_equal(kept, np.ones(3))
-    np.testing.assert_allclose(decayed, np.full(3, 0.95), rtol=1e-6)
+    for variable, want in ((kept, 1.0), (decayed, 0.95)):
+        for value in replicas.values(strategy, variable):
+            np.testing.assert_allclose(value, np.full(3, want), rtol=1e-6)

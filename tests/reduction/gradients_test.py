@@ -11,27 +11,24 @@ from tests.support import steps
 from tf_xshard.optimizers.update import whole
 
 SGD = keras.optimizers.SGD
+CROSS = tf_xshard.CrossShardOptimizer
 
 
-@pytest.mark.parametrize(
-    "gradient, rows",
-    [
-        (tf.ones([3, 2]), [-2, -2, -2]),
-        (tf.IndexedSlices(tf.ones([1, 2]), tf.constant([2])), [0, 0, -2]),
-    ],
-)
-def test_the_same_tensor_on_all_replicas_eagerly(gradient, rows):
-    [values] = steps.stepped(
-        lambda: tf_xshard.CrossShardOptimizer(
-            SGD(1.0), "sum", loss_normalization="replica"
-        ),
-        lambda r: [gradient],
-        [np.zeros([3, 2])],
+def test_the_same_tensors_on_all_replicas_eagerly():
+    gradients = [
+        tf.ones([3, 2]),
+        tf.IndexedSlices(tf.ones([1, 2]), tf.constant([2])),
+    ]
+    dense, sparse = steps.stepped(
+        lambda: CROSS(SGD(1.0), "sum", loss_normalization="replica"),
+        lambda r: gradients,
+        [np.zeros([3, 2])] * 2,
         num_replicas=2,
         graph=False,
     )
-    for value in values:
-        np.testing.assert_array_equal(value, np.transpose([rows, rows]))
+    for r in range(2):
+        np.testing.assert_array_equal(dense[r], np.full([3, 2], -2))
+        np.testing.assert_array_equal(sparse[r], [[0, 0], [0, 0], [-2, -2]])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +37,7 @@ def test_the_same_tensor_on_all_replicas_eagerly(gradient, rows):
         [tuple, list, np.array, tf.constant],
         [True, False],
         [
-            lambda: tf_xshard.CrossShardOptimizer(SGD(1.0)),
+            lambda: CROSS(SGD(1.0)),
             lambda: tf_xshard.TowerOptimizer(SGD(1.0), 1),
             lambda: tf_xshard.AGNOptimizer(SGD(1.0), communication_period=1),
         ],
@@ -63,32 +60,11 @@ def test_slices_of_anything_that_converts_to_tensors(convert, graph, make):
 
 def test_slices_without_rows_or_a_shape():
     table = keras.Variable(np.zeros([3, 2], "float32"))
-    optimizer = tf_xshard.CrossShardOptimizer(SGD(1.0))
+    optimizer = CROSS(SGD(1.0))
     empty = tf.IndexedSlices(np.ones([0, 2], "float32"), ())
     optimizer.apply([empty], [table])
     optimizer.apply([tf.IndexedSlices(np.ones([1, 2]), [1])], [table])
     assert table.numpy().tolist() == [[0, 0], [-1, -1], [0, 0]]
-
-
-def test_a_tower_makes_indices_unique_once():
-    """A second look at what is unique costs an operation each step."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        table = keras.Variable(np.zeros([4, 2], "float32"))
-        optimizer = tf_xshard.TowerOptimizer(SGD(1.0), 1)
-        optimizer.build([table])
-    rows = tf.IndexedSlices(tf.ones([2, 2]), [3, 3], [4, 2])
-    step = replicas.applying(strategy, optimizer, lambda r: [rows], [table])
-    graph = step.get_concrete_function().graph.as_graph_def()
-    nodes = [
-        *graph.node,
-        *(n for f in graph.library.function for n in f.node_def),
-    ]
-    # For each replica: as they arrive, and after rows have been gathered.
-    assert sum(node.op == "Unique" for node in nodes) == 2 * 2
-    step()
-    for value in replicas.values(strategy, table):
-        assert value[3].tolist() == [-4.0, -4.0]
 
 
 @pytest.mark.parametrize("hook", ["pre_reduce", "post_reduce"])
@@ -109,37 +85,40 @@ def test_a_hook_that_repeats_rows(hook):
         ]
 
     table, expected = (keras.Variable(np.ones([3, 1])) for _ in range(2))
-    tf_xshard.CrossShardOptimizer(
-        keras.optimizers.RMSprop(0.1), **{hook: twice}
-    ).apply([tf.IndexedSlices([[1.0]], [1], [3, 1])], [table])
+    CROSS(keras.optimizers.RMSprop(0.1), **{hook: twice}).apply(
+        [tf.IndexedSlices([[1.0]], [1], [3, 1])], [table]
+    )
     keras.optimizers.RMSprop(0.1).apply([[[0.0], [2.0], [0.0]]], [expected])
     np.testing.assert_allclose(table.numpy(), expected.numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "hook, clip",
+    "options, expected",
     [
-        ("pre_reduce", tf_xshard.clip_by_norm),
-        ("post_reduce", tf_xshard.clip_by_global_norm),
+        # 0.1 has 8 digits in float32, and so has 1/3 of three replicas' sum.
+        ({"pre_reduce": tf_xshard.clip_by_norm(0.1)}, [-0.06, -0.08]),
+        ({"post_reduce": tf_xshard.clip_by_global_norm(0.1)}, [-0.06, -0.08]),
+        ({"loss_normalization": "replica"}, [-1, -4 / 3]),
     ],
+    ids=["pre_reduce", "post_reduce", "mean"],
 )
-def test_float64_is_clipped_with_all_its_digits(hook, clip):
-    """0.1 has 8 digits in float32."""
+def test_float64_keeps_all_its_digits(options, expected):
+    """Of clipping, and of the mean of three replicas."""
     [values] = steps.stepped(
-        lambda: tf_xshard.CrossShardOptimizer(SGD(1.0), **{hook: clip(0.1)}),
+        lambda: CROSS(SGD(1.0), **options),
         lambda r: [tf.constant([3.0, 4.0], "float64") / 3],
         [np.zeros(2)],
         num_replicas=3,
         dtype="float64",
     )
     for value in values:
-        np.testing.assert_allclose(value, [-0.06, -0.08], rtol=1e-14)
+        np.testing.assert_allclose(value, expected, rtol=1e-14)
 
 
 def test_the_reduced_gradient_is_clipped():
     """All variables together; each replica's own would be clipped more."""
     found = steps.stepped(
-        lambda: tf_xshard.CrossShardOptimizer(
+        lambda: CROSS(
             SGD(1.0), "sum", post_reduce=tf_xshard.clip_by_global_norm(2.0)
         ),
         lambda r: [tf.constant([3.0, -r]), tf.constant([-1.0 * r, 4.0])],
@@ -161,13 +140,8 @@ def test_rows_that_occur_twice_are_logged_once(name, monkeypatch):
     monkeypatch.setattr(
         whole.logging, "warning", lambda text, *args: logged.append(args)
     )
-    values = tf.constant([[1.0], [2.0], [4.0]])
-    slices = tf.IndexedSlices(values, [0, 2, 0], [3, 1])
-    for one, times in ((name, 2), ("SGD", 1)):
-        optimizer = tf_xshard.CrossShardOptimizer(
-            getattr(keras.optimizers, one)(0.1)
-        )
-        variable = keras.Variable(np.ones([3, 1]))
-        for _ in range(times):
-            optimizer.apply([slices], [variable])
+    slices = tf.IndexedSlices(tf.ones([3, 1]), [0, 2, 0], [3, 1])
+    for one in (name, name, "SGD"):
+        optimizer = CROSS(getattr(keras.optimizers, one)(0.1))
+        optimizer.apply([slices], [keras.Variable(np.ones([3, 1]))])
         assert logged == [(name,)]

@@ -1,5 +1,6 @@
-"""Steps with given gradients, of a sharded update and of what it must equal."""
+"""Sharded and owned updates with given gradients, held against plain Keras."""
 
+import functools
 import re
 
 import keras
@@ -8,38 +9,183 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import stacks
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.keras import shards as keras_shards
 
-NUM_STEPS = 20
+O = keras.optimizers  # noqa: E741
+NUM_STEPS = 7
 # Sizes around the number of replicas, a scalar, an empty variable.
-SHAPES = [(5, 3), (7,), (), (0,), (1, 4)]
-NAMES = ["kernel", "bias", "scalar", "empty", "row"]
+SHAPES = {
+    "kernel": (5, 3),
+    "bias": (7,),
+    "scalar": (),
+    "empty": (0,),
+    "row": (1, 4),
+}
+# A step costs as much CPU as it has operations.
+ONE, TWO = ("kernel",), ("kernel", "bias")
+PAIRS = [[0, 2], [3, 1]]
+# The update of the first is divided by element, the other's by variable: each
+# has an owner.
+KINDS = (O.SGD, stacks.WholeSGD)
+
+
+@tf_xshard.elementwise
+class Signs(O.SGD):
+    """A user's optimizer, which may be divided by element."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, 0.01 * tf.sign(gradient))
+
+
+@tf_xshard.per_variable
+class Normalized(O.SGD):
+    """A user's optimizer, with a norm that has no reference variable."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.norms = [
+            self.add_variable(v.shape[:1], name="norms") for v in variables
+        ]
+
+    def update_step(self, gradient, variable, learning_rate):
+        norms = self.norms[self._get_variable_index(variable)]
+        square = tf.reduce_sum(tf.square(gradient))
+        self.assign_add(norms, tf.fill(norms.shape, square))
+        self.assign_sub(variable, 0.01 * gradient / (1e-3 + tf.sqrt(square)))
+
+
+def _made(options):
+    return {
+        name: functools.partial(getattr(O, name), 0.05, **own)
+        for name, own in options.items()
+        if hasattr(O, name)
+    }
+
+
+BY_ELEMENT = _made(
+    {
+        "SGD": {"momentum": 0.9, "nesterov": True},
+        "Adam": {"amsgrad": True},
+        "AdamW": {"weight_decay": 0.1},
+        "Adamax": {},
+        "Nadam": {},
+        "Adagrad": {},
+        "Adadelta": {},
+        "RMSprop": {"centered": True, "momentum": 0.5},
+        "Ftrl": {"l1_regularization_strength": 0.001},
+        "Lion": {},
+        "ScheduleFreeAdamW": {},
+    }
+)
+BY_ELEMENT["users"] = Signs
+OWNED = _made(
+    {"Muon": {"weight_decay": 0.1}, "Lamb": {"clipnorm": 0.1}, "Adafactor": {}}
+)
+OWNED["users"] = Normalized
+
+
+def multi():
+    """Some variables have owners, and others are divided by element."""
+    return O.MultiOptimizer(
+        O.OptimizerMap(
+            O.AdamW(0.05, global_clipnorm=0.05),
+            {"kernel": O.Muon(0.02), "row": O.Lamb(0.05)},
+        )
+    )
+
+
+def _momentum(kind, rate=0.5, **options):
+    return kind(rate, momentum=0.5, name="sgd", **options)
+
+
+def _of_elements(kind):
+    optimizer = _momentum(
+        kind,
+        O.schedules.ExponentialDecay(0.5, 3, 0.7),
+        clipvalue=0.01,
+        weight_decay=0.5,
+    )
+    optimizer.exclude_from_weight_decay(var_names=["bias", "^row"])
+    return optimizer
+
+
+_EMA = {"use_ema": True, "ema_momentum": 0.9}
+_ACCUMULATION = {"gradient_accumulation_steps": 3}
+# Each makes an optimizer of a class, which is divided by element or by owner.
+SETTINGS = {
+    name: functools.partial(_momentum, **options)
+    for name, options in {
+        "static_scale": {"clipnorm": 0.01, "loss_scale_factor": 16.0},
+        "global_clipnorm": {"global_clipnorm": 0.1},
+        "averages": _EMA,
+        "ema": {"ema_overwrite_frequency": 3, **_EMA},
+        "accumulation": {"global_clipnorm": 0.05, **_ACCUMULATION},
+        "accumulation_ema": {
+            "ema_overwrite_frequency": 2,
+            **_ACCUMULATION,
+            **_EMA,
+        },
+    }.items()
+}
+SETTINGS["schedule_decay_clipvalue"] = _of_elements
+SETTINGS["scale"] = lambda kind: O.LossScaleOptimizer(
+    _momentum(kind, global_clipnorm=0.1), initial_scale=64.0
+)
+
+
+def of_both_kinds(name):
+    """A setting, divided by element and by owner."""
+    return [functools.partial(SETTINGS[name], kind) for kind in KINDS]
 
 
 def start_weights():
     rng = np.random.default_rng(7)
-    return [rng.normal(size=shape).astype("float32") for shape in SHAPES]
+    return {
+        name: rng.normal(size=shape).astype("float32")
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradients(num_replicas, num_steps=NUM_STEPS):
-    """`result[step][variable][replica]`, tenfold from replica to replica."""
+    """`result[step][name][replica]`, tenfold from replica to replica."""
     rng = np.random.default_rng(8)
     scale = 10.0 ** np.arange(num_replicas) / 10**num_replicas
     return [
-        [
-            (
+        {
+            name: (
                 rng.normal(size=(num_replicas, *shape))
                 * scale.reshape([-1] + [1] * len(shape))
             ).astype("float32")
-            for shape in SHAPES
-        ]
+            for name, shape in SHAPES.items()
+        }
         for _ in range(num_steps)
     ]
 
 
+def stepping(several, graph=True):
+    """A step that applies the same gradients with several optimizers."""
+    strategy = several[0].strategy
+
+    def on_replica(*arriving):
+        own = [one[replicas.replica_id_tensor()] for one in arriving]
+        for trained in several:
+            scale = trained.optimizer.scale_loss(1.0)
+            is_scaled = tf.is_tensor(scale) or scale != 1.0
+            trained.optimizer.apply(
+                [one * scale if is_scaled else one for one in own],
+                trained.variables,
+            )
+
+    def step(*arriving):
+        strategy.run(on_replica, args=arriving)
+
+    return tf.function(step, autograph=False) if graph else step
+
+
 class Trained:
-    """What `NUM_STEPS` steps have made of variables and slots.
+    """What some steps have made of variables and slots.
 
     Args:
       inner_fn: Makes the inner optimizer.
@@ -47,11 +193,14 @@ class Trained:
       groups: The groups, or None.
       graph: Whether the step is a tf.function.
       constraint: Of the first variable.
+      num_steps: The number of steps.
+      names: Of the variables.
       **kwargs: Further arguments of CrossShardOptimizer.
 
     Attributes:
+      strategy: The strategy.
+      variables: The variables.
       optimizer: The optimizer.
-      weights: An array for each variable, [num_replicas, ...].
     """
 
     def __init__(
@@ -62,56 +211,48 @@ class Trained:
         graph=True,
         constraint=None,
         num_steps=NUM_STEPS,
-        around=lambda optimizer: optimizer,
+        names=tuple(SHAPES),
         **kwargs,
     ):
         # TensorFlow can't broadcast an empty variable to other processes.
         spans = site_lib.spans_processes(strategy)
-        self._indices = [
-            i for i, name in enumerate(NAMES) if not (spans and name == "empty")
-        ]
+        self.names = [one for one in names if not (spans and one == "empty")]
         values = start_weights()
         with strategy.scope():
             self.variables = [
-                keras.Variable(values[i], name=NAMES[i]) for i in self._indices
+                keras.Variable(values[name], name=name) for name in self.names
             ]
             self.variables[0].constraint = constraint
-            self.optimizer = around(
-                tf_xshard.CrossShardOptimizer(
-                    inner_fn(),
-                    "mean",
-                    groups,
-                    loss_normalization="replica",
-                    **kwargs,
-                )
+            self.optimizer = tf_xshard.CrossShardOptimizer(
+                inner_fn(),
+                "mean",
+                groups,
+                loss_normalization="replica",
+                **kwargs,
             )
             self.optimizer.build(self.variables)
         self.strategy = strategy
-
-        def on_replica(*arriving):
-            own = [one[replicas.replica_id_tensor()] for one in arriving]
-            scale = self.optimizer.scale_loss(1.0)
-            self.optimizer.apply([one * scale for one in own], self.variables)
-
-        def step(*arriving):
-            strategy.run(on_replica, args=arriving)
-
-        self._step = tf.function(step, autograph=False) if graph else step
+        self._step = stepping([self], graph)
         self.run(num_steps)
 
-    def run(self, num_steps):
+    def run(self, num_steps, step=None):
+        """Takes its own steps, or those of several optimizers."""
         for one in gradients(self.strategy.num_replicas_in_sync, num_steps):
-            self._step(*[tf.constant(one[i]) for i in self._indices])
-        self.weights = [
+            (step or self._step)(*[tf.constant(one[i]) for i in self.names])
+
+    @property
+    def weights(self):
+        """An array for each variable, [num_replicas, ...]."""
+        return [
             np.stack(replicas.values(self.strategy, v)) for v in self.variables
         ]
 
     def state(self):
         """The optimizer's variables by name, [num_replicas, ...]."""
-        return {
-            _name(one): np.stack(replicas.values(self.strategy, one))
-            for one in self.optimizer.variables
-        }
+        return _named(
+            self.optimizer,
+            lambda v: np.stack(replicas.values(self.strategy, v)),
+        )
 
     def slots(self):
         """The sharded variables of the optimizer."""
@@ -122,101 +263,102 @@ class Trained:
         ]
 
 
-def _name(variable):
-    """Plain Keras' name, without the numbers of optimizers and variables."""
-    return re.sub(r"_\d+|^CrossShardOptimizer/", "", variable.path)
+def _named(optimizer, value_of):
+    """By position and Keras' name, without the numbers of optimizers."""
+    names = [
+        re.sub(r"_\d+|^CrossShardOptimizer/", "", one.path)
+        for one in optimizer.variables
+    ]
+    return {
+        f"{index} {name}": value_of(one)
+        for index, (name, one) in enumerate(
+            zip(names, optimizer.variables, strict=True)
+        )
+    }
 
 
-def one_device(inner_fn, members, num_replicas, constraint=None):
-    """Plain Keras with the mean gradients of a group.
+def means_of(members, num_replicas, names=SHAPES, num_steps=NUM_STEPS):
+    """The mean gradients of a group, by name, in each step."""
+    return [
+        {name: step[name][list(members)].mean(0) for name in names}
+        for step in gradients(num_replicas, num_steps)
+    ]
+
+
+def one_device(inner_fn, steps, constraint=None, start=None):
+    """Plain Keras with the given gradients of each step, by name.
 
     Returns:
       The weights, and the optimizer's variables by name.
     """
-    variables = [
-        keras.Variable(value, name=name)
-        for value, name in zip(start_weights(), NAMES, strict=True)
-    ]
+    start = start or start_weights()
+    variables = [keras.Variable(start[name], name=name) for name in steps[0]]
     variables[0].constraint = constraint
     optimizer = inner_fn()
     optimizer.build(variables)
-    for one in gradients(num_replicas):
+    for step in steps:
         scale = optimizer.scale_loss(1.0)
         optimizer.apply(
             [
-                tf.constant(np.mean(value[list(members)], axis=0)) * scale
-                for value in one
+                None if one is None else tf.constant(one) * scale
+                for one in step.values()
             ],
             variables,
         )
     return (
         [one.numpy() for one in variables],
-        {_name(one): one.numpy() for one in optimizer.variables},
+        _named(optimizer, lambda v: v.numpy()),
     )
 
 
-def difference(some, others):
-    """The largest |difference|; infinite if one is not finite."""
-    largest = 0.0
-    for a, b in zip(some, others, strict=True):
-        assert a.shape == b.shape, (a.shape, b.shape)
-        if a.size:
-            with np.errstate(invalid="ignore"):
-                error = np.max(np.abs(a.astype("float64") - b))
-            largest = max(largest, float(error if error == error else np.inf))
-    return largest
+def check(
+    inner_fns, strategy, groups=None, graph=True, expected=None, **kwargs
+):
+    """Each optimizer ends as one device, on every replica of every group.
 
-
-TOLERANCE = 1e-6
-
-
-def check(inner_fn, strategy, groups, graph=True, whole=False, **kwargs):
-    """Equal to one device's, on every replica, and to the whole update."""
-    got = Trained(
-        inner_fn, strategy, groups, graph, shard_update=True, **kwargs
-    )
-    state = got.state()
+    Args:
+      inner_fns: Make the inner optimizers, which take part in one step.
+      strategy: The strategy.
+      groups: The groups, or None.
+      graph: Whether the step is a tf.function.
+      expected: Makes plain Keras' optimizer; by default the inner one.
+      **kwargs: Further arguments of `Trained`.
+    """
+    several = [
+        Trained(one, strategy, groups, num_steps=0, shard_update=True, **kwargs)
+        for one in inner_fns
+    ]
+    several[0].run(NUM_STEPS, stepping(several, graph))
     num_replicas = strategy.num_replicas_in_sync
-    for members in groups or [range(num_replicas)]:
-        first = members[0]
-        for value in (*got.weights, *state.values()):
-            for r in members:
-                np.testing.assert_array_equal(value[r], value[first])
-        weights, slots = one_device(
-            inner_fn, members, num_replicas, kwargs.get("constraint")
-        )
-        own = [value[first] for value in got.weights]
-        assert difference(own, weights) < 3 * _tolerance(weights)
-        assert state.keys() == slots.keys()
-        for name, value in slots.items():
-            _assert_slot(state[name][first], value, name)
-    group_size = len(groups[0]) if groups else num_replicas
-    for slot in got.slots():
-        if isinstance(slot, keras_shards.Owned):
-            continue
-        size = max(1, -(-slot.shape.num_elements() // group_size))
-        for copy in slot.shards.values:
-            assert copy.shape == [size]
-    if whole:
-        _check_whole(got, Trained(inner_fn, strategy, groups, graph, **kwargs))
-    return got
+    for trained, inner_fn in zip(several, inner_fns, strict=True):
+        own = [*trained.weights, *trained.state().values()]
+        for members in groups or [range(num_replicas)]:
+            expected_weights, expected_state = one_device(
+                expected or inner_fn,
+                means_of(members, num_replicas, trained.names),
+                kwargs.get("constraint"),
+            )
+            names = [*trained.names, *expected_state]
+            assert names == [*trained.names, *trained.state()]
+            for name, value, want in zip(
+                names,
+                own,
+                [*expected_weights, *expected_state.values()],
+                strict=True,
+            ):
+                for r in members:
+                    np.testing.assert_array_equal(value[r], value[members[0]])
+                np.testing.assert_allclose(
+                    value[members[0]], want, 1e-4, 3e-6, err_msg=name
+                )
+        _check_shards(trained, len(groups[0]) if groups else num_replicas)
 
 
-def _check_whole(got, whole):
-    """Slots have the names, shapes and values of the whole update's."""
-    error = difference(got.weights, whole.weights)
-    assert error < _tolerance(whole.weights)
-    mine, others = got.state(), whole.state()
-    assert mine.keys() == others.keys()
-    for name, value in mine.items():
-        _assert_slot(value, others[name], name)
-
-
-def _assert_slot(value, expected, name):
-    np.testing.assert_allclose(
-        value, expected, rtol=1e-4, atol=1e-5, err_msg=name
-    )
-
-
-def _tolerance(weights):
-    return TOLERANCE * max(1.0, *(np.abs(w).max(initial=0) for w in weights))
+def _check_shards(trained, group_size):
+    """Each replica holds its part of what is divided by element."""
+    for slot in trained.slots():
+        assert group_size > 1
+        if not isinstance(slot, keras_shards.Owned):
+            size = max(1, -(-slot.shape.num_elements() // group_size))
+            for copy in slot.shards.values:
+                assert copy.shape == [size]

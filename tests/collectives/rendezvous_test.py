@@ -1,0 +1,73 @@
+"""What processes exchange outside of a step, and who is missing."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_xshard
+from tf_xshard.collectives import process_gather
+from tf_xshard.collectives import silent_workers
+
+
+class Store(dict):
+    """The key-value store of two processes; rank 1 says its round."""
+
+    publish = dict.__setitem__
+    withdraw = dict.pop
+
+    def lookup(self, key, seconds):
+        del seconds
+        if key in self:
+            return self[key]
+        *_, number, rank = key.split("/")
+        if rank == "1" and number != "2":
+            return f"round {number}"
+        raise tf.errors.DeadlineExceededError(None, None, key)
+
+    def worker(self, rank):
+        return f"worker {rank}"
+
+
+@pytest.fixture
+def gather(monkeypatch):
+    """A ProcessGather of rank 0 of two."""
+    monkeypatch.setattr(process_gather, "runtime", Store())
+    monkeypatch.setattr(process_gather, "_rounds", {})
+    one = process_gather.ProcessGather(
+        tf.distribute.get_strategy(), tf_xshard.Communication(), "Saving"
+    )
+    one.num_processes = 2
+    return one
+
+
+def test_texts_of_each_round(gather):
+    assert gather.exchange("a") == ["a", "round 0"]
+    assert gather.exchange("b") == ["b", "round 1"]
+    for _ in range(2):  # It can be called again after a timeout.
+        with pytest.raises(RuntimeError, match="Saving: worker 1 did not call"):
+            gather.exchange("c")
+
+
+def test_payloads_of_any_length(gather, monkeypatch):
+    other = bytes(range(21))
+
+    def all_gather(numbers):
+        its = [len(other)]
+        if numbers.size > 1:
+            its = np.frombuffer(other.ljust(numbers.nbytes, b"\0"), np.int64)
+        return np.stack([numbers, its])
+
+    monkeypatch.setattr(gather, "_all_gather", all_gather)
+    assert gather.gather(b"four") == [b"four", other]
+
+
+def test_workers_that_do_not_wait_are_named(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(silent_workers, "runtime", store)
+    for rank in (0, 2, 3):
+        silent_workers.say_waits("key", rank)
+    silent_workers.say_continues("key", 3)
+    store["key/1"] = ""
+    assert silent_workers.silent("key", range(5)) == [3, 4]
+    assert silent_workers.named([3, 4]) == "worker 3, worker 4"
+    assert silent_workers.named(range(7)).endswith("worker 4, and 2 more")
