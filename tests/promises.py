@@ -37,14 +37,16 @@ O = "tests/optimizers/"  # noqa: E741
 COLLECTIVES_AND_REDUCTION: list[Promise] = [
     Promise(
         "group_reduce on a TPU reduces each group apart",
-        "tests/reduction/group_reduce_test.py::test_nested_values[tpu-True]",
+        "tests/reduction/group_reduce_test.py::test_nested_value"
+        "s[tpu-True-mean]",
         "collectives/__init__.py",
         "    if channel.groups.num_groups == 1:\n",
         "    if channel.groups.num_groups:\n",
     ),
     Promise(
         "a TPU's groups do not mix",
-        "tests/reduction/group_reduce_test.py::test_nested_values[tpu-True]",
+        "tests/reduction/group_reduce_test.py::test_nested_value"
+        "s[tpu-True-mean]",
         "collectives/cross_replica_sum.py",
         "group_assignment=self.channel.groups.to_list()",
         "group_assignment=[sum(self.channel.groups.to_list(), [])]",
@@ -52,7 +54,7 @@ COLLECTIVES_AND_REDUCTION: list[Promise] = [
     Promise(
         "groups of a TPU whose numbering is not the strategy's do not mix",
         "tests/reduction/group_reduce_test.py::test_nested_value"
-        "s[tpu_permuted-True]",
+        "s[tpu_permuted-True-sum]",
         "collectives/one_hot.py",
         "return [tf.gather(total, index) for total in sums]",
         "return [tf.gather(total, 0) for total in sums]",
@@ -60,7 +62,7 @@ COLLECTIVES_AND_REDUCTION: list[Promise] = [
     Promise(
         "an overflow stays in its group, in eager steps of several workers",
         "tests/reduction/group_reduce_test.py::test_nested_value"
-        "s[multi_worker-False]",
+        "s[multi_worker-False-mean]",
         "collectives/one_hot.py",
         "return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))",
         "return tf.cast(slots, tensor.dtype) * tensor[tf.newaxis]",
@@ -68,7 +70,7 @@ COLLECTIVES_AND_REDUCTION: list[Promise] = [
     Promise(
         "groups do not mix in eager steps",
         "tests/reduction/group_reduce_test.py::test_nested_value"
-        "s[mirrored-False]",
+        "s[mirrored-False-sum]",
         "collectives/merge_call.py",
         "combined[self.groups.group_of(replica_id)]",
         "combined[0]",
@@ -83,7 +85,7 @@ COLLECTIVES_AND_REDUCTION: list[Promise] = [
     Promise(
         "groups do not mix in a tf.function",
         "tests/reduction/group_reduce_test.py::test_nested_value"
-        "s[mirrored-True]",
+        "s[mirrored-True-mean]",
         "collectives/subgroups.py",
         "self._members = tuple(groups)[groups.group_of(site.replica_id)]",
         "self._members = tuple(range(groups.num_replicas))",
@@ -196,8 +198,8 @@ COLLECTIVES_AND_REDUCTION: list[Promise] = [
     ),
     Promise(
         "clip_by_value does not hide an overflow",
-        "tests/reduction/loss_scaling_test.py::test_no_clipping_"
-        "hides_an_overflow[value]",
+        "tests/reduction/loss_scaling_test.py::test_clipped_valu"
+        "es_that_are_not_finite_stay",
         "reduction/clipping.py",
         "return tf.where(tf.math.is_finite(x), clipped, x)",
         "return clipped",
@@ -295,7 +297,7 @@ COLLECTIVES_AND_REDUCTION: list[Promise] = [
     Promise(
         "group_reduce returns each row once",
         "tests/reduction/group_reduce_test.py::test_nested_value"
-        "s[multi_worker-True]",
+        "s[multi_worker-True-sum]",
         "reduction/reducer.py",
         "        indexed_slices.unique(\n            tf.IndexedSlices(",
         "        (lambda one: one)(\n            tf.IndexedSlices(",

@@ -149,3 +149,9 @@ def test_no_clipping_hides_an_overflow(argument, function):
         num_replicas=2,
     )
     assert values == [0.0, 0.0]
+
+
+def test_clipped_values_that_are_not_finite_stay():
+    clip = tf_xshard.clip_by_value(-1.0, 1.0)
+    [(clipped, _)] = clip([(tf.constant([np.inf, 3.0, -np.inf]), None)])
+    assert clipped.numpy().tolist() == [np.inf, 1.0, -np.inf]
