@@ -94,7 +94,7 @@ def test_the_error_on_eight_replicas(kind, dtype, report):
     report(f"{dtype}, {kind}: largest error {relative:.2e}")
     # Not zero: it did travel in that type.
     roundoff = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-    assert 0 < relative <= 8 * roundoff
+    assert roundoff / 32 < relative <= 8 * roundoff
     for one in got[1:]:
         np.testing.assert_array_equal(one, got[0])
 

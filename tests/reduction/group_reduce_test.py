@@ -200,24 +200,6 @@ def test_the_gradient_of_its_gradient():
             assert [float(one) for one in values.values] == [96, 96]
 
 
-def test_a_gradient_of_a_loss_that_contains_it():
-    """One device's gradient is 20."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        w = tf.Variable(2.0)
-
-    def on_replica():
-        x = tf.constant([[1.0, 2.0], [3.0, 6.0]][replicas.replica_id()])
-        with tf.GradientTape() as tape:
-            y = w * x
-            mean = tf_xshard.group_reduce(tf.reduce_mean(y))
-            loss = tf.reduce_mean((y - 0.5 * mean - 1) ** 2)
-        return tape.gradient(loss, w)
-
-    for run in (strategy.run, tf.function(strategy.run)):
-        assert float(strategy.reduce("MEAN", run(on_replica), None)) == 20
-
-
 def _loss_with_a_mean(y, p):
     mean = tf_xshard.group_reduce(tf.reduce_mean(p))
     return tf.square(p - y - mean)[:, 0]
