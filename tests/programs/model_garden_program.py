@@ -23,8 +23,8 @@ from official.vision.configs import image_classification as image_configs
 from official.vision.tasks import image_classification
 
 import tf_xshard
-from tests.programs import tf_keras_program
 from tests.support import fitting
+from tests.support import keras_2
 from tests.support import replicas
 from tf_xshard.distribute import site
 
@@ -33,8 +33,8 @@ BATCH_SIZE = 8
 # Adam's default enlarges rounding errors: the gradient of BERT's key biases is
 # exactly zero.
 EPSILON = 0.01
-NUM_REPLICAS = tf_keras_program.NUM_REPLICAS
-GROUPS = tf_keras_program.GROUPS
+NUM_REPLICAS = keras_2.NUM_REPLICAS
+GROUPS = keras_2.GROUPS
 ROWS = BATCH_SIZE // NUM_REPLICAS
 
 
@@ -129,24 +129,21 @@ def _resnet_task():
     return image_classification.ImageClassificationTask(config)
 
 
+def _lamb(**options):
+    return lamb.LAMB(0.1, weight_decay_rate=0.1, global_clipnorm=0.5, **options)
+
+
+def _legacy_adamw(**options):
+    return legacy_adamw.AdamWeightDecay(
+        0.1, weight_decay_rate=0.1, gradient_clip_norm=0.0, **options
+    )
+
+
 # Trained with gradients of random numbers, as tf_keras's own optimizers.
 OPTIMIZERS = {
-    "lamb": lambda **options: lamb.LAMB(
-        0.1, weight_decay_rate=0.1, global_clipnorm=0.5, **options
-    ),
-    "legacy_adamw": lambda **options: legacy_adamw.AdamWeightDecay(
-        0.1, weight_decay_rate=0.1, gradient_clip_norm=0.0, **options
-    ),
-}
-OPTIMIZER_CASES = {
-    "lamb": tf_keras_program.Case("lamb", "mean", GROUPS, "argument"),
-    "lamb sum": tf_keras_program.Case("lamb", "sum", GROUPS),
-    "lamb scaled": tf_keras_program.Case(
-        "lamb", "mean", GROUPS, is_scaled=True
-    ),
-    "legacy_adamw": tf_keras_program.Case(
-        "legacy_adamw", "sum", GROUPS, "argument"
-    ),
+    "lamb": keras_2.Case(_lamb, is_argument=True),
+    "lamb scaled": keras_2.Case(_lamb, is_scaled=True),
+    "legacy_adamw": keras_2.Case(_legacy_adamw, "sum", is_argument=True),
 }
 
 
@@ -255,7 +252,7 @@ def difference(strategy, case):
         alone = trained(case, tf.distribute.get_strategy(), members)
         return [one[0] for one in alone]
 
-    return tf_keras_program.largest_difference(
+    return keras_2.largest_difference(
         strategy, trained(case, strategy, None), case.groups, expected_of
     )
 
@@ -345,12 +342,15 @@ def two_towers(strategy):
 
 
 def main(kind):
-    strategy = tf_keras_program.strategy_of(kind)
-    found = {}
-    tf_keras_program.OPTIMIZERS.update(OPTIMIZERS)
-    for name, case in OPTIMIZER_CASES.items():
-        if not (case.is_scaled and kind == "tpu"):
-            found[name] = tf_keras_program.difference(strategy, case)
+    strategy = keras_2.strategy_of(kind)
+    found = keras_2.differences(
+        strategy,
+        {
+            name: case
+            for name, case in OPTIMIZERS.items()
+            if not (case.is_scaled and kind == "tpu")
+        },
+    )
     for name, case in CASES.items():
         if kind == "workers" and name not in BY_WORKERS:
             continue

@@ -1,32 +1,268 @@
-"""Runs programs of tests/programs with Keras 2, in processes of their own."""
+"""Trains optimizers of tf_keras on groups of replicas and on one device.
+
+Each replica gets other gradients, and each group must end with the weights of
+one device that gets the group's mean or sum.
+"""
 
 import contextlib
+import dataclasses
+import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
-from tests.support import paths
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+import tf_xshard
+from tests.support import processes
+from tests.support import replicas
+from tf_xshard.distribute import site
 from tf_xshard.multi_worker import local_cluster
+from tf_xshard.private.tf_keras import optimizers as private
+
+NUM_REPLICAS = 4
+NUM_STEPS = 3
+GROUPS = [[0, 2], [3, 1]]
+SHAPES = [(3, 2), (4, 2)]
+LEGACY = tf_keras.optimizers.legacy
+NEW = tf_keras.optimizers
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An optimizer, and how it gets an aggregator."""
+
+    make: Callable
+    reduction: str = "mean"
+    groups: list | None = dataclasses.field(default_factory=lambda: GROUPS)
+    # The aggregator is the argument of a legacy optimizer.
+    is_argument: bool = False
+    # A LossScaleOptimizer is around it, and replica 1 overflows in one step.
+    is_scaled: bool = False
+    # Further arguments of the aggregator.
+    options: dict = dataclasses.field(default_factory=dict)
+    # Replica 1 has no gradient of the first variable.
+    lacks_one: bool = False
+    # The optimizer to compare with, if it is another one.
+    reference: Callable | None = None
+
+    def optimizer(self):
+        arguments = (self.reduction, self.groups)
+        if self.is_argument:
+            return self.make(
+                gradient_aggregator=tf_xshard.tf_keras.gradient_aggregator(
+                    *arguments, **self.options
+                )
+            )
+        return tf_xshard.tf_keras.with_aggregator(
+            self.scaled(self.make()), *arguments, **self.options
+        )
+
+    def scaled(self, optimizer):
+        if not self.is_scaled:
+            return optimizer
+        return tf_keras.mixed_precision.LossScaleOptimizer(
+            optimizer, initial_scale=8.0
+        )
+
+
+CASES = {
+    "legacy_adam": Case(
+        functools.partial(LEGACY.Adam, 0.1, global_clipnorm=0.5),
+        "sum",
+        is_argument=True,
+    ),
+    "legacy_sgd": Case(functools.partial(LEGACY.SGD, 0.1, momentum=0.9)),
+    "adam": Case(lambda: NEW.Adam(0.1, global_clipnorm=0.5)),
+    "adamw": Case(lambda: NEW.AdamW(0.1, weight_decay=0.1, clipnorm=0.3)),
+    "sgd": Case(lambda: NEW.SGD(0.1, momentum=0.9), groups=None),
+    "replica": Case(
+        lambda: NEW.SGD(0.1, momentum=0.9),
+        "sum",
+        options={"loss_normalization": "replica"},
+    ),
+    "clipped": Case(
+        lambda: NEW.SGD(0.1, momentum=0.9),
+        options={"post_reduce": tf_xshard.clip_by_global_norm(0.5)},
+        reference=lambda: NEW.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
+    ),
+}
+# tf_keras refuses a LossScaleOptimizer under TPUStrategy, where all replicas
+# run one program.
+CASES_OF_EACH_REPLICA = {
+    "legacy_adam scaled": Case(CASES["legacy_adam"].make, is_scaled=True),
+    "adam scaled": Case(CASES["adam"].make, is_scaled=True),
+    "none": Case(
+        CASES["legacy_adam"].make, "sum", is_argument=True, lacks_one=True
+    ),
+}
+
+
+ALL_CASES = {**CASES, **CASES_OF_EACH_REPLICA}
+
+
+def gradients():
+    """`result[step][variable][replica]`; the last variable has rows."""
+    rng = np.random.default_rng(8)
+    return [
+        [
+            rng.normal(size=(NUM_REPLICAS, *shape)).astype("float32")
+            for shape in SHAPES
+        ]
+        for _ in range(NUM_STEPS)
+    ]
+
+
+def variables():
+    rng = np.random.default_rng(7)
+    return [tf.Variable(rng.normal(size=s).astype("float32")) for s in SHAPES]
+
+
+def _as_rows(value):
+    """Makes IndexedSlices, in which rows 0 and 1 occur twice."""
+    half = 0.5 * value[:2]
+    return tf.IndexedSlices(
+        tf.concat([half, half, value[2:]], 0),
+        tf.constant([0, 1, 0, 1, 2, 3]),
+        tf.constant(SHAPES[-1]),
+    )
+
+
+def _apply(case, optimizer, values, given, sparse):
+    """Applies gradients; the last one as IndexedSlices, if `sparse`."""
+    values = list(values)
+    if case.is_scaled:
+        scale = optimizer.get_scaled_loss(tf.constant(1.0))
+        values = [one * scale for one in values]
+    if sparse:
+        values[-1] = _as_rows(values[-1])
+    if case.is_scaled:
+        values = optimizer.get_unscaled_gradients(values)
+    optimizer.apply_gradients(list(zip(values, given, strict=True)))
+
+
+def _trained(strategy, cases, loops):
+    """Each case's variables on every replica; one function trains all."""
+    with strategy.scope():
+        given = {name: variables() for name in cases}
+        optimizers = {name: case.optimizer() for name, case in cases.items()}
+        for name, optimizer in optimizers.items():
+            # In the function, new variables would make it trace twice.
+            private.created_variables(optimizer, given[name])
+
+    def on_replica(number, *arriving):
+        replica = replicas.replica_id_tensor()
+        is_bad = tf.logical_and(
+            tf.equal(tf.cast(replica, tf.int32), 1), tf.equal(number, 1)
+        )
+        for name, case in cases.items():
+            divides = case.options.get("loss_normalization") != "replica"
+            divisor = NUM_REPLICAS if divides else 1
+            own = [one[replica] / divisor for one in arriving]
+            if case.is_scaled:
+                own[0] = tf.where(is_bad, np.inf, own[0])
+            if case.lacks_one and tf.get_static_value(replica) == 1:
+                own[0] = None
+            _apply(case, optimizers[name], own, given[name], sparse=True)
+
+    @tf.function(autograph=False)
+    def step(number, *arriving):
+        strategy.run(on_replica, args=(number, *arriving))
+
+    @tf.function(autograph=False)
+    def loop(*all_steps):
+        def body(number):
+            arriving = [one[number] for one in all_steps]
+            strategy.run(on_replica, args=(number, *arriving))
+            return number + 1
+
+        tf.while_loop(lambda number: number < NUM_STEPS, body, [0])
+
+    if loops:
+        loop(*map(tf.stack, zip(*gradients(), strict=True)))
+    else:
+        for number, one in enumerate(gradients()):
+            step(tf.constant(number), *map(tf.constant, one))
+    return {
+        name: [replicas.values(strategy, v) for v in of_case]
+        for name, of_case in given.items()
+    }
+
+
+def _one_device(case, members):
+    """Returns each variable after plain tf_keras with a group's gradients."""
+    given = variables()
+    optimizer = case.scaled((case.reference or case.make)())
+    combine = np.mean if case.reduction == "mean" else np.sum
+    for number, one in enumerate(gradients()):
+        if case.lacks_one:
+            one[0][1] = 0
+        values = [tf.constant(combine(v[members], axis=0)) for v in one]
+        if case.is_scaled and number == 1:  # No group takes the step.
+            values[0] *= np.inf
+        # tf_keras would clip by the norm of the repeated rows.
+        _apply(case, optimizer, values, given, sparse=False)
+    return [v.numpy() for v in given]
+
+
+def differences(strategy, cases, loops=False):
+    """For each case, the largest difference of a replica from one device."""
+    trained = _trained(strategy, cases, loops)
+    return {
+        name: largest_difference(
+            strategy,
+            trained[name],
+            case.groups,
+            functools.partial(_one_device, case),
+        )
+        for name, case in cases.items()
+    }
+
+
+def largest_difference(strategy, got, groups, expected_of):
+    """The largest |difference| of a replica's variables from its group's."""
+    ids = site.local_replica_ids(strategy)
+    largest = 0.0
+    for members in groups or [list(range(NUM_REPLICAS))]:
+        mine = set(members) & set(ids)
+        expected = expected_of(members) if mine else []
+        for values, want in zip(got, expected, strict=bool(mine)):
+            for replica in mine:
+                error = np.max(np.abs(values[ids.index(replica)] - want))
+                largest = max(largest, float(error))
+    return largest
+
+
+def strategy_of(kind):
+    """For a program: "workers" are four processes with a replica each."""
+    if kind == "workers":
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * NUM_REPLICAS,
+    )
+    return replicas.STRATEGIES[kind](NUM_REPLICAS)
 
 
 def printed(program, kind, python=sys.executable):
-    """The JSON that each process prints; "workers" are four processes."""
-    count = 4 if kind == "workers" else 1
+    """Largest differences, by case, that the processes of a program print."""
+    count = NUM_REPLICAS if kind == "workers" else 1
     addresses = local_cluster.local_addresses(count)
     with contextlib.ExitStack() as stack:
-        processes = []
+        running = []
         for rank in range(count):
             out, error = (
                 stack.enter_context(tempfile.TemporaryFile("w+")) for _ in "oe"
             )
             process = stack.enter_context(
-                subprocess.Popen(
+                processes.started(
                     [python, "-m", f"tests.programs.{program}", kind],
                     stdout=out,
                     stderr=error,
-                    cwd=paths.ROOT,
                     env={
                         **os.environ,
                         **local_cluster.settings(count),
@@ -35,22 +271,12 @@ def printed(program, kind, python=sys.executable):
                     },
                 )
             )
-            stack.callback(process.kill)
-            processes.append((process, out, error))
-        for process, out, error in processes:
+            running.append((process, out, error))
+        found = []
+        for process, out, error in running:
             process.wait(2500)  # The test's own limit may end it sooner.
             for one in (out, error):
                 one.seek(0)
             assert process.returncode == 0, error.read()[-3000:]
-        return [
-            json.loads(out.read().splitlines()[-1]) for _, out, _ in processes
-        ]
-
-
-def differences(found):
-    """The largest difference from one device of all processes, by case."""
-    return {
-        name: max(one[name] for one in found)
-        for name, value in found[0].items()
-        if isinstance(value, float)
-    }
+            found.append(json.loads(out.read().splitlines()[-1]))
+    return {name: max(one[name] for one in found) for name in found[0]}

@@ -6,6 +6,7 @@ import gc
 import weakref
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
@@ -15,74 +16,139 @@ from tests.support import keras_2
 from tests.support import replicas
 
 LEGACY_SGD = tf_keras.optimizers.legacy.SGD
+on_both_kinds = pytest.mark.parametrize(
+    "kind", [tf_keras.optimizers.SGD, LEGACY_SGD], ids=["new", "legacy"]
+)
 _BFLOAT16 = tf_xshard.Communication(dtype="bfloat16", error_feedback=True)
-KINDS = ("mirrored", "tpu", "workers")
-NAMES = (
-    "fit",
-    "legacy_adam",
-    "legacy_sgd",
-    "legacy_sgd given",
-    "adam",
-    "adamw",
-    "sgd",
-    "replica",
-    "clipped",
-    "loop",
-    "legacy loop",
-)
-# tf_keras refuses a LossScaleOptimizer under TPUStrategy.
-SCALED = (
-    "legacy_adam scaled",
-    "legacy_adam scaled, overflow",
-    "adam scaled",
-    "adam scaled, overflow",
-)
-CASES = [(kind, name) for kind in KINDS for name in NAMES]
-CASES += [
-    (kind, name)
-    for kind in ("mirrored", "workers")
-    for name in (*SCALED, "none")
-]
-# Simulated: one process has all replicas.
-ONE_PROCESS = ("mirrored", "tpu")
+
+
+def _workers(num_replicas):
+    """MultiWorkerMirroredStrategy in one process."""
+    # Away from the keys of other strategies.
+    tf.distribute.MultiWorkerMirroredStrategy._collective_key_base = 60_000_000
+    return tf.distribute.MultiWorkerMirroredStrategy._from_local_devices(
+        [f"/device:CPU:{i}" for i in range(num_replicas)]
+    )
+
+
+STRATEGIES = {
+    "mirrored": replicas.mirrored,
+    "tpu": replicas.tpu,
+    "workers": _workers,
+}
+# A TPU has one program for all replicas, so all cases are cheap there.
+NAMES = {
+    "mirrored": ["adam scaled", "none"],
+    "tpu": [*keras_2.CASES],
+    "workers": ["legacy_adam scaled"],
+}
 
 
 @functools.cache
-def printed(kind):
-    return keras_2.printed("tf_keras_program", kind)
+def _differences(kind):
+    if kind == "processes":
+        return keras_2.printed("tf_keras_program", "workers")
+    cases = {name: keras_2.ALL_CASES[name] for name in NAMES[kind]}
+    # All steps in one tf.function, as in Orbit.
+    loops = kind == "mirrored"
+    strategy = STRATEGIES[kind](keras_2.NUM_REPLICAS)
+    return keras_2.differences(strategy, cases, loops)
 
 
-def differences(kind):
-    return keras_2.differences(printed(kind))
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, name) for kind, names in NAMES.items() for name in names),
+        *(
+            pytest.param("processes", name, marks=replicas.in_full)
+            for name in keras_2.ALL_CASES
+        ),
+    ],
+)
 def test_is_one_device(kind, name):
-    assert differences(kind)[name] < 1e-6
+    assert _differences(kind)[name] < 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_case_is_tested(kind):
-    tested = {name for one, name in CASES if one == kind}
-    others = {"ignored"} | ({"feedback"} if kind in ONE_PROCESS else set())
-    assert differences(kind).keys() == tested | others
+def test_fit_is_one_device_and_its_ledger_has_the_planned_bytes():
+    x = np.linspace(-1, 1, 48, dtype="float32").reshape(16, 3)
+    kernel = np.linspace(0, 1, 6, dtype="float32").reshape(3, 2)
+    with replicas.mirrored(2).scope():
+        model = tf_keras.Sequential(
+            [tf_keras.layers.Dense(2, use_bias=False, input_shape=[3])]
+        )
+        optimizer = tf_keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(tf_xshard.tf_keras.with_aggregator(optimizer), "mse")
+    model.set_weights([kernel])
+    ledger = tf_xshard.tf_keras.communication_ledger()
+    history = model.fit(
+        *(x, x[:, :2], 8),
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[ledger],
+    ).history
+    plan = tf_xshard.communication_plan(model)
+    assert history["communication_bytes"] == [2 * plan.bytes_per_step] * 2
+    assert ledger.totals["communication_bytes"] == 4 * plan.bytes_per_step > 0
+    momentum = 0
+    for batch in [x[:8], x[8:]] * 2:
+        error = batch @ kernel - batch[:, :2]
+        momentum = 0.9 * momentum - 0.1 * batch.T @ error / 8
+        kernel = kernel + momentum
+    for one in replicas.values(replicas.mirrored(2), model.weights[0]):
+        np.testing.assert_allclose(one, kernel, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_the_aggregator_groups_are_ignored(kind):
-    assert differences(kind)["ignored"] > 1e-2
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+def test_small_gradients_and_residuals_are_those_of_keras_3(kind, tmp_path):
+    strategy = STRATEGIES[kind](2)
+    communication = tf_xshard.Communication(
+        dtype="bfloat16" if kind == "tpu" else "int8", error_feedback=True
+    )
+    with strategy.scope():
+        wrapper = tf_xshard.CrossShardOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9), communication=communication
+        )
+        make = lambda: tf_xshard.tf_keras.with_aggregator(  # noqa: E731
+            tf_keras.optimizers.SGD(0.1, momentum=0.9),
+            communication=communication,
+        )
+        optimizer, other = make(), make()
+        pairs = {wrapper: keras_2.variables(), optimizer: keras_2.variables()}
+        for one, given in pairs.items():
+            one.build(given)
 
+    @tf.function(autograph=False)
+    def step(*arriving):
+        def on_replica(*arriving):
+            replica = replicas.replica_id_tensor()
+            own = [one[replica] / 2 for one in arriving]
+            for one, given in pairs.items():
+                one.apply_gradients(list(zip(own, given, strict=True)))
 
-@pytest.mark.parametrize("kind", ONE_PROCESS)
-def test_small_gradients_and_residuals_are_those_of_keras_3(kind):
-    assert differences(kind)["feedback"] < 1e-6
+        strategy.run(on_replica, args=arriving)
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ledger_and_plan(kind):
-    for one in printed(kind):
-        measured, planned = one["ledger"]
-        assert measured == planned
+    for arriving in keras_2.gradients():
+        step(*map(tf.constant, arriving))
+    for got, expected in zip(*pairs.values(), strict=True):
+        np.testing.assert_allclose(
+            replicas.values(strategy, got),
+            replicas.values(strategy, expected),
+            atol=1e-6,
+        )
+    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "c"))
+    tf.train.Checkpoint(optimizer=other).read(path)
+    plan = tf_xshard.communication_plan(other, pairs[optimizer])
+    wanted = [residual.numpy() for residual in wrapper._residuals]
+    residuals = other.aggregate_gradients.residuals.residuals
+    for got, expected in zip(residuals, wanted, strict=True):
+        assert np.max(np.abs(expected)) > 1e-4
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+    # Momentum and residuals; `iterations` and the learning rate are small.
+    num_values = sum(one.size for one in wanted)
+    sizes = sum(np.prod(shape) for shape in keras_2.SHAPES)
+    assert 0 <= plan.slot_bytes - 4 * (num_values + sizes) < 20
+    assert {one.dtype for one in plan.operations} == {communication.dtype}
 
 
 def _aggregates_itself():
@@ -90,7 +156,7 @@ def _aggregates_itself():
         def aggregate_gradients(self, grads_and_vars):
             return grads_and_vars
 
-    class OwnLegacy(tf_keras.optimizers.legacy.SGD):
+    class OwnLegacy(LEGACY_SGD):
         def _aggregate_gradients(self, grads_and_vars):
             return grads_and_vars
 
@@ -98,19 +164,16 @@ def _aggregates_itself():
     return [
         Own(),
         OwnLegacy(),
-        tf_keras.optimizers.legacy.SGD(gradient_aggregator=aggregator),
-        tf_keras.optimizers.legacy.SGD(gradient_aggregator=list),
+        LEGACY_SGD(gradient_aggregator=aggregator),
+        LEGACY_SGD(gradient_aggregator=list),
         tf_xshard.tf_keras.with_aggregator(tf_keras.optimizers.SGD()),
     ]
 
 
-def test_refuses_a_second_reduction():
+def test_refuses_a_second_reduction_and_optimizers_of_keras_3():
     for optimizer in _aggregates_itself():
         with pytest.raises(TypeError, match="would be reduced twice"):
             tf_xshard.tf_keras.with_aggregator(optimizer)
-
-
-def test_refuses_optimizers_of_keras_3():
     with pytest.raises(TypeError, match="use tf_xshard.CrossShardOptimizer"):
         tf_xshard.tf_keras.with_aggregator(keras.optimizers.SGD())
 
@@ -123,13 +186,12 @@ def test_refuses_optimizers_of_keras_3():
         ({"loss_normalization": "none"}, "loss_normalization must be"),
     ],
 )
-def test_refuses_bad_arguments(arguments, error):
+def test_refuses_bad_arguments_and_changes_nothing(arguments, error):
     optimizer = tf_keras.optimizers.SGD()
     with pytest.raises(ValueError, match=error):
         tf_xshard.tf_keras.with_aggregator(optimizer, **arguments)
     with pytest.raises(ValueError, match=error):
         tf_xshard.tf_keras.gradient_aggregator(**arguments)
-    # Nothing was changed.
     tf_xshard.tf_keras.with_aggregator(optimizer)
 
 
@@ -137,10 +199,7 @@ def test_refuses_to_skip_the_aggregation():
     pairs = [(tf.constant(1.0), tf.Variable(2.0))]
     for optimizer, skip in (
         (tf_keras.optimizers.SGD(1.0), {"skip_gradients_aggregation": True}),
-        (
-            tf_keras.optimizers.legacy.SGD(1.0),
-            {"experimental_aggregate_gradients": False},
-        ),
+        (LEGACY_SGD(1.0), {"experimental_aggregate_gradients": False}),
     ):
         tf_xshard.tf_keras.with_aggregator(optimizer)
         with pytest.raises(RuntimeError, match="would train separately"):
@@ -154,7 +213,7 @@ def test_refuses_to_skip_the_aggregation():
     assert float(pairs[0][1]) == 0
 
 
-@pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
+@on_both_kinds
 def test_refuses_a_loss_scale_optimizer_that_it_does_not_know(kind):
     strategy = replicas.mirrored(2)
     with strategy.scope():
@@ -185,8 +244,7 @@ def test_refuses_a_gradient_in_one_group_only():
         )
 
     def step(holders):
-        replica = tf.distribute.get_replica_context()
-        index = int(replica.replica_id_in_sync_group)
+        index = replicas.replica_id()
         gradient = tf.constant(index + 1.0)
         held = gradient if index in holders else None
         optimizer.apply_gradients(zip([gradient, held], variables, strict=True))
@@ -207,6 +265,7 @@ def test_refuses_a_gradient_in_one_group_only():
         functools.partial(tf_keras.optimizers.SGD, jit_compile=False),
         LEGACY_SGD,
     ],
+    ids=["new", "legacy"],
 )
 def test_a_copy_trains_with_its_own_state(kind):
     with replicas.mirrored(2).scope():
@@ -220,7 +279,7 @@ def test_a_copy_trains_with_its_own_state(kind):
     assert steps == [0, 1]
 
 
-@pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
+@on_both_kinds
 def test_residuals_are_saved_by_a_checkpoint_that_was_used_before(
     kind, tmp_path
 ):
@@ -234,6 +293,13 @@ def test_residuals_are_saved_by_a_checkpoint_that_was_used_before(
     assert any("gradient_residuals/residuals/0" in name for name in names)
 
 
+@on_both_kinds
+def test_no_gradients_at_first(kind):
+    optimizer = tf_xshard.tf_keras.with_aggregator(kind(1.0))
+    optimizer.apply_gradients([])
+    assert not tf_xshard.communication_plan(optimizer, []).operations
+
+
 def test_residuals_stay_with_their_variables():
     """Ids of deleted variables are used again."""
     aggregator = tf_xshard.tf_keras.gradient_aggregator(communication=_BFLOAT16)
@@ -245,28 +311,28 @@ def test_residuals_stay_with_their_variables():
     assert alive() is not None
 
 
-@pytest.mark.parametrize("kind", [tf_keras.optimizers.SGD, LEGACY_SGD])
-def test_no_gradients_at_first(kind):
-    optimizer = tf_xshard.tf_keras.with_aggregator(kind(1.0))
-    optimizer.apply_gradients([])
-    assert not tf_xshard.communication_plan(optimizer, []).operations
-
-
 @pytest.mark.parametrize(
-    "make",
+    ("make", "error"),
     [
-        tf_xshard.CrossShardOptimizer,
-        functools.partial(tf_xshard.CrossShardOptimizer, shard_update=True),
-        functools.partial(tf_xshard.TowerOptimizer, num_towers=2),
-        functools.partial(tf_xshard.AGNOptimizer, communication_period=2),
+        (tf_xshard.CrossShardOptimizer, "use tf_xshard.tf_keras"),
+        (
+            functools.partial(tf_xshard.CrossShardOptimizer, shard_update=True),
+            "use tf_xshard.tf_keras",
+        ),
+        (
+            functools.partial(tf_xshard.TowerOptimizer, num_towers=2),
+            "use tf_xshard.tf_keras",
+        ),
+        (
+            functools.partial(tf_xshard.AGNOptimizer, communication_period=2),
+            "use tf_xshard.tf_keras",
+        ),
+        (
+            lambda _: tf_xshard.GroupState(tf_keras.Sequential()),
+            "model of Keras 3",
+        ),
     ],
 )
-def test_optimizers_of_keras_3_refuse_tf_keras(make):
-    with pytest.raises(TypeError, match="use tf_xshard.tf_keras"):
+def test_classes_for_keras_3_refuse_tf_keras(make, error):
+    with pytest.raises(TypeError, match=error):
         make(tf_keras.optimizers.SGD())
-
-
-def test_group_state_refuses_tf_keras():
-    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(1,))])
-    with pytest.raises(TypeError, match="model of Keras 3"):
-        tf_xshard.GroupState(model)
