@@ -96,9 +96,7 @@ CASES = {
 CASES_OF_EACH_REPLICA = {
     "legacy_adam scaled": Case(CASES["legacy_adam"].make, is_scaled=True),
     "adam scaled": Case(CASES["adam"].make, is_scaled=True),
-    "none": Case(
-        CASES["legacy_adam"].make, "sum", is_argument=True, lacks_one=True
-    ),
+    "none": Case(CASES["replica"].make, lacks_one=True),
 }
 
 
