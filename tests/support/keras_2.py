@@ -94,7 +94,7 @@ CASES = {
 # tf_keras refuses a LossScaleOptimizer under TPUStrategy, where all replicas
 # run one program.
 CASES_OF_EACH_REPLICA = {
-    "legacy_adam scaled": Case(CASES["legacy_adam"].make, is_scaled=True),
+    "legacy_sgd scaled": Case(CASES["legacy_sgd"].make, is_scaled=True),
     "adam scaled": Case(CASES["adam"].make, is_scaled=True),
     "none": Case(CASES["replica"].make, lacks_one=True),
 }

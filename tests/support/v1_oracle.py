@@ -82,3 +82,33 @@ def as_dense(indices, values):
     result = np.zeros((4, 2))
     np.add.at(result, indices, values)
     return result
+
+
+class AGNWorker:
+    """A worker of AGNOptimizer; the workers share the oracle of the center."""
+
+    def __init__(self, center, period):
+        self.center = center
+        self.local = type(center)(center.x)
+        self.num_steps = 0
+        self._period = period
+        self._total = np.zeros_like(center.x)
+        self._num_updates = 0
+
+    def _update(self, one, gradient):
+        one.t = self._num_updates  # Adam's powers are the worker's.
+        self._num_updates += 1
+        one.apply(gradient)
+
+    def step(self, gradient):
+        self._update(self.local, gradient)
+        self._total += gradient
+        self.num_steps += 1
+        if self.num_steps % self._period == 0:
+            self._update(self.center, self._total / self._period)
+            self.local.x = self.center.x.copy()
+            self._total[:] = 0
+
+    def values(self):
+        """The local variable, the center and the accumulator."""
+        return [self.local.x, self.center.x, self._total]

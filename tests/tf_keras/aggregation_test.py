@@ -38,7 +38,7 @@ STRATEGIES = {
 }
 # A TPU has one program for all replicas, so all cases are cheap there.
 NAMES = {
-    "mirrored": ["legacy_adam scaled", "none"],
+    "mirrored": ["legacy_sgd scaled", "none"],
     "tpu": [*keras_2.CASES],
     "workers": ["adam scaled"],
 }

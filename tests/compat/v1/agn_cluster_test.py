@@ -1,118 +1,105 @@
-"""v1's AGNOptimizer over gRPC: a parameter server and two workers."""
+"""v1's AGNOptimizer over gRPC: a parameter server and two workers.
 
-import json
-import os
-import signal
-import subprocess
-import sys
+The servers are in this process. A worker that was lost comes back as a new
+graph and a new session, which initializes its local variables again.
+"""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
-from tests.programs import agn_cluster_program as program
-from tests.support import paths
+from tests.compat.v1 import graphs
+from tests.support import v1_oracle
+from tf_xshard.compat import v1
 from tf_xshard.multi_worker import local_cluster
 
-_SECONDS = 240
-_NUM_STEPS = 200
+tf1 = tf.compat.v1
+PERIOD = 2
 
 
-@pytest.fixture
-def start():
-    """A function that starts a worker; a parameter server runs already."""
-    ports = local_cluster.free_ports(3)
-    names = [f"127.0.0.1:{port}" for port in ports]
-    cluster = json.dumps({"ps": names[:1], "worker": names[1:]})
-    processes = []
+def _servers():
+    ps, *workers = [f"127.0.0.1:{port}" for port in local_cluster.free_ports(3)]
+    cluster = tf.train.ClusterSpec({"ps": [ps], "worker": workers})
+    return cluster, [
+        tf.distribute.Server(cluster, job_name=job, task_index=index)
+        for job, index in (("ps", 0), ("worker", 0), ("worker", 1))
+    ]
 
-    def started(job, index, num_steps):
-        program_name = "tests.programs.agn_cluster_program"
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", program_name, job, str(index), cluster]
-                + [str(num_steps)],
-                cwd=paths.ROOT,
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+
+class _Worker:
+    """A graph, and a session of this worker's server."""
+
+    def __init__(self, cluster, server, index):
+        device = f"/job:worker/task:{index}"
+        getter = v1.AGNCustomGetter(device)
+        with tf.Graph().as_default():
+            setter = tf1.train.replica_device_setter(
+                cluster=cluster, worker_device=device
             )
-        )
-        return processes[-1]
+            with (
+                tf1.device(setter),
+                tf1.variable_scope("", custom_getter=getter),
+            ):
+                step = tf1.train.get_or_create_global_step()
+                self._gradient = tf1.placeholder(tf.float32, [2])
+                # The chief's value, which is -1, is the center's.
+                w = tf1.get_variable("w", initializer=[index - 1.0] * 2)
+            optimizer = v1.AGNOptimizer(
+                tf1.train.AdamOptimizer(0.1), 2, getter, PERIOD
+            )
+            self._train = optimizer.minimize(
+                tf.reduce_sum(self._gradient * w), step
+            )
+            copies = getter.copies_of(w)
+            slots = [optimizer.get_slot(copies.center, name) for name in "mv"]
+            assert copies.local.device.startswith(device)
+            for shared in (copies.center, step, *slots):
+                assert shared.device.startswith("/job:ps/task:0")
+            self._fetches = [list(copies), slots, step]
+            self.session = tf1.train.MonitoredTrainingSession(
+                master=server.target,
+                is_chief=index == 0,
+                hooks=[optimizer.make_session_run_hook(index == 0, index)],
+                config=tf1.ConfigProto(device_filters=["/job:ps", device]),
+            )
 
-    def late(*_):  # No read waits forever.
-        raise TimeoutError("the cluster")
+    def step(self, gradient):
+        self.session.run(self._train, {self._gradient: gradient})
 
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(_SECONDS)
-    started("ps", 0, 0)
-    yield lambda index, num_steps: started("worker", index, num_steps)
-    signal.alarm(0)
-    for process in processes:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
-
-
-def _release(process):
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def _read(process):
-    """The next line of a worker's output."""
-    line = process.stdout.readline()
-    assert line, "it has ended"
-    return json.loads(line)
-
-
-def _rest(process):
-    lines = [json.loads(line) for line in process.stdout]
-    assert process.wait() == 0
-    return lines
-
-
-def _accuracy(centers):
-    x, y = program.data()
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        _, accuracy = program.model(tf.constant(x), tf.constant(y))
-        for variable in tf.compat.v1.global_variables():
-            variable.load(np.array(centers[variable.op.name]), session)
-        return session.run(accuracy)
+    def check(self, oracle, num_exchanges):
+        copies, slots, step = self.session.run(self._fetches)
+        graphs.check_close(copies, oracle.values())
+        graphs.check_close(slots, [oracle.center.state[name] for name in "mv"])
+        assert step == num_exchanges
 
 
-def test_workers_train_one_center_and_one_that_was_killed_adopts_it(
-    start, report
-):
-    chief = start(0, _NUM_STEPS)
-    killed = start(1, 100_000)
-    first = _read(chief)
-    assert first["apart"] == first["accumulated"] == 0 and first["size"] > 0
-    _release(killed)
-    while _read(killed).get("step", 0) < 12:
-        pass
-    killed.kill()
-    killed.wait()
-    # It comes back while nobody changes the center: the chief waits.
-    again = start(1, _NUM_STEPS)
-    _release(again)
-    first_again = _read(again)
-    assert first_again["apart"] == first_again["accumulated"] == 0
-    assert first_again["size"] != first["size"]
-    assert first_again["global_step"] >= 12 // program.PERIOD
-    # Both train, and no exchange is lost.
-    _release(chief)
-    output = [_rest(chief), _rest(again)]
-    for lines in output:
-        assert lines[-2]["step"] == _NUM_STEPS - 1
-    last = max((lines[-1] for lines in output), key=lambda x: x["global_step"])
-    assert last["devices"] == ["/job:ps/task:0"]
-    num_exchanges = last["global_step"] - first_again["global_step"]
-    assert num_exchanges == 2 * _NUM_STEPS // program.PERIOD
-    accuracy = _accuracy(last["centers"])
-    report(f"AGN, two workers over gRPC: accuracy of the center {accuracy:.3f}")
-    assert accuracy > 0.9
-    zeros = {k: np.zeros_like(v) for k, v in last["centers"].items()}
-    assert _accuracy(zeros) < 0.2
+def test_workers_train_one_center_and_one_that_was_lost_adopts_it():
+    cluster, (_, *servers) = _servers()
+    center = v1_oracle.Adam([-1.0, -1.0])
+    workers, oracles = [], []
+
+    def join(index):
+        workers[index:] = [_Worker(cluster, servers[index], index)]
+        oracles[index:] = [v1_oracle.AGNWorker(center, PERIOD)]
+
+    def train(*turns):
+        for index in turns:
+            # Gradients differ, so that none is taken twice or lost unseen.
+            gradient = np.float32([1 + index, -(oracles[index].num_steps + 1)])
+            workers[index].step(gradient)
+            oracles[index].step(gradient)
+
+    def check(num_exchanges):
+        for worker, oracle in zip(workers, oracles, strict=True):
+            worker.check(oracle, num_exchanges)
+
+    join(0)
+    join(1)
+    check(0)
+    train(0, 1, 1, 0, 1, 0)
+    check(2)
+    workers[1].session.close()  # It had accumulated a gradient.
+    train(0)
+    join(1)
+    check(3)
+    train(1, 0, 1, 0)
+    check(5)

@@ -1,6 +1,7 @@
 """v1's CrossShardOptimizer: NumPy oracles, the original's graph, contexts."""
 
 import collections
+import functools
 
 import keras
 import numpy as np
@@ -15,7 +16,7 @@ from tf_xshard.compat import v1
 tf1 = tf.compat.v1
 MEAN = tf1.losses.Reduction.MEAN
 SUM = tf1.losses.Reduction.SUM
-NUM_STEPS = 4
+NUM_STEPS = 3
 STRIDED = [[0, 2], [1, 3]]
 UNSORTED = [[3, 0], [1, 2]]
 
@@ -39,27 +40,17 @@ def _expected(name, num_shards, groups, reduction):
 
 
 @pytest.mark.parametrize(
-    "name, shards_and_groups, reduction",
-    replicas.in_turn(
-        [*v1_oracle.OPTIMIZERS] * 2 + ["momentum"],
-        [
-            (4, UNSORTED),
-            (4, STRIDED),
-            (4, None),
-            (2, [[1, 0]]),
-            (4, [[0], [1], [2], [3]]),
-            (2, [[0], [1]]),
-            (1, None),
-            (2, None),
-            (1, [[0]]),
-        ],
-        # Each optimizer has both.
-        (MEAN, SUM, SUM, MEAN, SUM, MEAN, MEAN, SUM),
-    ),
+    "name, num_shards, groups, reduction",
+    [
+        ("momentum", 4, UNSORTED, MEAN),
+        ("adagrad", 4, STRIDED, SUM),
+        ("adam", 2, None, MEAN),
+        ("sgd", 2, [[1, 0]], SUM),
+        ("momentum", 1, [[0]], MEAN),
+    ],
     ids=str,
 )
-def test_oracle_in_shard(name, shards_and_groups, reduction):
-    num_shards, groups = shards_and_groups
+def test_oracle_in_shard(name, num_shards, groups, reduction):
     oracle, make = v1_oracle.OPTIMIZERS[name]
     fetched = {}
 
@@ -103,19 +94,6 @@ def test_oracle_in_shard(name, shards_and_groups, reduction):
         graphs.check_close(got[index], wanted)
 
 
-def test_the_oracle_tells_groups_apart():
-    """Each wrong way gives other numbers."""
-    right = _expected("momentum", 4, STRIDED, MEAN)
-    for wrong in (
-        _expected("momentum", 4, None, MEAN),
-        _expected("momentum", 4, [[0, 1], [2, 3]], MEAN),
-        _expected("momentum", 4, STRIDED, SUM),
-        _expected("momentum", 4, [[0], [1], [2], [3]], MEAN),
-    ):
-        for mine, theirs in zip(right, wrong, strict=True):
-            assert np.abs(mine[0].x - theirs[0].x).max() > 1e-2
-
-
 def _strategy_step(strategy, optimizer, w, e, num, inputs):
     """One step of all replicas; `inputs` hold a row for each."""
 
@@ -131,44 +109,25 @@ def _strategy_step(strategy, optimizer, w, e, num, inputs):
     return strategy.run(on_replica)
 
 
-# Keras' counterparts of TF1's optimizers. Slots: TF1's name and a factor.
-KERAS = {
-    "momentum": (
-        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-        {"momentum": ("momentum", -0.1)},
-    ),
-    "adam": (
-        lambda: keras.optimizers.Adam(0.1, epsilon=1e-8),
-        {"momentum": ("m", 1), "velocity": ("v", 1)},
-    ),
-}
-
-
 @pytest.mark.parametrize(
     "inner, kind, name, groups, reduction",
     [
-        ("v1", "mirrored", "sgd", UNSORTED, MEAN),
         ("v1", "mirrored", "momentum", STRIDED, SUM),
-        ("v1", "mirrored", "adagrad", None, SUM),
-        ("v1", "tpu", "momentum", STRIDED, MEAN),
         ("v1", "tpu_permuted", "adam", UNSORTED, MEAN),
-        ("v1", "tpu_permuted", "momentum", None, SUM),
-        ("keras", "mirrored", "adam", STRIDED, MEAN),
-        ("keras", "mirrored", "momentum", None, MEAN),
         ("keras", "tpu", "momentum", STRIDED, MEAN),
         ("eager", "mirrored", "adam", [[1, 0]], MEAN),
-        ("eager", "mirrored", "adam", [[0], [1]], MEAN),
     ],
     ids=str,
 )
 def test_oracle_under_a_strategy(inner, kind, name, groups, reduction):
     num_replicas = 2 if inner == "eager" else 4
     strategy = replicas.STRATEGIES[kind](num_replicas)
+    oracle, make = v1_oracle.OPTIMIZERS[name]
+    # For each slot, TF1's name and a factor.
+    slots = {slot: (slot, 1) for slot in oracle.slots}
     if inner == "keras":
-        make, slots = KERAS[name]
-    else:
-        oracle, make = v1_oracle.OPTIMIZERS[name]
-        slots = {slot: (slot, 1) for slot in oracle.slots}
+        make = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
+        slots = {"momentum": ("momentum", -0.1)}
     with strategy.scope():
         w = tf.Variable(np.ones((3, 2), np.float32))
         variable = keras.Variable if inner == "keras" else tf.Variable
@@ -186,7 +145,6 @@ def test_oracle_under_a_strategy(inner, kind, name, groups, reduction):
     for arrays in graphs.feeds(num_replicas, NUM_STEPS):
         step(*map(tf.constant, arrays))
     assert set(slots) <= set(optimizer.get_slot_names())
-    tolerance = {"v1": 2e-5, "keras": 3e-5, "eager": 1e-5}[inner]
     expected = _expected(name, num_replicas, groups, reduction)
     for position, variable in enumerate((w, e)):
         of_replicas = [shard[position] for shard in expected]
@@ -199,24 +157,18 @@ def test_oracle_under_a_strategy(inner, kind, name, groups, reduction):
                 )
             )
         for found, wanted in compared:
-            graphs.check_close(
-                replicas.values(strategy, found),
-                wanted,
-                rtol=tolerance,
-                atol=tolerance / 10,
-            )
+            graphs.check_close(replicas.values(strategy, found), wanted)
     assert num.numpy() == NUM_STEPS
 
 
-@pytest.mark.parametrize("groups", [[[1, 0]], [[0], [1]]], ids=str)
-def test_oracle_under_a_strategy_in_a_tf1_graph(groups):
+def test_oracle_under_a_strategy_in_a_tf1_graph():
     with tf.Graph().as_default():
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         with strategy.scope():
             w, e = graphs.variables()
             num = tf1.train.get_or_create_global_step()
             optimizer = v1.CrossShardOptimizer(
-                tf1.train.AdamOptimizer(0.1), group_assignment=groups
+                tf1.train.AdamOptimizer(0.1), group_assignment=[[1, 0]]
             )
         inputs = graphs.placeholders(2)
         train = strategy.group(
@@ -227,11 +179,11 @@ def test_oracle_under_a_strategy_in_a_tf1_graph(groups):
                 session.run(train, graphs.feed(inputs, arrays))
             got = session.run(list(strategy.experimental_local_results(w)))
             assert session.run(num) == NUM_STEPS
-    expected = _expected("adam", 2, groups, MEAN)
+    expected = _expected("adam", 2, None, MEAN)
     graphs.check_close(got, [w.x for w, _ in expected], atol=0)
 
 
-def test_a_keras_optimizer_eagerly_and_with_no_strategy():
+def test_a_keras_optimizer_without_a_strategy():
     w = keras.Variable([1.0, 2.0])
     optimizer = v1.CrossShardOptimizer(keras.optimizers.SGD(0.5))
     assert optimizer.get_slot(w, "momentum") is None
@@ -241,10 +193,6 @@ def test_a_keras_optimizer_eagerly_and_with_no_strategy():
     assert step.numpy() == 1
     with pytest.raises(ValueError, match="No gradients provided"):
         optimizer.apply_gradients([(None, w)])
-
-
-def test_a_keras_optimizer_in_a_tf1_graph_is_refused():
-    optimizer = v1.CrossShardOptimizer(keras.optimizers.SGD(0.5))
     with tf.Graph().as_default():
         with pytest.raises(TypeError, match="no operation that a Session"):
             v1.CrossShardOptimizer(keras.optimizers.SGD(0.5))
@@ -253,16 +201,16 @@ def test_a_keras_optimizer_in_a_tf1_graph_is_refused():
 
 
 @pytest.mark.parametrize(
-    "num_shards, reduction, sparse, has_groups",
-    replicas.pairwise([1, 2, 4, 8], [MEAN, SUM], [False, True], [False, True]),
+    "num_shards, reduction, sparse, groups",
+    [
+        (1, SUM, False, [[0]]),
+        (2, MEAN, True, None),
+        (4, SUM, True, UNSORTED),
+        (8, MEAN, False, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+    ids=str,
 )
-def test_the_originals_graph_on_a_tpu(
-    num_shards, reduction, sparse, has_groups
-):
-    groups = None
-    if has_groups:
-        half = max(1, num_shards // 2)
-        groups = [list(range(i, num_shards, half)) for i in range(half)]
+def test_the_originals_graph_on_a_tpu(num_shards, reduction, sparse, groups):
     original, ours = (
         _tpu_graph(one, num_shards, reduction, groups, sparse)
         for one in (tf1.tpu.CrossShardOptimizer, v1.CrossShardOptimizer)
