@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.compat.v1 import graphs
+from tests.support import v1_oracle
 from tf_xshard.compat import v1
 
 tf1 = tf.compat.v1
@@ -22,14 +23,9 @@ def _zeros(name):
     return tf1.get_variable(name, [], initializer=tf.zeros_initializer())
 
 
-def _minimize(optimizer, loss, **kwargs):
+def _sgd(loss, rate=1.0, **kwargs):
+    optimizer = tf1.train.GradientDescentOptimizer(rate)
     return v1.CrossShardOptimizer(optimizer).minimize(loss, **kwargs)
-
-
-def _descend(loss, **kwargs):
-    """A step of gradient descent with rate 1."""
-    optimizer = tf1.train.GradientDescentOptimizer(1.0)
-    return _minimize(optimizer, loss, **kwargs)
 
 
 def _values(session):
@@ -167,11 +163,11 @@ def test_slots_of_copies_start_before_the_first_update():
     """A copy that took shard 0's slot after its update would be ahead."""
 
     def computation(x):
-        optimizer = tf1.train.MomentumOptimizer(1.0, 0.5)
-        return _minimize(optimizer, tf.reduce_sum(x) * _zeros("w"))
+        optimizer = v1.CrossShardOptimizer(tf1.train.MomentumOptimizer(1, 0.5))
+        return optimizer.minimize(tf.reduce_sum(x) * _zeros("w"))
 
     step = v1.shard(computation, [tf.ones([8])], num_shards=8)
-    for _ in range(10):  # The order of operations differs.
+    for _ in range(3):  # The order of operations differs.
         got = _values_after(step, 2)
         copies = [value for name, value in got.items() if name.endswith("/w")]
         assert copies == [-2.5] * 7
@@ -185,9 +181,8 @@ def test_shared_variables_are_updated_once():
         with tf1.variable_scope("", reuse=tf1.AUTO_REUSE):
             assert _zeros("w") is shared
         loss = tf.reduce_sum(x) * shared
-        return _minimize(
-            tf1.train.AdagradOptimizer(1.0), loss, global_step=step
-        )
+        optimizer = v1.CrossShardOptimizer(tf1.train.AdagradOptimizer(1.0))
+        return optimizer.minimize(loss, global_step=step)
 
     op = v1.shard(computation, [tf.constant([1.0, 3.0])], num_shards=2)
     got = _values_after(op, 2)
@@ -198,46 +193,11 @@ def test_shared_variables_are_updated_once():
     assert not [name for name in got if name.startswith("shard_")]
 
 
-@pytest.mark.parametrize("wrap", [False, True], ids=["adam", "wrapped"])
-def test_one_inner_optimizer_for_all_shards(wrap):
-    """Made outside: its beta powers must not be multiplied by each shard."""
-
-    class Wrapper(tf1.train.Optimizer):
-        def __init__(self, base):
-            super().__init__(False, "Wrapper")
-            self.base = base
-
-        def apply_gradients(self, *args, **kwargs):
-            return self.base.apply_gradients(*args, **kwargs)
-
-    def make():
-        adam = tf1.train.AdamOptimizer(0.1)
-        return v1.CrossShardOptimizer(Wrapper(adam) if wrap else adam)
-
-    def train(shared):
-        outside = make()
-
-        def computation(x):
-            optimizer = outside if shared else make()
-            return optimizer.minimize(tf.reduce_mean((x - _zeros("w")) ** 2))
-
-        with tf.Graph().as_default():
-            op = v1.shard(computation, [tf.constant(X)], 2)
-            if shared and not wrap:  # Shard 0's, the Saver's.
-                assert len(outside.variables()) == 4
-            return _values_after(op, 3)
-
-    got = train(shared=True)
-    assert got == train(shared=False)
-    assert got["w"] == got["shard_1/w"]
-    np.testing.assert_allclose(got["shard_1/beta1_power"], 0.9**4, rtol=1e-6)
-
-
 @pytest.mark.parametrize("every", [True, False, [True, False]], ids=str)
 def test_all_shards_train_whatever_is_read(every):
     def computation(x):
         loss = tf.reduce_mean(-x * _zeros("w"))
-        with tf.control_dependencies([_descend(loss)]):
+        with tf.control_dependencies([_sgd(loss)]):
             outputs = [tf.identity(loss), tf.identity(x)]
         return outputs if isinstance(every, list) else outputs[0]
 
@@ -247,32 +207,20 @@ def test_all_shards_train_whatever_is_read(every):
     assert _values_after(outputs[-1], 2) == {"w": 6.0, "shard_1/w": 6.0}
 
 
-def test_several_calls_share_variables_by_reuse():
-    def computation(other):
-        def of(x):
-            with tf1.variable_scope("", reuse=tf1.AUTO_REUSE):
-                a, b = _zeros("a"), _zeros(other)
-            assert {a, b} <= set(tf1.trainable_variables())
-            return _descend(tf.reduce_mean(-x * (a + b)), var_list=[a, b])
+class _Wrapper(tf1.train.Optimizer):
+    def __init__(self, base):
+        super().__init__(False, "Wrapper")
+        self.base = base
 
-        return of
-
-    ops = [
-        v1.shard(computation(other), [tf.constant(X)], n)
-        for other, n in (("b", 2), ("c", 2), ("d", 4))
-    ]
-    for first in range(3):  # Any of them may run first.
-        with graphs.session() as session:
-            for position in range(3):
-                session.run(ops[(first + position) % 3])
-            got = _values(session)
-        assert {name.split("/")[-1] for name in got} == set("abcd")
-        assert got["a"] == got["shard_1/a"] == 9.0
-        assert got["shard_1/b"] == got["shard_1/c"] == got["shard_3/d"] == 3.0
+    def apply_gradients(self, *args, **kwargs):
+        return self.base.apply_gradients(*args, **kwargs)
 
 
-def test_train_and_evaluate_with_one_adam():
-    optimizer = v1.CrossShardOptimizer(tf1.train.AdamOptimizer(0.1))
+@pytest.mark.parametrize("wrap", [lambda one: one, _Wrapper])
+def test_calls_share_variables_and_one_adam(wrap):
+    """Its beta powers must not be multiplied by each shard."""
+    adam = tf1.train.AdamOptimizer(0.1)
+    optimizer = v1.CrossShardOptimizer(wrap(adam))
 
     def computation(train):
         def of(x):
@@ -286,19 +234,31 @@ def test_train_and_evaluate_with_one_adam():
     train, again = (
         v1.shard(computation(True), [tf.constant(X)], 2) for _ in range(2)
     )
-    (loss,) = v1.shard(computation(False), [tf.constant(X)], 2)
+    (loss,) = v1.shard(computation(False), [tf.constant(X)], 4)
+    oracle = v1_oracle.Adam(0.0)
     with graphs.session() as session:
-        np.testing.assert_array_equal(session.run(loss), [2.5, 22.5])
-        session.run([train])
-        session.run([again])
+        np.testing.assert_array_equal(session.run(loss), X**2)
+        for step in (train, again, train):
+            session.run([step])
+            oracle.apply(2 * (oracle.x - X.mean()))
+        np.testing.assert_allclose(
+            session.run(loss)[:2], (X[:2] - oracle.x) ** 2, rtol=1e-5
+        )
         got = _values(session)
-    assert got["w"] == got["shard_1/w"] != 0
-    for power in ("beta1_power", "shard_1/beta1_power"):
-        np.testing.assert_allclose(got[power], 0.9**3, rtol=1e-6)
+    for prefix in ("", "shard_1/"):
+        np.testing.assert_allclose(got[f"{prefix}w"], oracle.x, rtol=1e-5)
+        np.testing.assert_allclose(got[f"{prefix}beta1_power"], 0.9**4, 1e-6)
     assert sorted(got) == sorted(
-        prefix + name
-        for prefix in ("", "shard_1/")
-        for name in ("w", "w/Adam", "w/Adam_1", "beta1_power", "beta2_power")
+        [
+            *("shard_2/w", "shard_3/w"),
+            *(
+                prefix + name
+                for prefix in ("", "shard_1/")
+                for name in ("w", "w/Adam", "w/Adam_1")
+            ),
+            *("beta1_power", "beta2_power"),
+            *("shard_1/beta1_power", "shard_1/beta2_power"),
+        ]
     )
 
 
@@ -310,7 +270,7 @@ def test_shards_may_list_variables_in_another_order():
         variables = [_zeros("a"), _zeros("b")]
         loss = tf.reduce_mean(-x * variables[0] - 10 * x * variables[1])
         calls.append(1)
-        return _descend(loss, var_list=variables[:: (-1) ** len(calls)])
+        return _sgd(loss, var_list=variables[:: (-1) ** len(calls)])
 
     op = v1.shard(computation, [tf.constant(X)], 2)
     assert _values_after(op) == {
@@ -321,63 +281,47 @@ def test_shards_may_list_variables_in_another_order():
     }
 
 
-STEPS = {
-    "variable": lambda: tf1.Variable(0, name="global_step", trainable=False),
-    "get_variable": lambda: tf1.get_variable(
-        "global_step", initializer=0, trainable=False
-    ),
-    "get_or_create": tf1.train.get_or_create_global_step,
-}
-
-
-@pytest.mark.parametrize("make", STEPS)
-def test_a_global_step_made_inside(make):
-    _check_global_step(STEPS[make], "apply_gradients", num_copies=4)
-
-
 @pytest.mark.parametrize(
-    "how, use_resource",
+    "is_inside, how, use_resource",
     [
-        ("assign", True),
-        ("assign", False),
-        ("assign_add", False),
-        ("apply_gradients", True),
+        (True, "apply_gradients", True),
+        # As BERT does, next to apply_gradients.
+        (False, "assign", True),
+        (False, "assign", False),
+        (False, "assign_add", False),
+        (False, "apply_gradients", True),
     ],
 )
-def test_a_global_step_made_before_is_incremented_once(how, use_resource):
-    """As BERT does, next to apply_gradients."""
-    tf1.get_variable_scope().set_use_resource(use_resource)
-    tf1.train.get_or_create_global_step()
-    _check_global_step(tf1.train.get_or_create_global_step, how, 1)
-
-
-def _check_global_step(make, how, num_copies):
+def test_a_global_step_is_incremented_once(is_inside, how, use_resource):
     """Learning rates of all shards depend on it."""
+    tf1.get_variable_scope().set_use_resource(use_resource)
+    make = tf1.train.get_or_create_global_step
+    if is_inside:
+        make = lambda: tf1.Variable(0, name="global_step", trainable=False)
+    else:
+        make()
 
     def computation(x):
         step = make()
         rate = 1.0 / (1.0 + tf.cast(step, tf.float32))
-        train = tf1.train.GradientDescentOptimizer(rate)
         loss = tf.reduce_mean(_zeros("w") * x)
-        if how == "apply_gradients":
-            done = _minimize(train, loss, global_step=step)
-        else:
-            add = {
-                "assign": lambda: step.assign(step + 1),
-                "assign_add": lambda: tf1.assign_add(step, 1),
-            }[how]
-            done = tf.group(_minimize(train, loss), add())
-        with tf.control_dependencies([done]):
+        counted = step if how == "apply_gradients" else None
+        done = [_sgd(loss, rate, global_step=counted)]
+        if how == "assign":
+            done.append(step.assign(step + 1))
+        elif how == "assign_add":
+            done.append(tf1.assign_add(step, 1))
+        with tf.control_dependencies(done):
             return tf.identity(rate)
 
     (rates,) = v1.shard(computation, [tf.ones([4])], num_shards=4)
     with graphs.session() as session:
-        seen = [session.run(rates).tolist() for _ in range(6)]
+        seen = [session.run(rates).tolist() for _ in range(4)]
         got = _values(session)
-    expected = [1 / (1 + k) for k in range(6)]
+    expected = [1 / (1 + k) for k in range(4)]
     np.testing.assert_allclose(seen, [[r] * 4 for r in expected], rtol=1e-6)
     steps = [v for k, v in got.items() if k.endswith("global_step")]
-    assert steps == [6] * num_copies
+    assert steps == [4] * (4 if is_inside else 1)
     weights = [v for k, v in got.items() if k.split("/")[-1] == "w"]
     np.testing.assert_allclose(weights, [-sum(expected)] * 4, rtol=1e-6)
 
@@ -431,6 +375,9 @@ def test_bad_arguments(arguments, error, text):
             lambda: [tf.zeros([1]), tf.zeros([1])],
             **{"num_shards": 2, **arguments},
         )
+    with tf.__internal__.eager_context.eager_mode():
+        with pytest.raises(RuntimeError, match="in a tf.function"):
+            v1.shard(lambda: None)
 
 
 def _apply(v):
@@ -545,12 +492,6 @@ def test_computations_that_cannot_be_sharded(computation, error, text):
     (got,) = v1.shard(lambda x: x, [tf.ones([3])], num_shards=3)
     with tf1.Session() as session:
         np.testing.assert_array_equal(session.run(got), np.ones(3))
-
-
-def test_eager_is_refused():
-    with tf.__internal__.eager_context.eager_mode():
-        with pytest.raises(RuntimeError, match="in a tf.function"):
-            v1.shard(lambda: None)
 
 
 @pytest.mark.parametrize(
