@@ -103,7 +103,7 @@ def _is_last_shard():
     return "shard_1" in tf1.get_default_graph().get_name_scope()
 
 
-def _shards(failure, groups=None, outside=False, inner=_adam):
+def _shards(failure, groups=None, outside=False):
     step = tf1.train.get_or_create_global_step()
     if outside:
         w, e = graphs.variables()
@@ -113,7 +113,7 @@ def _shards(failure, groups=None, outside=False, inner=_adam):
         with scope:
             variables = graphs.variables()
         assert not outside or variables == (w, e)
-        optimizer = v1.CrossShardOptimizer(inner(), group_assignment=groups)
+        optimizer = v1.CrossShardOptimizer(_adam(), group_assignment=groups)
         pairs = failure.pairs(variables, _is_last_shard())
         return optimizer.apply_gradients(pairs, step)
 
@@ -141,19 +141,13 @@ def _towers(failure, wrapped=lambda: v1.TowerOptimizer(_adam())):
     return [replicated(tf.zeros([2]), None, "train").train_op]
 
 
-def _towers_of_a_wrapper(failure):
-    return _towers(
-        failure, lambda: v1.TowerOptimizer(v1.CrossShardOptimizer(_adam()))
-    )
-
-
-def _agn(failure, period=1, use_resource=True, inner=_adam):
+def _agn(failure, period=1, use_resource=True):
     getter = v1.AGNCustomGetter("/CPU:0")
     with tf1.variable_scope(
         "", custom_getter=getter, use_resource=use_resource
     ):
         variables = graphs.variables()
-    optimizer = v1.AGNOptimizer(inner(), 1, getter, period)
+    optimizer = v1.AGNOptimizer(_adam(), 1, getter, period)
     step = tf1.train.get_or_create_global_step()
     return [optimizer.apply_gradients(failure.pairs(variables), step)]
 
@@ -166,33 +160,25 @@ def _mirrored(failure, groups):
         optimizer = v1.CrossShardOptimizer(_adam(), group_assignment=groups)
 
     def on_replica():
-        context = tf.distribute.get_replica_context()
-        index = int(tf.get_static_value(context.replica_id_in_sync_group))
-        pairs = failure.pairs(variables, index == 1)
+        pairs = failure.pairs(variables, replicas.replica_id() == 1)
         return optimizer.apply_gradients(pairs, step)
 
     return [strategy.group(strategy.run(on_replica))]
 
 
 STEPS = {
-    "shards": _shards,
     "shards in groups": lambda f: _shards(f, [[0], [1]]),
     "shards that share variables": lambda f: _shards(f, outside=True),
-    "shards of a wrapper": lambda f: _shards(
-        f, inner=lambda: v1.CrossShardOptimizer(_adam())
-    ),
     "one shard": _alone,
     "replicas": lambda f: _mirrored(f, [[0, 1]]),
     "replicas in groups": lambda f: _mirrored(f, [[0], [1]]),
     "towers": _towers,
-    "towers of a wrapper": _towers_of_a_wrapper,
+    "towers of a wrapper": lambda f: _towers(
+        f, lambda: v1.TowerOptimizer(v1.CrossShardOptimizer(_adam()))
+    ),
     "one tower": lambda f: _alone(f, v1.TowerOptimizer),
     "agn": _agn,
-    "agn, period 2": lambda f: _agn(f, 2),
-    "agn, ref variables": lambda f: _agn(f, 1, use_resource=False),
-    "agn of a wrapper": lambda f: _agn(
-        f, inner=lambda: v1.CrossShardOptimizer(_adam())
-    ),
+    "agn, ref variables": lambda f: _agn(f, 2, use_resource=False),
 }
 
 
@@ -228,56 +214,36 @@ def test_writes_wait_for_all_gradients(name):
     assert sum(changed) > len(changed) / 2
 
 
-INNER = {"v1": _adam, "keras": lambda: keras.optimizers.Adam(0.1)}
-
-
-def _function_of_shards(failure, optimizer, w, e):
-    return v1.shard(
-        lambda: optimizer.apply_gradients(
-            failure.pairs((w, e), _is_last_shard())
-        ),
-        num_shards=2,
-    )
-
-
-def _function_of_replicas(failure, optimizer, w, e):
-    def on_replica():
-        index = int(tf.get_static_value(replicas.replica_id_tensor()))
-        optimizer.apply_gradients(failure.pairs((w, e), index == 1))
-
-    tf.distribute.get_strategy().run(on_replica)
-
-
-@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("place", ["shards", "replicas in groups"])
-def test_in_a_function(place, inner):
+def test_in_a_function(place):
     """Groups of one replica: an unfinished collective would wait."""
     failure = _Failure()
-    is_in_shards = place == "shards"
+    in_shards = place == "shards"
+    inner = _adam() if in_shards else keras.optimizers.SGD(1.0)
     strategy = tf.distribute.get_strategy()
-    if not is_in_shards:
+    if not in_shards:
         strategy = replicas.mirrored(2)
     with strategy.scope():
-        w, e = (tf.Variable(tf.ones(shape)) for shape in ((3, 2), (4, 2)))
+        variables = [tf.Variable(tf.ones([2])) for _ in range(2)]
         optimizer = v1.CrossShardOptimizer(
-            INNER[inner](),
-            group_assignment=None if is_in_shards else [[0], [1]],
+            inner, group_assignment=None if in_shards else [[0], [1]]
         )
-    build = _function_of_shards if is_in_shards else _function_of_replicas
+
+    def apply(is_last):
+        return optimizer.apply_gradients(failure.pairs(variables, is_last))
 
     @tf.function(autograph=False)
     def step():
         failure.num = 0
-        with strategy.scope():
-            build(failure, optimizer, w, e)
+        if in_shards:
+            v1.shard(lambda: apply(_is_last_shard()), num_shards=2)
+        else:
+            strategy.run(lambda: apply(replicas.replica_id() == 1))
 
     def values():
         return [
-            np.array(local)
-            for v in (w, e, *optimizer.variables())
-            for local in strategy.experimental_local_results(
-                getattr(v, "value", v) if inner == "keras" else v
-            )
+            np.array(replicas.values(strategy, one))
+            for one in (*variables, *optimizer.variables())
         ]
 
     step()  # Traces twice, as TensorFlow does when variables are made.

@@ -66,24 +66,6 @@ def test_shards_train_as_one_device(tmp_path):
     assert old["global_step"] == 4 and old["loss"] > results["loss"]
 
 
-def test_an_estimator_spec(tmp_path):
-    """It does as well, and `as_estimator_spec` makes one."""
-
-    def plain(features, labels, mode, params):
-        tpu_spec = linear.model_fn(features, labels, mode, params)
-        spec = tpu_spec.as_estimator_spec()
-        assert isinstance(spec, v1.EstimatorSpec)
-        return spec
-
-    estimator = linear.make(tmp_path, fn=plain)
-    estimator.train(linear.input_fn, steps=4)
-    graphs.check_close(
-        linear.weights(estimator, "dense/")[:3], linear.adam(4)[:3], 1e-5, 0
-    )
-    assert estimator.evaluate(linear.once)["mae"] > 0
-    assert len(list(estimator.predict(linear.once))) == 32
-
-
 def test_features_only(tmp_path):
     """Labels are optional everywhere, and `predict` drops them.
 
