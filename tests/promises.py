@@ -33,6 +33,8 @@ class Promise(NamedTuple):
 
 C = "tests/conformance/"
 O = "tests/optimizers/"  # noqa: E741
+V = "tests/compat/v1/"
+K = "tests/tf_keras/aggregation_test.py::"
 
 COLLECTIVES_AND_REDUCTION: list[Promise] = [
     Promise(
@@ -854,7 +856,276 @@ TOWER_AND_LOSSES: list[Promise] = [
 
 AGN_AND_STEPS: list[Promise] = []
 
-COMPAT_AND_TF_KERAS: list[Promise] = []
+COMPAT_AND_TF_KERAS: list[Promise] = [
+    Promise(
+        "TF1's CrossShardOptimizer sums over the groups of `shard`.",
+        f"{V}cross_shard_optimizer_test.py::test_oracle_in_shard[unsorted]",
+        "compat/v1/sharding/sums.py",
+        "(of_groups[groups.group_of(i)], all_exist)",
+        "(of_groups[0], all_exist)",
+    ),
+    Promise(
+        "TF1's MEAN divides by the size of the group.",
+        f"{V}cross_shard_optimizer_test.py::test_oracle_in_shard[unsorted]",
+        "compat/v1/optimizers/cross_shard.py",
+        "self._reduction.of_sum(groups.group_size)",
+        "self._reduction.of_sum(where.num_shards)",
+    ),
+    Promise(
+        "TF1's CrossShardOptimizer sums over a strategy's groups.",
+        f"{V}cross_shard_optimizer_test.py::test_oracle_under_a_strategy[tpu]",
+        "compat/v1/sharding/sums.py",
+        "            self._site,\n            groups,\n",
+        "            self._site,\n            self.groups(None),\n",
+    ),
+    Promise(
+        "Under a strategy, TF1's inner optimizer does not sum again.",
+        f"{V}cross_shard_optimizer_test.py::"
+        "test_oracle_under_a_strategy[mirrored]",
+        "compat/v1/optimizers/inner_optimizers.py",
+        "tensorflow_v1.take_out_the_sum(self.optimizer)",
+        "pass",
+    ),
+    Promise(
+        "TF1's CrossShardOptimizer trains with a Keras optimizer inside.",
+        f"{V}cross_shard_optimizer_test.py::"
+        "test_oracle_under_a_strategy[keras]",
+        "compat/v1/optimizers/inner_optimizers.py",
+        "whole.make_local(self.optimizer)",
+        "pass",
+    ),
+    Promise(
+        "On a TPU, TF1's CrossShardOptimizer builds the original's graph.",
+        f"{V}cross_shard_optimizer_test.py::"
+        "test_the_originals_graph_on_a_tpu[unsorted]",
+        "compat/v1/sharding/sums.py",
+        "                        gradient, groups\n",
+        "                        gradient, None\n",
+    ),
+    Promise(
+        "An update of TF1's wrappers waits for all gradients of the step.",
+        f"{V}step_writes_test.py::test_writes_wait_for_all_gradients[one shard]",
+        "compat/v1/optimizers/base.py",
+        "with commit.gate(values):",
+        "with commit.gate([]):",
+    ),
+    Promise(
+        "`shard` splits each input along its own axis.",
+        f"{V}shard_test.py::test_inputs_are_split_and_outputs_joined",
+        "compat/v1/sharding/shard.py",
+        "tf.split(x, num_shards, axis=axis)",
+        "tf.split(x, num_shards, axis=0)",
+    ),
+    Promise(
+        "Reading one output of `shard` runs all shards.",
+        f"{V}shard_test.py::test_all_shards_train_whatever_is_read[False]",
+        "compat/v1/sharding/shard.py",
+        "with tf.control_dependencies(everything):",
+        "with tf.control_dependencies([]):",
+    ),
+    Promise(
+        "A shard's copies start with shard 0's values.",
+        f"{V}shard_test.py::test_copies_start_from_shard_0",
+        "compat/v1/sharding/traced_shards.py",
+        "variable.assign(original.read_value()).op,",
+        "variable.assign(tf.zeros_like(original.read_value())).op,",
+    ),
+    Promise(
+        "Shards do not share the state of one Adam.",
+        f"{V}shard_test.py::test_calls_share_variables_and_one_adam[adam]",
+        "compat/v1/sharding/copies.py",
+        "self._owners.setdefault(id(optimizer), (optimizer, index))[1]",
+        "index",
+    ),
+    Promise(
+        "A variable that all shards share is assigned once a step.",
+        f"{V}shard_test.py::test_a_global_step_is_incremented_once[assign_add]",
+        "compat/v1/sharding/shared_variables.py",
+        "if shard and after:",
+        "if not shard:",
+    ),
+    Promise(
+        "`cross_replica_sum` sums over the groups of `shard`.",
+        f"{V}cross_replica_sum_test.py::test_groups",
+        "compat/v1/sharding/cross_replica_sum.py",
+        "tf.add_n([parts[m] for m in members])",
+        "tf.add_n(parts)",
+    ),
+    Promise(
+        "The gradient of `cross_replica_sum` is the sum of the gradients.",
+        f"{V}cross_replica_sum_test.py::test_value_and_gradient[inside]",
+        "compat/v1/sharding/sums.py",
+        'return _marked(gradient, mark.get_attr("message").decode())',
+        "return gradient",
+    ),
+    Promise(
+        "TF1's AGNOptimizer applies the mean of the period to the center.",
+        f"{V}agn_optimizer_test.py::test_oracle[momentum-2-False-True]",
+        "compat/v1/optimizers/agn.py",
+        "/ tf.cast(self._period, of.accumulator.dtype.base_dtype)",
+        "/ tf.cast(1, of.accumulator.dtype.base_dtype)",
+    ),
+    Promise(
+        "A worker of TF1's AGNOptimizer that was lost adopts the center.",
+        f"{V}agn_cluster_test.py::"
+        "test_workers_train_one_center_and_one_that_was_lost_adopts_it",
+        "compat/v1/optimizers/agn.py",
+        "        session.run(self._init_op)",
+        "        pass",
+    ),
+    Promise(
+        "AGNCustomGetter's accumulators start at zero.",
+        f"{V}agn_optimizer_test.py::test_accumulators_start_at_zero[kwargs0]",
+        "compat/v1/optimizers/agn_custom_getter.py",
+        "tf.zeros_like(tf.convert_to_tensor(value))",
+        "tf.convert_to_tensor(value)",
+    ),
+    Promise(
+        "TF1's TowerOptimizer adds up the gradients of all towers.",
+        f"{V}tower_optimizer_test.py::test_oracle[4-momentum-weighted_mean]",
+        "compat/v1/towers/tower.py",
+        "indexed_slices.added(gradients, variable)",
+        "indexed_slices.added(gradients[:1], variable)",
+    ),
+    Promise(
+        "With SUM, towers' losses are not averaged.",
+        f"{V}tower_optimizer_test.py::test_oracle[2-adam-weighted_sum]",
+        "compat/v1/towers/build_state.py",
+        "self.num_towers > 1 and self.loss_reduction != Reduction.SUM",
+        "self.num_towers > 1",
+    ),
+    Promise(
+        "Metrics of `replicate_model_fn` are of all towers' examples.",
+        f"{V}tower_optimizer_test.py::"
+        "test_metrics_predictions_and_exports_are_of_all_towers"
+        "[4-weighted_mean]",
+        "compat/v1/towers/replicate_model_fn.py",
+        "target.assign_add(tf.add_n(values))",
+        "target.assign_add(0 * tf.add_n(values))",
+    ),
+    Promise(
+        "`load_into_keras` scales TF1's momentum by the learning rate.",
+        f"{V}load_into_keras_test.py::"
+        "test_momentum_and_the_center_under_a_strategy",
+        "compat/v1/load_into_keras.py",
+        "value = -rate * value",
+        "value = rate * value",
+    ),
+    Promise(
+        "`load_into_keras` counts updates by Adam's beta powers.",
+        f"{V}load_into_keras_test.py::"
+        "test_iterations_and_names_of_slots[powers]",
+        "compat/v1/load_into_keras.py",
+        "round(math.log(power) / math.log(beta)) - 1",
+        "round(math.log(power) / math.log(beta))",
+    ),
+    Promise(
+        "TPUEstimator's metrics are of all batches.",
+        f"{V}tpu_estimator_test.py::test_shards_train_as_one_device",
+        "compat/v1/estimator/tpu_estimator.py",
+        "session.run(updates)",
+        "count or session.run(updates)",
+    ),
+    Promise(
+        "`max_steps` of TPUEstimator counts the steps of earlier calls.",
+        f"{V}tpu_estimator_test.py::test_shards_train_as_one_device",
+        "compat/v1/estimator/model_directory.py",
+        'return int(tf.train.load_variable(path, "global_step"))',
+        "return 0",
+    ),
+    Promise(
+        "TPUEstimator gives a model_fn the batch size of a shard.",
+        f"{V}tpu_estimator_test.py::test_shards_train_as_one_device",
+        "compat/v1/estimator/model_calls.py",
+        "size // num_shards",
+        "size",
+    ),
+    Promise(
+        "TPUEstimator runs a host_call once a step.",
+        f"{V}tpu_estimator_hooks_test.py::test_calls_on_the_host",
+        "compat/v1/estimator/estimator_spec.py",
+        "tf.group(train_op, *after)",
+        "tf.group(train_op)",
+    ),
+    Promise(
+        "TPUEstimator saves after the last step.",
+        f"{V}tpu_estimator_hooks_test.py::test_saving_listeners",
+        "compat/v1/estimator/sessions.py",
+        "if step != self._saved:",
+        "if step == self._saved:",
+    ),
+    Promise(
+        "PER_SHARD_V1 is refused, since input_fn is called once.",
+        f"{V}tpu_estimator_refusals_test.py::test_refused_arguments",
+        "compat/v1/estimator/tpu_config.py",
+        "if per_host is not True and",
+        "if per_host is None and",
+    ),
+    Promise(
+        "A TPU script's CrossShardOptimizer is tf_xshard's.",
+        f"{V}tpu_scripts_test.py::test_the_module_with_the_old_names",
+        "compat/v1/tensorflow.py",
+        '_of_v1("CrossShardOptimizer", "cross_replica_sum", "shard")',
+        '_of_v1("cross_replica_sum", "shard")',
+    ),
+    Promise(
+        "A new optimizer of tf_keras combines gradients in groups.",
+        f"{K}test_is_one_device[tpu-adam]",
+        "tf_keras/aggregation.py",
+        "            self._group_assignment,\n            site.num_replicas,",
+        "            None,\n            site.num_replicas,",
+    ),
+    Promise(
+        "A legacy optimizer of tf_keras sums gradients in groups.",
+        f"{K}test_is_one_device[tpu-legacy_adam]",
+        "tf_keras/aggregation.py",
+        "batch, site, groups, self._reduction, carry\n",
+        'batch, site, groups, reductions.checked("mean"), carry\n',
+    ),
+    Promise(
+        "loss_normalization='replica' leaves tf_keras's gradients as they are.",
+        f"{K}test_is_one_device[tpu-replica]",
+        "tf_keras/aggregation.py",
+        'loss_normalization != "replica"',
+        'loss_normalization != "global"',
+    ),
+    Promise(
+        "An overflow in one group makes all groups of tf_keras skip the step.",
+        f"{K}test_is_one_device[workers-adam scaled]",
+        "tf_keras/aggregation.py",
+        "loss_scaling.nan_unless(finite, batch.values)",
+        "batch.values",
+    ),
+    Promise(
+        "Without a LossScaleOptimizer's aggregator, groups do not skip apart.",
+        f"{K}test_refuses_a_loss_scale_optimizer_that_it_does_not_know[legacy]",
+        "tf_keras/aggregation.py",
+        "if self._needs_vote and not self._has_loss_scale:",
+        "if False:",
+    ),
+    Promise(
+        "tf_keras's residuals are those of Keras 3.",
+        f"{K}test_small_gradients_and_residuals_are_those_of_keras_3[mirrored]",
+        "tf_keras/aggregation.py",
+        "self._residuals.keep(carry, finite)",
+        "del carry, finite",
+    ),
+    Promise(
+        "A checkpoint of tf_keras's optimizer has its residuals.",
+        f"{K}test_residuals_are_saved_by_a_checkpoint_that_was_used_before"
+        "[new]",
+        "private/tf_keras/optimizers.py",
+        'vars(optimizer).pop("_coalesced_children", None)',
+        "pass",
+    ),
+    Promise(
+        "tf_keras's ledger logs each epoch's bytes.",
+        f"{K}test_fit_is_one_device_and_its_ledger_has_the_planned_bytes",
+        "tf_keras/ledger.py",
+        "on_epoch_begin=ledger.on_epoch_begin,",
+        "on_epoch_begin=None,",
+    ),
+]
 
 MULTI_WORKER: list[Promise] = []
 

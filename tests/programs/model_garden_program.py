@@ -15,8 +15,6 @@ import tf_keras
 from official.core import base_trainer
 from official.core import config_definitions as definitions
 from official.modeling import optimization
-from official.modeling.optimization import lamb
-from official.modeling.optimization import legacy_adamw
 from official.nlp.configs import encoders
 from official.nlp.tasks import sentence_prediction
 from official.vision.configs import image_classification as image_configs
@@ -129,24 +127,6 @@ def _resnet_task():
     return image_classification.ImageClassificationTask(config)
 
 
-def _lamb(**options):
-    return lamb.LAMB(0.1, weight_decay_rate=0.1, global_clipnorm=0.5, **options)
-
-
-def _legacy_adamw(**options):
-    return legacy_adamw.AdamWeightDecay(
-        0.1, weight_decay_rate=0.1, gradient_clip_norm=0.0, **options
-    )
-
-
-# Trained with gradients of random numbers, as tf_keras's own optimizers.
-OPTIMIZERS = {
-    "lamb": keras_2.Case(_lamb, is_argument=True),
-    "lamb scaled": keras_2.Case(_lamb, is_scaled=True),
-    "legacy_adamw": keras_2.Case(_legacy_adamw, "sum", is_argument=True),
-}
-
-
 TASKS = {"bert": _bert_task, "resnet": _resnet_task}
 
 
@@ -257,49 +237,32 @@ def difference(strategy, case):
     )
 
 
-# TF-Recommenders.
-
-
 class TwoTowers(tfrs.Model):
     """The retrieval model of TF-Recommenders' introduction."""
 
     def __init__(self):
         super().__init__()
-        users, titles = (
-            [f"{name} {i}" for i in range(20)] for name in ("user", "title")
+        self.users, self.titles = (
+            tf_keras.layers.Embedding(20, 4) for _ in range(2)
         )
-        self.user_model = self._tower(users)
-        self.title_model = self._tower(titles)
         self.task = tfrs.tasks.Retrieval()
-
-    def _tower(self, vocabulary):
-        return tf_keras.Sequential(
-            [
-                tf_keras.layers.StringLookup(
-                    vocabulary=vocabulary, mask_token=None
-                ),
-                tf_keras.layers.Embedding(len(vocabulary) + 1, 4),
-            ]
-        )
 
     def compute_loss(self, features, training=False):
         return self.task(
-            self.user_model(features["user"]),
-            self.title_model(features["title"]),
+            self.users(features["user"]), self.titles(features["title"])
         )
-
-
-def _ratings():
-    rng = np.random.default_rng(6)
-    shape = (NUM_STEPS * BATCH_SIZE,)
-    return {
-        name: np.array([f"{name} {i}" for i in rng.integers(0, 20, shape)])
-        for name in ("user", "title")
-    }
 
 
 def two_towers(strategy):
     """Compares `fit` with the sum of the replicas' gradients."""
+    rng = np.random.default_rng(6)
+    ratings = {
+        name: rng.integers(0, 20, NUM_STEPS * BATCH_SIZE)
+        for name in ("user", "title")
+    }
+    batches = fitting.untuned(
+        tf.data.Dataset.from_tensor_slices(ratings).batch(BATCH_SIZE)
+    )
     with strategy.scope():
         tf_keras.utils.set_random_seed(2)
         model = TwoTowers()
@@ -311,50 +274,30 @@ def two_towers(strategy):
                 loss_normalization="replica",
             )
         )
-    batches = fitting.untuned(
-        tf.data.Dataset.from_tensor_slices(_ratings()).batch(BATCH_SIZE)
-    )
     model.fit(batches, verbose=0)
     tf_keras.utils.set_random_seed(2)
     alone = TwoTowers()
     optimizer = tf_keras.optimizers.Adagrad(0.5)
     for batch in batches:
+        parts = [
+            {key: value[i : i + ROWS] for key, value in batch.items()}
+            for i in range(0, BATCH_SIZE, ROWS)
+        ]
         with tf.GradientTape() as tape:
-            loss = tf.add_n(
-                [
-                    alone.compute_loss(
-                        {k: v[i : i + ROWS] for k, v in batch.items()}
-                    )
-                    for i in range(0, BATCH_SIZE, ROWS)
-                ]
-            )
+            loss = tf.add_n([alone.compute_loss(part) for part in parts])
         optimizer.minimize(loss, alone.trainable_variables, tape)
-    return float(
-        max(
-            np.max(np.abs(np.stack(replicas.values(strategy, v)) - want))
-            for v, want in zip(
-                model.trainable_variables,
-                alone.get_weights(),
-                strict=True,
-            )
-        )
+    return keras_2.largest_difference(
+        strategy,
+        [replicas.values(strategy, v) for v in model.trainable_variables],
+        None,
+        lambda members: alone.get_weights(),
     )
 
 
 def main(kind):
     strategy = keras_2.strategy_of(kind)
-    found = keras_2.differences(
-        strategy,
-        {
-            name: case
-            for name, case in OPTIMIZERS.items()
-            if not (case.is_scaled and kind == "tpu")
-        },
-    )
-    for name, case in CASES.items():
-        if kind == "workers" and name not in BY_WORKERS:
-            continue
-        found[name] = difference(strategy, case)
+    names = BY_WORKERS if kind == "workers" else CASES
+    found = {name: difference(strategy, CASES[name]) for name in names}
     if kind == "mirrored":
         found["two towers"] = two_towers(strategy)
     print(json.dumps(found))

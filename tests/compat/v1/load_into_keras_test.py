@@ -256,7 +256,15 @@ def test_accumulation_and_schedules(tmp_path):
         ((), 5, 5, "Adam_2"),
         ((), None, 0, "a_1_1"),
     ],
-    ids=str,
+    ids=[
+        "powers",
+        "restarted",
+        "underflow",
+        "step",
+        "old",
+        "no_powers",
+        "none",
+    ],
 )
 def test_iterations_and_names_of_slots(
     powers, global_step, expected, name, tmp_path

@@ -216,7 +216,9 @@ class _Wrapper(tf1.train.Optimizer):
         return self.base.apply_gradients(*args, **kwargs)
 
 
-@pytest.mark.parametrize("wrap", [lambda one: one, _Wrapper])
+@pytest.mark.parametrize(
+    "wrap", [lambda one: one, _Wrapper], ids=["adam", "wrapped"]
+)
 def test_calls_share_variables_and_one_adam(wrap):
     """Its beta powers must not be multiplied by each shard."""
     adam = tf1.train.AdamOptimizer(0.1)
@@ -291,6 +293,7 @@ def test_shards_may_list_variables_in_another_order():
         (False, "assign_add", False),
         (False, "apply_gradients", True),
     ],
+    ids=["inside", "assign", "assign_ref", "assign_add", "apply"],
 )
 def test_a_global_step_is_incremented_once(is_inside, how, use_resource):
     """Learning rates of all shards depend on it."""
