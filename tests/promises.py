@@ -904,7 +904,8 @@ COMPAT_AND_TF_KERAS: list[Promise] = [
     ),
     Promise(
         "An update of TF1's wrappers waits for all gradients of the step.",
-        f"{V}step_writes_test.py::test_writes_wait_for_all_gradients[one shard]",
+        f"{V}step_writes_test.py::"
+        "test_writes_wait_for_all_gradients[one shard]",
         "compat/v1/optimizers/base.py",
         "with commit.gate(values):",
         "with commit.gate([]):",

@@ -162,55 +162,48 @@ def _simple(period=2, inner=None, use_resource=None, **kwargs):
 
 
 def test_the_saver_and_going_on(tmp_path):
+    """Slices of a partitioned variable are saved under its name."""
     prefix = str(tmp_path / "model")
-    copies, optimizer = _simple(inner=_momentum())
-    train = optimizer.minimize(copies.local * 1.0)
-    saver = optimizer.swapping_saver()
+
+    def build():
+        getter = v1.AGNCustomGetter("/CPU:0")
+        partitioner = tf1.fixed_size_partitioner(2)
+        with tf1.variable_scope(
+            "", custom_getter=getter, partitioner=partitioner
+        ):
+            w = tf1.get_variable(
+                "w", [2], initializer=tf1.constant_initializer(10.0)
+            )
+        optimizer = v1.AGNOptimizer(_momentum(), 1, getter, 2)
+        train = optimizer.minimize(tf.reduce_sum(tf.convert_to_tensor(w)))
+        centers = [copies.center for copies in getter.all_copies()]
+        slots = [optimizer.get_slot(center, "momentum") for center in centers]
+        saver = optimizer.swapping_saver()
+        return optimizer, train, saver, [getter.all_copies(), centers, slots]
+
+    optimizer, train, saver, _ = build()
     with _session(optimizer) as session:
         for _ in range(3):
             session.run(train)
         saver.save(session, prefix)
-        at_save, slot = session.run(
-            [copies.center, optimizer.get_slot(copies.center, "momentum")]
-        )
-    assert dict(tf.train.list_variables(prefix)) == {"w": [], "w/Momentum": []}
+    names = {"w": [2], "w/Momentum": [2]}
+    assert dict(tf.train.list_variables(prefix)) == names
     with tf.Graph().as_default(), tf1.Session() as session:
-        plain = tf1.get_variable("w", initializer=0.0)
+        plain = tf1.get_variable("w", [2])
         tf1.train.Saver().restore(session, prefix)
-        assert session.run(plain) == at_save == 9.0
+        assert session.run(plain).tolist() == [9.0, 9.0]
     with tf.Graph().as_default(), tf1.Session() as session:
-        again, other = _simple(inner=_momentum())
-        train = other.minimize(again.local * 1.0)
+        optimizer, train, saver, fetches = build()
         session.run(tf1.local_variables_initializer())
-        other.swapping_saver().restore(session, prefix)
-        session.run(other.get_init_op(0))
-        assert session.run(list(again)) == [9.0, 9.0, 0.0]
-        assert session.run(other.get_slot(again.center, "momentum")) == slot
+        saver.restore(session, prefix)
+        session.run(optimizer.get_init_op(0))
+        copies, _, slots = session.run(fetches)
+        assert copies == [([9.0], [9.0], [0.0])] * 2
+        assert slots == [[1.0], [1.0]]
         for _ in range(2):
             session.run(train)
         # The mean gradient 1: momentum 0.5 * 1 + 1.
-        assert session.run(again.center) == 9.0 - 1.5
-
-
-def test_the_saver_of_partitioned_variables(tmp_path):
-    prefix = str(tmp_path / "model")
-    getter = v1.AGNCustomGetter("/CPU:0")
-    partitioner = tf1.fixed_size_partitioner(2)
-    with tf1.variable_scope("", custom_getter=getter, partitioner=partitioner):
-        tf1.get_variable("w", [4])
-    optimizer = v1.AGNOptimizer(_descent(), 1, getter)
-    with _session(optimizer) as session:
-        optimizer.swapping_saver().save(session, prefix)
-        centers = session.run([c.center for c in getter.all_copies()])
-    assert len(centers) == 2
-    for given in (partitioner, None):
-        with tf.Graph().as_default(), tf1.Session() as session:
-            with tf1.variable_scope("", partitioner=given):
-                w = tf1.get_variable("w", [4])
-            tf1.train.Saver().restore(session, prefix)
-            np.testing.assert_array_equal(
-                session.run(tf.convert_to_tensor(w)), np.concatenate(centers)
-            )
+        assert session.run(fetches[1]) == [[9.0 - 1.5]] * 2
 
 
 def test_collections_and_variables():
@@ -290,58 +283,41 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("function", [True, False])
-def test_eager_and_in_a_function(function):
+def test_eager_and_in_a_function(function, tmp_path):
+    """A checkpoint in mid-period has all state."""
     with tf.__internal__.eager_context.eager_mode():
         copies, optimizer = _simple(inner=_momentum())
-        step = tf.Variable(0)
+        step, x = tf.Variable(0), tf.Variable(0.0)
         assert optimizer.get_init_op(0) is None
-        x = tf.Variable(0.0)
+        checkpoint = tf.train.Checkpoint(
+            optimizer=optimizer, step=step, **copies._asdict()
+        )
 
         def update():
-            optimizer.minimize(
-                lambda: copies.local * x, step, var_list=[copies.local]
-            )
+            loss = lambda: copies.local * x
+            optimizer.minimize(loss, step, var_list=[copies.local])
 
         update = tf.function(update) if function else update
-        seen = []
-        for i in range(1, 5):
-            x.assign(i)
-            update()
-            seen.append([float(v) for v in (*copies[:2], step)])
-    # Local: 10 - 1; momentum 0.5 + 2; center: mean 1.5. Then 3 + 1.25 and 4 +
-    # 2.125 locally, and the center's momentum 0.75 + 3.5.
-    assert seen == [
-        [9.0, 10.0, 0],
-        [8.5, 8.5, 1],
-        [8.5 - 4.25, 8.5, 1],
-        [8.5 - 4.25, 8.5 - 4.25, 2],
-    ]
 
+        def train(gradients):
+            seen = []
+            for gradient in gradients:
+                x.assign(gradient)
+                update()
+                seen.append([float(v) for v in (*copies[:2], step)])
+            return seen
 
-def test_checkpoint(tmp_path):
-    with tf.__internal__.eager_context.eager_mode():
-        values = []
-        for restore in (False, True):
-            copies, optimizer = _simple(3, tf1.train.AdamOptimizer(0.1))
-            optimizer.get_init_op(0)
-            checkpoint = tf.train.Checkpoint(
-                optimizer=optimizer, **copies._asdict()
-            )
-
-            def train(steps, copies=copies, optimizer=optimizer):
-                for i in range(steps):
-                    optimizer.minimize(
-                        lambda i=i: copies.local * (i + 1.0),
-                        var_list=[copies.local],
-                    )
-
-            if restore:
-                train(1)
-                path = tf.train.latest_checkpoint(tmp_path)
-                checkpoint.restore(path).assert_consumed()
-            else:
-                train(5)
-                checkpoint.save(str(tmp_path / "model"))
-            train(4)
-            values.append([float(v) for v in copies])
-        assert values[0] == values[1]
+        # Local: 10 - 1; momentum 0.5 + 2; center: mean 1.5. Then 3 + 1.25 and
+        # 4 + 2.125 locally, and the center's momentum 0.75 + 3.5.
+        expected = [
+            [9.0, 10.0, 0],
+            [8.5, 8.5, 1],
+            [8.5 - 4.25, 8.5, 1],
+            [8.5 - 4.25, 8.5 - 4.25, 2],
+        ]
+        assert train([1, 2, 3]) == expected[:3]
+        path = checkpoint.save(str(tmp_path / "model"))
+        assert train([4]) == expected[3:]
+        train([5])
+        checkpoint.restore(path).assert_consumed()
+        assert train([4]) == expected[3:]

@@ -183,23 +183,6 @@ def test_oracle_under_a_strategy_in_a_tf1_graph():
     graphs.check_close(got, [w.x for w, _ in expected], atol=0)
 
 
-def test_a_keras_optimizer_without_a_strategy():
-    w = keras.Variable([1.0, 2.0])
-    optimizer = v1.CrossShardOptimizer(keras.optimizers.SGD(0.5))
-    assert optimizer.get_slot(w, "momentum") is None
-    step = tf.Variable(0)
-    assert optimizer.minimize(lambda: tf.reduce_sum(w * w), step, [w]) is None
-    np.testing.assert_array_equal(w, [0.0, 0.0])
-    assert step.numpy() == 1
-    with pytest.raises(ValueError, match="No gradients provided"):
-        optimizer.apply_gradients([(None, w)])
-    with tf.Graph().as_default():
-        with pytest.raises(TypeError, match="no operation that a Session"):
-            v1.CrossShardOptimizer(keras.optimizers.SGD(0.5))
-        with pytest.raises(TypeError, match="no operation that a Session"):
-            optimizer.apply_gradients([(1.0, tf.Variable(1.0))])
-
-
 @pytest.mark.parametrize(
     "num_shards, reduction, sparse, groups",
     [

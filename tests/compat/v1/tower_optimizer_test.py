@@ -5,7 +5,6 @@ import threading
 import time
 import types
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -311,19 +310,23 @@ def _after_a_step(model_fn):
     ids=["namespace", "dataclass"],
 )
 def test_any_object_with_the_fields(make):
-    spec, weights = _after_a_step(
-        lambda features, mode: make(**_scalar_model(features, mode)._asdict())
-    )
+    calls = []
+
+    def descent():
+        calls.append(1)
+        return _descent()
+
+    optimizer = v1.TowerOptimizer(descent)
+
+    def model_fn(features, mode):
+        spec = _scalar_model(features, mode, optimizer=optimizer)
+        return make(**spec._asdict())
+
+    assert not calls
+    spec, weights = _after_a_step(model_fn)
     assert type(spec) is make
     assert weights == [8.0]
-
-
-def test_towers_that_were_wrapped_vouch_for_no_others():
-    _towers(2, _scalar_model)(FEATURES, None, "train")
-    assert not v1.TowerOptimizer.has_been_used()
-    with tf1.variable_scope("other"):
-        with pytest.raises(ValueError, match="Please wrap"):
-            _towers(2, _not_wrapped)(FEATURES, None, "train")
+    assert calls == [1]  # A factory is called once.
 
 
 def test_one_tower_and_none():
@@ -345,24 +348,6 @@ def test_one_tower_and_none():
         session.run(train)
         assert session.run([w, step]) == [-10.0, 1]
         assert session.run(optimizer.get_slot(w, "momentum")) == 20.0
-
-
-def test_a_factory_is_called_once():
-    calls = []
-
-    def make():
-        calls.append(1)
-        return _descent()
-
-    optimizer = v1.TowerOptimizer(make)
-    assert not calls
-    _, weights = _after_a_step(
-        lambda features, mode: _scalar_model(
-            features, mode, optimizer=optimizer
-        )
-    )
-    assert calls == [1]
-    assert weights == [8.0]
 
 
 def _is_first():
@@ -425,6 +410,10 @@ def _nested(features, mode):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refusals_leave_nothing_behind(model_fn, mode, error, text):
+    # Towers that were wrapped vouch for no others.
+    with tf1.variable_scope("before"):
+        _towers(2, _scalar_model)(FEATURES, None, "train")
+    assert not v1.TowerOptimizer.has_been_used()
     with pytest.raises(error, match=text):
         _towers(2, model_fn)(FEATURES, None, mode)
     with tf1.variable_scope("again"):
@@ -450,40 +439,3 @@ def test_bad_arguments():
     for call in (lambda: v1.TowerOptimizer("sgd"), unmade.get_name):
         with pytest.raises(TypeError, match="must be one of"):
             call()
-
-
-@pytest.mark.parametrize(
-    "function, inner",
-    [
-        (True, lambda: tf1.train.MomentumOptimizer(1.0, 0.5)),
-        (False, lambda: tf1.train.MomentumOptimizer(1.0, 0.5)),
-        (False, lambda: keras.optimizers.SGD(1.0, momentum=0.5)),
-    ],
-    ids=["v1-function", "v1-eager", "keras-eager"],
-)
-def test_eager_and_in_a_function(function, inner):
-    with tf.__internal__.eager_context.eager_mode():
-        w = tf.Variable(10.0)
-        optimizer = v1.TowerOptimizer(inner())
-        step = tf.Variable(0)
-
-        def model_fn(features, mode):
-            train = optimizer.minimize(
-                lambda: tf.reduce_mean(features) * w, step, [w]
-            )
-            return v1.EstimatorSpec(
-                mode, loss=tf.reduce_mean(features), train_op=train or True
-            )
-
-        run = _towers(2, model_fn)
-
-        def update(x):
-            return run(x, None, "train").loss
-
-        update = tf.function(update) if function else update
-        for _ in range(2):
-            loss = update(tf.constant([1.0, 3.0]))
-        assert loss.numpy() == 2.0
-        # Mean gradient 2: 10 - 2 - (1 + 2).
-        assert w.numpy() == 5.0
-        assert step.numpy() == 2
