@@ -99,7 +99,9 @@ def test_fit_is_one_device_and_its_ledger_has_the_planned_bytes():
         np.testing.assert_allclose(one, kernel, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
+@pytest.mark.parametrize(
+    "kind", ["mirrored", pytest.param("tpu", marks=replicas.in_full)]
+)
 def test_small_gradients_and_residuals_are_those_of_keras_3(kind, tmp_path):
     strategy = STRATEGIES[kind](2)
     communication = tf_xshard.Communication(

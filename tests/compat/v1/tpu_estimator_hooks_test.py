@@ -203,18 +203,12 @@ def test_all_checkpoints_are_kept_and_used(tmp_path):
     )
     estimator.train(linear.input_fn, steps=7)
     assert len(list(tmp_path.glob("*.index"))) == 8
-    weights = linear.adam(7)
     np.testing.assert_allclose(
-        linear.weights(estimator, "dense/"), weights, rtol=3e-5
+        linear.weights(estimator, "dense/"), linear.adam(7), rtol=3e-5
     )
-    early, late = (
-        np.array([row["y"] for row in estimator.predict(linear.once, **path)])
-        for path in ({"checkpoint_path": tmp_path / "model.ckpt-0"}, {})
-    )
-    np.testing.assert_array_equal(early, np.zeros([32, 1]))
-    np.testing.assert_allclose(
-        late, linear.X @ weights[:3] + weights[3], rtol=1e-4, atol=1e-5
-    )
+    first = tmp_path / "model.ckpt-0"
+    rows = list(estimator.predict(linear.once, checkpoint_path=first))
+    assert len(rows) == 32 and not any(row["y"] for row in rows)
 
 
 def test_scaffolds_savers_and_params(tmp_path):
