@@ -1005,6 +1005,37 @@ COMPAT_AND_TF_KERAS: list[Promise] = [
         "target.assign_add(0 * tf.add_n(values))",
     ),
     Promise(
+        "With MEAN, towers' losses are averaged.",
+        f"{V}tower_optimizer_test.py::test_oracle[2-adagrad-weighted_mean]",
+        "compat/v1/towers/tower.py",
+        "tf.divide(x, float(num_towers)",
+        "tf.divide(x, 1.0",
+    ),
+    Promise(
+        "Predictions of `replicate_model_fn` are of all towers' examples.",
+        f"{V}tower_optimizer_test.py::"
+        "test_metrics_predictions_and_exports_are_of_all_towers"
+        "[4-weighted_mean]",
+        "compat/v1/towers/replicate_model_fn.py",
+        "tf.concat(parts, 0)",
+        "tf.concat(parts[::-1], 0)",
+    ),
+    Promise(
+        "AGNOptimizer's swapping_saver stores the center under plain names.",
+        f"{V}agn_optimizer_test.py::test_the_saver_and_going_on",
+        "compat/v1/optimizers/agn.py",
+        "key.removeprefix(prefix): value for",
+        "key: value for",
+    ),
+    Promise(
+        "`load_into_keras` takes AGNOptimizer's center, not a worker's copy.",
+        f"{V}load_into_keras_test.py::"
+        "test_the_center_is_taken_where_the_local_copies_were_saved_too",
+        "compat/v1/load_into_keras.py",
+        "if name.startswith(prefix) or name in read",
+        "if name in of_center or name in read",
+    ),
+    Promise(
         "`load_into_keras` scales TF1's momentum by the learning rate.",
         f"{V}load_into_keras_test.py::"
         "test_momentum_and_the_center_under_a_strategy",
@@ -1054,6 +1085,13 @@ COMPAT_AND_TF_KERAS: list[Promise] = [
         "compat/v1/estimator/sessions.py",
         "if step != self._saved:",
         "if step == self._saved:",
+    ),
+    Promise(
+        "TPUEstimator stops training when a saving listener asks for it.",
+        f"{V}tpu_estimator_hooks_test.py::test_saving_listeners",
+        "compat/v1/estimator/sessions.py",
+        "run_context.request_stop()",
+        "pass",
     ),
     Promise(
         "PER_SHARD_V1 is refused, since input_fn is called once.",

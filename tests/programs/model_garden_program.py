@@ -1,7 +1,8 @@
 """Trains Model Garden's and TF-Recommenders' models; prints differences.
 
-It runs in an environment that has both. Each group must end with the weights
-of one device that gets its rows.
+It runs in an environment that has both, in processes of its own for each kind
+of replicas. Each group must end with the weights of one device that gets its
+rows.
 """
 
 import dataclasses
@@ -294,7 +295,7 @@ def two_towers(strategy):
     )
 
 
-def main(kind):
+def compare(kind):
     strategy = keras_2.strategy_of(kind)
     names = BY_WORKERS if kind == "workers" else CASES
     found = {name: difference(strategy, CASES[name]) for name in names}
@@ -303,5 +304,12 @@ def main(kind):
     print(json.dumps(found))
 
 
+def main(kinds=("mirrored", "tpu", "workers")):
+    for kind in kinds:
+        found = keras_2.printed("model_garden_program", kind)
+        print(kind, found, flush=True)
+        assert max(found.values()) < 1e-6
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    compare(sys.argv[1]) if sys.argv[1:] else main()

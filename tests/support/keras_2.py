@@ -4,13 +4,8 @@ Each replica gets other gradients, and each group must end with the weights of
 one device that gets the group's mean or sum.
 """
 
-import contextlib
 import dataclasses
 import functools
-import json
-import os
-import sys
-import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -18,10 +13,9 @@ import tensorflow as tf
 import tf_keras
 
 import tf_xshard
-from tests.support import processes
+from tests.support import cluster
 from tests.support import replicas
 from tf_xshard.distribute import site
-from tf_xshard.multi_worker import local_cluster
 from tf_xshard.private.tf_keras import optimizers as private
 
 NUM_REPLICAS = 4
@@ -246,35 +240,9 @@ def strategy_of(kind):
     return replicas.STRATEGIES[kind](NUM_REPLICAS)
 
 
-def printed(program, kind, python=sys.executable):
+def printed(program, kind):
     """Largest differences, by case, that the processes of a program print."""
     count = NUM_REPLICAS if kind == "workers" else 1
-    addresses = local_cluster.local_addresses(count)
-    with contextlib.ExitStack() as stack:
-        running = []
-        for rank in range(count):
-            out, error = (
-                stack.enter_context(tempfile.TemporaryFile("w+")) for _ in "oe"
-            )
-            process = stack.enter_context(
-                processes.started(
-                    [python, "-m", f"tests.programs.{program}", kind],
-                    stdout=out,
-                    stderr=error,
-                    env={
-                        **os.environ,
-                        **local_cluster.settings(count),
-                        "TF_USE_LEGACY_KERAS": "1",
-                        "TF_CONFIG": local_cluster.tf_config(addresses, rank),
-                    },
-                )
-            )
-            running.append((process, out, error))
-        found = []
-        for process, out, error in running:
-            process.wait(2500)  # The test's own limit may end it sooner.
-            for one in (out, error):
-                one.seek(0)
-            assert process.returncode == 0, error.read()[-3000:]
-            found.append(json.loads(out.read().splitlines()[-1]))
+    program = f"tests.programs.{program}"
+    found = cluster.results_of(program, count, [kind], seconds=2500)
     return {name: max(one[name] for one in found) for name in found[0]}

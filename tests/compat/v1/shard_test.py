@@ -59,19 +59,6 @@ def test_inputs_are_split_and_outputs_joined():
     np.testing.assert_array_equal(again, x)
 
 
-def test_operations_run_when_an_output_is_read():
-    outside = _zeros("calls")
-
-    def computation(x):
-        return [x, outside.assign_add(1.0).op]
-
-    (got,) = v1.shard(computation, [tf.constant([1.0, 2.0])], num_shards=2)
-    # Once, as in the copies of a TPU.
-    assert _values_after(got) == {"calls": 1.0}
-    none = v1.shard(lambda: outside.assign_add(1.0).op, num_shards=3)
-    assert [type(op) for op in none] == [tf.Operation]
-
-
 def _model(x):
     with tf1.variable_scope(None, "layer"):
         w = tf1.get_variable("w", [2])
@@ -156,20 +143,6 @@ def test_copies_start_from_shard_0(tmp_path):
     with tf1.Session() as session:
         saver.restore(session, path)
         np.testing.assert_array_equal(session.run(values), [7.0] * 4)
-
-
-def test_slots_of_copies_start_before_the_first_update():
-    """A copy that took shard 0's slot after its update would be ahead."""
-
-    def computation(x):
-        optimizer = v1.CrossShardOptimizer(tf1.train.MomentumOptimizer(1, 0.5))
-        return optimizer.minimize(tf.reduce_sum(x) * _zeros("w"))
-
-    step = v1.shard(computation, [tf.ones([6])], num_shards=6)
-    for _ in range(3):  # The order of operations differs.
-        got = _values_after(step, 2)
-        copies = [value for name, value in got.items() if name.endswith("/w")]
-        assert copies == [-2.5] * 5
 
 
 def test_shared_variables_are_updated_once():
