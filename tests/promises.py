@@ -961,7 +961,7 @@ COMPAT_AND_TF_KERAS: list[Promise] = [
     ),
     Promise(
         "TF1's AGNOptimizer applies the mean of the period to the center.",
-        f"{V}agn_optimizer_test.py::test_oracle[momentum-2-False-True]",
+        f"{V}agn_optimizer_test.py::test_oracle[adagrad-2-False-True]",
         "compat/v1/optimizers/agn.py",
         "/ tf.cast(self._period, of.accumulator.dtype.base_dtype)",
         "/ tf.cast(1, of.accumulator.dtype.base_dtype)",
@@ -983,7 +983,7 @@ COMPAT_AND_TF_KERAS: list[Promise] = [
     ),
     Promise(
         "TF1's TowerOptimizer adds up the gradients of all towers.",
-        f"{V}tower_optimizer_test.py::test_oracle[4-momentum-weighted_mean]",
+        f"{V}tower_optimizer_test.py::test_oracle[4-adagrad-weighted_mean]",
         "compat/v1/towers/tower.py",
         "indexed_slices.added(gradients, variable)",
         "indexed_slices.added(gradients[:1], variable)",
@@ -1006,7 +1006,7 @@ COMPAT_AND_TF_KERAS: list[Promise] = [
     ),
     Promise(
         "With MEAN, towers' losses are averaged.",
-        f"{V}tower_optimizer_test.py::test_oracle[2-adagrad-weighted_mean]",
+        f"{V}tower_optimizer_test.py::test_oracle[4-adagrad-weighted_mean]",
         "compat/v1/towers/tower.py",
         "tf.divide(x, float(num_towers)",
         "tf.divide(x, 1.0",

@@ -87,10 +87,10 @@ def test_oracle_in_shard(name, num_shards, groups, reduction):
             got = session.run(fetched)
             assert session.run(tf1.train.get_global_step()) == NUM_STEPS
     expected = _expected(name, num_shards, groups, reduction)
-    for index, (w, e) in enumerate(expected):
-        wanted = [w.x, e.x]
+    for index, pair in enumerate(expected):
+        wanted = [one.x for one in pair]
         for slot in oracle.slots:
-            wanted += [w.state[slot], e.state[slot]]
+            wanted += [one.state[slot] for one in pair]
         graphs.check_close(got[index], wanted)
 
 
@@ -123,11 +123,10 @@ def test_oracle_under_a_strategy(inner, kind, name, groups, reduction):
     num_replicas = 2 if inner == "eager" else 4
     strategy = replicas.STRATEGIES[kind](num_replicas)
     oracle, make = v1_oracle.OPTIMIZERS[name]
-    # For each slot, TF1's name and a factor.
-    slots = {slot: (slot, 1) for slot in oracle.slots}
+    factor = 1
     if inner == "keras":
         make = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
-        slots = {"momentum": ("momentum", -0.1)}
+        factor = -0.1  # Its momentum accumulates steps.
     with strategy.scope():
         w = tf.Variable(np.ones((3, 2), np.float32))
         variable = keras.Variable if inner == "keras" else tf.Variable
@@ -144,20 +143,17 @@ def test_oracle_under_a_strategy(inner, kind, name, groups, reduction):
         step = tf.function(step, autograph=False)
     for arrays in graphs.feeds(num_replicas, NUM_STEPS):
         step(*map(tf.constant, arrays))
-    assert set(slots) <= set(optimizer.get_slot_names())
+    assert set(oracle.slots) <= set(optimizer.get_slot_names())
     expected = _expected(name, num_replicas, groups, reduction)
-    for position, variable in enumerate((w, e)):
-        of_replicas = [shard[position] for shard in expected]
-        compared = [(variable, [one.x for one in of_replicas])]
-        for slot, (theirs, factor) in slots.items():
-            compared.append(
-                (
-                    optimizer.get_slot(variable, slot),
-                    [factor * one.state[theirs] for one in of_replicas],
-                )
-            )
-        for found, wanted in compared:
-            graphs.check_close(replicas.values(strategy, found), wanted)
+    for variable, of_replicas in zip(
+        (w, e), zip(*expected, strict=True), strict=True
+    ):
+        got = replicas.values(strategy, variable)
+        graphs.check_close(got, [one.x for one in of_replicas])
+        for slot in oracle.slots:
+            got = replicas.values(strategy, optimizer.get_slot(variable, slot))
+            wanted = [factor * one.state[slot] for one in of_replicas]
+            graphs.check_close(got, wanted)
     assert num.numpy() == NUM_STEPS
 
 
