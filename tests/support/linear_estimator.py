@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from tests.support import v1_oracle
 from tf_xshard.compat import v1
 
 tf1 = tf.compat.v1
@@ -72,7 +73,9 @@ def weights(estimator, scope=""):
     )
 
 
-def make(directory, num_shards=2, fn=model_fn, **kwargs):
+def make(directory, num_shards=2, fn=model_fn, config=(), **kwargs):
+    """An estimator; `config` has further arguments of RunConfig."""
+    shards = v1.TPUConfig(num_shards=np.int64(num_shards))
     kwargs = {
         "train_batch_size": 8,
         "eval_batch_size": 8,
@@ -80,21 +83,18 @@ def make(directory, num_shards=2, fn=model_fn, **kwargs):
         "params": {"learning_rate": 0.1},
         **kwargs,
     }
-    config = v1.RunConfig(tpu_config=v1.TPUConfig(num_shards=num_shards))
-    return v1.TPUEstimator(fn, str(directory), config=config, **kwargs)
+    config = v1.RunConfig(shards, model_dir=str(directory)).replace(
+        **dict(config)
+    )
+    return v1.TPUEstimator(fn, config=config, **kwargs)
 
 
 def adam(num_steps):
     """The kernel and the bias after some steps on the global batches."""
-    weights = np.zeros([4, 1])
-    m, v = np.zeros([4, 1]), np.zeros([4, 1])
+    oracle = v1_oracle.Adam(np.zeros([4, 1]))
     rows = np.concatenate([X, np.ones([32, 1])], axis=1).astype(np.float64)
     for step in range(num_steps):
         part = np.arange(8 * step, 8 * step + 8) % 32
         x, y = rows[part], Y[part]
-        gradient = 2 * x.T @ (x @ weights - y) / 8
-        m = 0.9 * m + 0.1 * gradient
-        v = 0.999 * v + 0.001 * gradient**2
-        rate = 0.1 * np.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
-        weights -= rate * m / (np.sqrt(v) + 1e-8)
-    return weights
+        oracle.apply(2 * x.T @ (x @ oracle.x - y) / 8)
+    return oracle.x

@@ -28,19 +28,6 @@ class _Called(tf1.train.SessionRunHook):
             run_context.request_stop()
 
 
-def _make(directory, fn=linear.model_fn, use_tpu=True, params=(), **config):
-    shards = v1.TPUConfig(num_shards=np.int64(2))
-    return v1.TPUEstimator(
-        fn,
-        config=v1.RunConfig(shards, model_dir=str(directory)).replace(**config),
-        params={"learning_rate": 0.1, **dict(params)},
-        train_batch_size=8,
-        eval_batch_size=8,
-        predict_batch_size=8,
-        use_tpu=use_tpu,
-    )
-
-
 def test_calls_on_the_host(tmp_path):
     """host_call, scaffold_fn, hooks and summaries, as TPU scripts have them."""
     seen, lines = [], []
@@ -113,14 +100,13 @@ def test_hooks_and_limits(tmp_path):
     def stop():
         return [_Called([], num_steps=2)]
 
-    estimator = _make(
-        tmp_path,
-        fn,
-        save_checkpoints_steps=2,
-        keep_checkpoint_max=2,
-        save_summary_steps=0,
-        log_step_count_steps=0,
-    )
+    config = {
+        "save_checkpoints_steps": 2,
+        "keep_checkpoint_max": 2,
+        "save_summary_steps": 0,
+        "log_step_count_steps": 0,
+    }
+    estimator = linear.make(tmp_path, fn=fn, config=config)
     # Until the input ends.
     estimator.train(lambda params: linear.input_fn(params).take(7))
     kept = tf.train.get_checkpoint_state(str(tmp_path))
@@ -166,7 +152,7 @@ class _Listening(tf1.train.CheckpointSaverListener):
 def test_saving_listeners(tmp_path):
     """Called around each save, in order; one of them stops the training."""
     first, second = _Listening(tmp_path, stops_at=4), _Listening(tmp_path)
-    estimator = _make(tmp_path, save_checkpoints_steps=2)
+    estimator = linear.make(tmp_path, config={"save_checkpoints_steps": 2})
     estimator.train(
         linear.input_fn, max_steps=3, saving_listeners=[first, second]
     )
@@ -195,12 +181,8 @@ def test_saving_listeners(tmp_path):
 
 def test_all_checkpoints_are_kept_and_used(tmp_path):
     # Without shards: CrossShardOptimizer has nothing to reduce.
-    estimator = _make(
-        tmp_path,
-        use_tpu=False,
-        save_checkpoints_steps=1,
-        keep_checkpoint_max=0,
-    )
+    config = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 0}
+    estimator = linear.make(tmp_path, use_tpu=False, config=config)
     estimator.train(linear.input_fn, steps=7)
     assert len(list(tmp_path.glob("*.index"))) == 8
     np.testing.assert_allclose(
@@ -228,8 +210,9 @@ def test_scaffolds_savers_and_params(tmp_path):
             local_init_op=tf1.local_variables_initializer()
         )
 
-    params = {"list": []}
-    estimator = _make(tmp_path, fn, params=params, save_checkpoints_steps=1)
+    params = {"list": [], "learning_rate": 0.1}
+    config = {"save_checkpoints_steps": 1}
+    estimator = linear.make(tmp_path, fn=fn, params=params, config=config)
     estimator.train(linear.input_fn, steps=6)
     assert params["list"] == [] and estimator.params["list"] == []
     # That Saver deletes none.
@@ -243,7 +226,8 @@ def test_a_loss_that_is_nan_is_not_saved(tmp_path):
         # 0 / 0 in the second step.
         return spec._replace(loss=spec.loss * (1 - step) / (1 - step))
 
-    estimator = _make(tmp_path, fn, save_checkpoints_steps=1)
+    config = {"save_checkpoints_steps": 1}
+    estimator = linear.make(tmp_path, fn=fn, config=config)
     with pytest.raises(tf1.train.NanLossDuringTrainingError):
         estimator.train(linear.input_fn, steps=3)
     assert estimator.latest_checkpoint().endswith("ckpt-1")
