@@ -1118,7 +1118,7 @@ COMPAT_AND_TF_KERAS: list[Promise] = [
     ),
     Promise(
         "A legacy optimizer of tf_keras sums gradients in groups.",
-        f"{K}test_is_one_device[tpu-legacy_adam]",
+        f"{K}test_is_one_device[tpu-legacy_sgd]",
         "tf_keras/aggregation.py",
         "batch, site, groups, self._reduction, carry\n",
         'batch, site, groups, reductions.checked("mean"), carry\n',
