@@ -4,68 +4,35 @@ import pytest
 
 import tf_xshard
 
+CHECKPOINT = tf_xshard.GroupCheckpoint
+SENTINEL = tf_xshard.DivergenceSentinel
 WARMUP = tf_xshard.LearningRateWarmup
 
 
 @pytest.mark.parametrize(
-    "make, error, text",
+    "callback, arguments, error, text",
     [
+        (CHECKPOINT, ("d", 0), ValueError, "positive int or 'epoch', got 0"),
+        (CHECKPOINT, ("d", "batch"), ValueError, "or 'epoch', got 'batch'"),
+        (CHECKPOINT, ("d", 1, 0), ValueError, "keep must be .* or None, got 0"),
+        (SENTINEL, (True,), ValueError, "every must be .* int, got True"),
+        (SENTINEL, (1, "stop"), ValueError, "must be one of .*, got 'stop'"),
+        (tf_xshard.GroupValidation, (None, 1.5), ValueError, "got 1.5"),
         (
-            lambda: tf_xshard.GroupCheckpoint("d", every=0),
-            ValueError,
-            "every must be a positive int or 'epoch', got 0",
-        ),
-        (
-            lambda: tf_xshard.GroupCheckpoint("d", every="batch"),
-            ValueError,
-            "every must be a positive int or 'epoch', got 'batch'",
-        ),
-        (
-            lambda: tf_xshard.GroupCheckpoint("d", keep=0),
-            ValueError,
-            "keep must be a positive int or None, got 0",
-        ),
-        (
-            lambda: tf_xshard.GroupValidation(None, every=1.5),
-            ValueError,
-            "every must be a positive int, got 1.5",
-        ),
-        (
-            lambda: tf_xshard.GroupValidation(x for x in ()),
+            tf_xshard.GroupValidation,
+            ((x for x in ()),),
             TypeError,
             "a generator can be read only once",
         ),
-        (
-            lambda: tf_xshard.DivergenceSentinel(every=True),
-            ValueError,
-            "every must be a positive int, got True",
-        ),
-        (
-            lambda: tf_xshard.DivergenceSentinel(action="stop"),
-            ValueError,
-            "action must be one of .*, got 'stop'",
-        ),
-        (
-            lambda: tf_xshard.CommunicationLedger(rows_per_step=0),
-            (TypeError, ValueError),
-            "rows_per_step",
-        ),
-        (
-            lambda: tf_xshard.CommunicationLedger(rows_per_step="a"),
-            (TypeError, ValueError),
-            "rows_per_step",
-        ),
-        (lambda: WARMUP(0.0), ValueError, "learning_rate must be positive"),
-        (lambda: WARMUP("fast"), TypeError, "learning_rate must be a number"),
-        (lambda: WARMUP(0.1, 0), ValueError, "warmup_epochs must be positive"),
-        (lambda: WARMUP(0.1, 5, 1.5), ValueError, "start must be from 0 to 1"),
-        (
-            lambda: WARMUP(0.1, 5, None, 0),
-            ValueError,
-            "steps_per_epoch must be a positive",
-        ),
+        (tf_xshard.CommunicationLedger, (0,), ValueError, "rows_per_step"),
+        (tf_xshard.CommunicationLedger, ("a",), TypeError, "rows_per_step"),
+        (WARMUP, (0.0,), ValueError, "learning_rate must be positive"),
+        (WARMUP, ("fast",), TypeError, "learning_rate must be a number"),
+        (WARMUP, (0.1, 0), ValueError, "warmup_epochs must be positive"),
+        (WARMUP, (0.1, 5, 1.5), ValueError, "start must be from 0 to 1"),
+        (WARMUP, (0.1, 5, None, 0), ValueError, "steps_per_epoch must be a"),
     ],
 )
-def test_bad_arguments(make, error, text):
+def test_bad_arguments(callback, arguments, error, text):
     with pytest.raises(error, match=text):
-        make()
+        callback(*arguments)

@@ -1,4 +1,9 @@
-"""What `fit` logs of its communication is what was planned."""
+"""What `fit` logs of its communication is what was planned.
+
+`in_fit_test.py` counts the collectives of a `fit`.
+"""
+
+import types
 
 import keras
 import numpy as np
@@ -6,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import fitting
+from tests.support import events
 from tests.support import replicas
 from tests.support import training
 from tf_xshard.collectives import counters
@@ -14,123 +19,44 @@ from tf_xshard.collectives import counters
 NAMES = ("collectives", "bytes", "bytes_sent")
 
 
-def _cross_shard(rate=0.1, groups=None):
-    return tf_xshard.CrossShardOptimizer(
-        keras.optimizers.SGD(rate), group_assignment=groups
-    )
-
-
-def _model(strategy, optimizer_fn=_cross_shard):
+def _model(strategy):
     with strategy.scope():
         model = training.model()
-        model.compile(optimizer_fn(), "mse")
+        model.compile(
+            tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()), "mse"
+        )
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
-def _fit(model, *callbacks, epochs=1):
-    return fitting.fit(model, callbacks, epochs, training.data(), 64)
-
-
-def test_one_ledger_agrees_with_the_plans_of_several_models():
-    """On a TPU, on replicas, and on one device; a later callback sees it."""
-    seen = []
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_on_a_tpu_the_plan_is_multiplied(steps_per_execution):
+    """The last execution of an epoch may have fewer steps."""
+    model = _model(replicas.tpu(2))
+    model.steps_per_execution = steps_per_execution
+    plan = tf_xshard.communication_plan(model)
     ledger = tf_xshard.CommunicationLedger()
-    later = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: seen.append(dict(logs))
-    )
-    totals = np.zeros(3)
-    for strategy, optimizer_fn in (
-        (replicas.tpu(4), lambda: _cross_shard(groups=[[0, 1], [2, 3]])),
-        (
-            replicas.mirrored(2),
-            lambda: tf_xshard.TowerOptimizer(keras.optimizers.SGD(), 2),
-        ),
-        (replicas.mirrored(1), _cross_shard),
-    ):
-        model = _model(strategy, optimizer_fn)
-        plan = tf_xshard.communication_plan(model)
-        seen.clear()
-        history = _fit(model, ledger, later, epochs=2)
-        for index, name in enumerate(NAMES):
-            planned = 4 * getattr(plan, f"{name}_per_step")
-            logged = history[f"communication_{name}"]
-            assert logged == [planned] * 2
-            assert [logs[f"communication_{name}"] for logs in seen] == logged
-            assert (planned > 0) == (strategy.num_replicas_in_sync > 1)
-            totals[index] += 2 * planned
-        assert [ledger.totals[f"communication_{n}"] for n in NAMES] == (
-            totals.tolist()
-        )
-        seconds = history.get("communication_seconds")
-        if replicas.is_tpu(strategy):
-            assert seconds is None
-        elif strategy.num_replicas_in_sync > 1:
-            assert min(seconds) > 0
-            assert seconds == [s["communication_seconds"] for s in seen]
+    ledger.set_model(model)
+    ledger.set_params({"steps": 4})
+    ledger.on_train_begin()
+    for _ in range(2):
+        logs = {}
+        ledger.on_epoch_begin(0)
+        for first in range(0, 4, steps_per_execution):
+            ledger.on_train_batch_end(first + steps_per_execution - 1)
+        ledger.on_epoch_end(0, logs)
+        assert logs == {
+            f"communication_{name}": 4 * getattr(plan, f"{name}_per_step")
+            for name in NAMES
+        }
+    assert ledger.totals == {name: 2 * value for name, value in logs.items()}
+    assert logs["communication_bytes"] == 4 * 4 * 161
 
 
-class _Broken(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        raise KeyError("broken")
-
-
-def test_without_it_a_step_has_no_timestamps():
-    """Before, with and after; a model that has been trained is traced anew."""
-    strategy = replicas.mirrored(2)
-    model = _model(strategy)
-    _fit(model)
-    plain = model.train_function
-    ledger, other = (tf_xshard.CommunicationLedger() for _ in range(2))
-    seconds = _fit(model, ledger)["communication_seconds"]
-    assert seconds[0] > 0
-    assert model.train_function is plain
-    # Again, beside another one: it goes on adding.
-    seconds += _fit(model, ledger, other)["communication_seconds"]
-    assert ledger.totals["communication_seconds"] == pytest.approx(sum(seconds))
-    assert other.totals["communication_bytes"] == 4 * 4 * 161
-    assert model.train_function is plain
-    with pytest.raises(KeyError, match="broken"):
-        _fit(model, ledger, _Broken())
-    assert not counters._is_timing()
-    assert model.train_function.untimed is plain
-    _fit(model)
-    assert model.train_function is plain
-
-    def operations():
-        step = tf.function(
-            lambda: strategy.run(
-                lambda: model.optimizer.apply(
-                    [tf.ones(v.shape) for v in model.trainable_variables]
-                )
-            ),
-            autograph=False,
-        )
-        return [
-            op.type
-            for op in step.get_concrete_function().graph.get_operations()
-        ]
-
-    assert "Timestamp" not in operations()
-    with counters.timing():
-        assert operations().count("Timestamp") == 2 * 2
-
-
-def test_one_ledger_for_two_models():
-    """And for one that is compiled again: each trains by its own step."""
-    strategy = replicas.mirrored(2)
-    first = _model(strategy)
-    second = _model(strategy, lambda: _cross_shard(0.0))
-    ledger = tf_xshard.CommunicationLedger()
-    _fit(first, ledger)
-    before = [np.array(w) for w in first.get_weights()]
-    still = [np.array(w) for w in second.get_weights()]
-    _fit(second, ledger)
-    for model, expected in ((first, before), (second, still)):
-        for mine, theirs in zip(model.get_weights(), expected, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-    second.steps_per_execution = 2
-    _fit(second, ledger)
-    assert int(second.optimizer.iterations.numpy()) == 8
+def test_on_one_device_nothing_is_sent():
+    model = _model(replicas.mirrored(1))
+    [logs] = events.drive(model, tf_xshard.CommunicationLedger())
+    assert logs == {f"communication_{n}": 0 for n in (*NAMES, "seconds")}
 
 
 def test_op_determinism_forbids_clocks(monkeypatch):
@@ -139,9 +65,69 @@ def test_op_determinism_forbids_clocks(monkeypatch):
     def timestamp():
         raise tf.errors.FailedPreconditionError(None, None, "determinism")
 
-    model = _model(replicas.mirrored(2))
     monkeypatch.setattr(tf, "timestamp", timestamp)
-    history = _fit(model, tf_xshard.CommunicationLedger())
-    assert "communication_seconds" not in history
-    plan = tf_xshard.communication_plan(model)
-    assert history["communication_bytes"] == [4 * plan.bytes_per_step]
+    model = _model(replicas.mirrored(2))
+    [logs] = events.drive(model, tf_xshard.CommunicationLedger())
+    assert list(logs) == [f"communication_{n}" for n in NAMES]
+
+
+def _stub(name, seen):
+    """A model whose train functions note their name and whether they time."""
+
+    def function(of):
+        return lambda iterator: seen.append((of, counters._is_timing()))
+
+    def make_train_function(force):
+        model.train_function = function(f"new {name}")
+
+    model = types.SimpleNamespace(
+        make_train_function=make_train_function,
+        train_function=function(name),
+        history=object(),
+        optimizer=None,
+        distribute_strategy=replicas.mirrored(2),
+    )
+    return model
+
+
+def test_only_a_fit_with_it_is_timed():
+    """One ledger for two models, of which each keeps its own function."""
+    seen = []
+    first, second = (_stub(name, seen) for name in ("first", "second"))
+    plain = [one.train_function for one in (first, second)]
+    ledger, other = (tf_xshard.CommunicationLedger() for _ in range(2))
+    train = lambda model: lambda batch: model.train_function(None)
+    for model in (first, second):
+        events.drive(model, ledger, other, steps=1, on_batch=train(model))
+    assert [one.train_function for one in (first, second)] == plain
+    assert seen == [("new first", True), ("new second", True)]
+    # An error ends a `fit` without `on_train_end`; the next has a new history.
+    ledger.set_model(first)
+    ledger.on_train_begin()
+    first.history = object()
+    train(first)(0)
+    assert seen[2:] == [("first", False)]
+    assert first.train_function is plain[0]
+
+
+def test_a_step_has_timestamps_only_while_it_is_timed():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
+        optimizer.build([weight])
+
+    def timestamps():
+        step = tf.function(
+            lambda: strategy.run(
+                lambda: optimizer.apply([tf.ones([2])], [weight])
+            ),
+            autograph=False,
+        )
+        graph = step.get_concrete_function().graph
+        return [op.type for op in graph.get_operations()].count("Timestamp")
+
+    assert timestamps() == 0
+    with counters.timing():
+        assert timestamps() == 2 * 2
+    assert np.all(weight.numpy() == [1, 2])

@@ -14,31 +14,28 @@ from tests.support import group_training
 from tests.support import replicas
 from tests.support import training
 from tests.support import versions
+from tf_xshard.group_state import ensemble as ensemble_lib
 
 MEMBERS = group_training.GROUPS
+PAIR = [[0], [1]]
+SGD = keras.optimizers.SGD
+MIRRORED, TPU = ("mirrored", "momentum"), ("tpu", "momentum")
 
 
 @functools.cache
 def _trained(kind, optimizer):
     model = group_training.trained(replicas.STRATEGIES[kind](4), optimizer)
-    if optimizer == "momentum":
-        x, y = group_training.data(16)
-        model.evaluate(x, y, verbose=0)  # Makes the metrics.
-    return model
+    return model, group_training.variables(model), group_training.values(model)
 
 
 @pytest.fixture
 def model(request):
     """One trained model for all tests of a case, which leave it as it was."""
-    case = getattr(request, "param", ("mirrored", "momentum"))
-    model = _trained(*case)
-    variables = group_training.variables(model)
-    before = group_training.values(model)
+    model, variables, before = _trained(*getattr(request, "param", MIRRORED))
     yield model
+    strategy = model.distribute_strategy
     for variable, values in zip(variables, before, strict=True):
-        copies = model.distribute_strategy.experimental_local_results(
-            variable.value
-        )
+        copies = strategy.experimental_local_results(variable.value)
         for copy, value in zip(copies, values, strict=True):
             copy.assign(value)
 
@@ -59,6 +56,11 @@ def _variables(model):
     return [v for v in group_training.variables(model) if id(v) not in metrics]
 
 
+def _values(model):
+    strategy = model.distribute_strategy
+    return [replicas.values(strategy, v) for v in _variables(model)]
+
+
 def test_the_model_is_what_the_tests_need(model):
     """Groups differ; statistics differ by replica; else groups agree."""
     strategy = model.distribute_strategy
@@ -70,19 +72,31 @@ def test_the_model_is_what_the_tests_need(model):
     assert not np.array_equal(kernel[0], kernel[1])
 
 
-@pytest.mark.parametrize("optimizer", group_training.OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "towers",
+        "agn",
+        pytest.param("momentum", marks=replicas.in_full),
+        pytest.param("agn_updates", marks=replicas.in_full),
+    ],
+)
 def test_every_variable_that_a_step_reads_is_in_the_state(optimizer):
-    strategy = replicas.mirrored(2)
-    model = group_training.compiled(strategy, optimizer, [[0], [1]])
+    """On one device, where there are the same variables."""
+    model = group_training.network()
+    model.compile(
+        group_training.OPTIMIZERS[optimizer](None),
+        "binary_crossentropy",
+        metrics=["accuracy"],
+        auto_scale_loss=False,
+    )
+    model.optimizer.build(model.trainable_variables)
     x, y = group_training.data(16)
     model.evaluate(x, y, batch_size=16, verbose=0)  # Makes the metrics.
-    step = training.step_of(model).get_concrete_function(
-        *next(iter(group_training.distributed(strategy)))
-    )
+    step = training.step_of(model).get_concrete_function(x, y)
     names = {
-        copy.handle._id: one.name
+        one.variable.value.handle._id: one.name
         for one in tf_xshard.GroupState(model).variables()
-        for copy in strategy.experimental_local_results(one.variable.value)
     }
     read = {
         names.get(handle._id, str(handle))
@@ -101,6 +115,7 @@ def test_get_weights(model):
     state = tf_xshard.GroupState(model)
     assert state.num_groups == 2
     assert state.group_assignment.to_list() == MEMBERS
+    strategy = model.distribute_strategy
     for group, (first, _) in enumerate(MEMBERS):
         got = state.get_weights(group)
         assert list(got) == ["model", "optimizer"]
@@ -108,13 +123,13 @@ def test_get_weights(model):
             ("model", model.weights),
             ("optimizer", model.optimizer.variables),
         ):
-            for variable, value in zip(variables, got[part], strict=True):
-                strategy = model.distribute_strategy
-                expected = replicas.values(strategy, variable)[first]
-                if _is_statistic(variable):
-                    expected = _mean(model, variable, group)
-                assert value.dtype == expected.dtype
-                np.testing.assert_array_equal(value, expected)
+            expected = [
+                _mean(model, variable, group)
+                if _is_statistic(variable)
+                else replicas.values(strategy, variable)[first]
+                for variable in variables
+            ]
+            group_training.assert_same([got[part]], [expected])
 
 
 def test_set_weights_changes_one_group(model):
@@ -150,54 +165,45 @@ def test_refusals_change_nothing(model):
     before = group_training.values(model)
     own = state.get_weights(0)["model"]
     x, _ = group_training.data()
+    rate = model.optimizer.learning_rate
     no_model = tf_xshard.GroupState([model.layers[0].kernel])
-    for call, text in (
-        (lambda: state.get_weights(2), "group must be an int from 0 to 1"),
-        (lambda: state.get_weights(True), "group must be an int"),
-        (lambda: state.set_weights(-1, {}), "group must be an int"),
-        (lambda: state.set_weights(0, {"modle": []}), "got .'modle'., but"),
+    strategy = model.distribute_strategy
+    in_function = tf.function(lambda: state.get_weights(0), autograph=False)
+    in_replica = tf.function(
+        lambda: strategy.run(lambda: state.get_weights(0)), autograph=False
+    )
+    for call, error, text in (
+        (lambda: state.get_weights(2), ValueError, "an int from 0 to 1"),
+        (lambda: state.get_weights(True), ValueError, "group must be an int"),
+        (lambda: state.set_weights(-1, {}), ValueError, "must be an int"),
+        (lambda: state.set_weights(0, {"m": []}), ValueError, "'m'., but"),
         (
             lambda: state.set_weights(0, {"model": own[:-1]}),
-            "has 8 variables, got 7 values",
+            *(ValueError, "has 8 variables, got 7 values"),
         ),
         (
             lambda: state.set_weights(0, {"model": [np.zeros(9), *own[1:]]}),
-            r"has shape \(4, 6\), got a value of shape \(9,\)",
+            *(ValueError, r"has shape \(4, 6\), got a value of shape \(9,\)"),
         ),
-        (lambda: state.merge("first"), "merge.. takes .mean."),
-        (lambda: state.merge([1.0]), "needs 2 weights"),
-        (lambda: state.merge([1.0, -1.0]), "needs 2 weights"),
-        (lambda: state.merge([0.0, 0.0]), "needs 2 weights"),
-        (
-            lambda: state.assign(model.optimizer.learning_rate, [0.1]),
-            "needs 2 values of shape",
-        ),
-        (lambda: state.export(0, "model.h5"), "writes .keras files"),
-        (lambda: state.export(2, "model.keras"), "group must be an int"),
-        (lambda: state.predict(x, 2), "group must be an int"),
-        (lambda: no_model.export(0, "m.keras"), "without a keras.Model"),
-        (lambda: no_model.predict(x), "without a keras.Model"),
-        (lambda: no_model.evaluate(x), "without a keras.Model"),
+        (lambda: state.merge("first"), ValueError, "merge.. takes .mean."),
+        (lambda: state.merge([1.0]), ValueError, "needs 2 weights"),
+        (lambda: state.merge([1.0, -1.0]), ValueError, "needs 2 weights"),
+        (lambda: state.merge([0.0, 0.0]), ValueError, "needs 2 weights"),
+        (lambda: state.assign(rate, [0.1]), ValueError, "needs 2 values of"),
+        (lambda: state.assign(0.1, [0.1, 0.2]), TypeError, "got float"),
+        (lambda: state.export(0, "m.h5"), ValueError, "writes .keras files"),
+        (lambda: state.export(2, "m.keras"), ValueError, "must be an int"),
+        (lambda: state.predict(x, 2), ValueError, "group must be an int"),
+        (lambda: state.evaluate(i for i in ()), TypeError, "a generator can"),
+        (lambda: no_model.export(0, "m.keras"), ValueError, "without a keras"),
+        (lambda: no_model.predict(x), ValueError, "without a keras.Model"),
+        (lambda: no_model.evaluate(x), ValueError, "without a keras.Model"),
+        (in_function, RuntimeError, "used inside a tf.function"),
+        (in_replica, RuntimeError, "in replica context"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(error, match=text):
             call()
-    with pytest.raises(TypeError, match="needs a variable, got float"):
-        state.assign(0.1, [0.1, 0.2])
-    with pytest.raises(TypeError, match="a generator can be read only once"):
-        state.evaluate(x for x in ())
     group_training.assert_same(group_training.values(model), before)
-
-
-def test_where_it_is_called(model):
-    state = tf_xshard.GroupState(model)
-    strategy = model.distribute_strategy
-    read = lambda: state.get_weights(0)
-    for step, text in (
-        (read, "used inside a tf.function"),
-        (lambda: strategy.run(read), "in replica context"),
-    ):
-        with pytest.raises(RuntimeError, match=text):
-            tf.function(step, autograph=False)()
 
 
 @pytest.mark.parametrize(
@@ -243,26 +249,22 @@ def test_divergence(model):
     assert rows[model.layers[0].kernel.path]["between_groups"] > 0.01
     copy = strategy.experimental_local_results(model.layers[0].kernel.value)[3]
     copy.assign_add(tf.ones_like(copy) * 0.25)
-    [row] = [
-        row
-        for row in tf_xshard.GroupState(model).divergence()
-        if row["within_group"]
-    ]
+    table = tf_xshard.GroupState(model).divergence()
+    [row] = [row for row in table if row["within_group"]]
     assert row["variable"] == model.layers[0].kernel.path
     np.testing.assert_allclose(row["within_group"], 0.25, rtol=1e-6)
-    text = str(tf_xshard.GroupState(model).divergence())
-    assert text.startswith("variable") and "0.25" in text
+    assert str(table).startswith("variable") and "0.25" in str(table)
 
 
 @pytest.mark.parametrize(
-    "model, ways",
+    "model",
     [
-        (("mirrored", "agn_updates"), (False, True)),
-        (("tpu", "agn"), (True, False)),
+        ("mirrored", "agn_updates"),
+        pytest.param(("tpu", "agn"), marks=replicas.in_full),
     ],
-    indirect=["model"],
+    indirect=True,
 )
-def test_agn_between_exchanges(model, ways):
+def test_agn_between_exchanges(model):
     """The group's weights are the center; what is local has its column.
 
     Whether the center is shown or not.
@@ -275,7 +277,7 @@ def test_agn_between_exchanges(model, ways):
     assert not np.array_equal(local[0], local[2])
     assert not np.array_equal(local[0], center[0][0])
     state = tf_xshard.GroupState(model)
-    for shown in ways:
+    for shown in (False, True):
         model.optimizer.show_center(shown)
         before = group_training.values(model)
         rows = state.divergence()
@@ -284,20 +286,15 @@ def test_agn_between_exchanges(model, ways):
         assert any(row["between_groups"] > 1e-3 for row in centers)
         assert any(row["local"] for row in rows)
         for group, (first, _) in enumerate(MEMBERS):
+            got = state.get_weights(group)["model"]
             trainable = [
                 value
-                for value, variable in zip(
-                    state.get_weights(group)["model"],
-                    model.weights,
-                    strict=True,
-                )
+                for value, variable in zip(got, model.weights, strict=True)
                 if variable.trainable
             ]
-            for value, its in zip(trainable, center, strict=True):
-                np.testing.assert_array_equal(value, its[first])
-    x, _ = group_training.data()
-    outputs = [state.predict(x, group, batch_size=32) for group in range(2)]
-    assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
+            group_training.assert_same(
+                [trainable], [[of[first] for of in center]]
+            )
     group_training.assert_same(group_training.values(model), before)
     new = [value + 1 for value in state.get_weights(1)["model"]]
     state.set_weights(1, {"model": new})
@@ -308,145 +305,112 @@ def test_agn_between_exchanges(model, ways):
             assert value.tobytes() == values[0].tobytes()
 
 
-def _single(weights):
-    """The same network on one device."""
-    single = group_training.network()
-    single.compile(loss="binary_crossentropy", metrics=["accuracy"])
-    single.set_weights(weights)
-    return single
-
-
 @functools.cache
 def _state(model):
     """One for all tests that evaluate: what it has traced stays."""
     return tf_xshard.GroupState(model)
 
 
-@functools.cache
-def _singles(model):
-    weights = [_state(model).get_weights(group)["model"] for group in range(2)]
-    return [_single(one) for one in weights]
-
-
-MIRRORED, TPU = ("mirrored", "momentum"), ("tpu", "momentum")
+def _predicted(model, x):
+    """Of each group, and of the ensemble."""
+    groups = [
+        group_training.outputs(_state(model).get_weights(group)["model"], x)
+        for group in range(2)
+    ]
+    assert np.abs(groups[0] - groups[1]).max() > 0.01
+    return [*groups, np.mean(groups, axis=0)]
 
 
 @pytest.mark.parametrize(
     "model, form",
-    [(MIRRORED, "dataset"), (MIRRORED, "weights"), (TPU, "arrays")],
+    [
+        (MIRRORED, "dataset"),
+        pytest.param(MIRRORED, "weights", marks=replicas.in_full),
+        pytest.param(TPU, "arrays", marks=replicas.in_full),
+    ],
     indirect=["model"],
 )
-def test_evaluate_equals_one_device(model, form):
+def test_evaluate_uses_each_groups_weights_on_all_rows(model, form):
     """Also on a last batch that replicas can't share evenly."""
     x, y = group_training.data(50)
-    before = group_training.values(model)
-    weights = np.linspace(0.0, 2.0, 50) if form == "weights" else np.ones(50)
-    data = {
-        "arrays": (x, y),
-        "weights": ((x, y, weights.astype("float32")),),
-        # Keras needs a first batch that replicas share evenly; none of
-        # this seed's first orders begins with the last.
-        "dataset": (
-            tf.data.Dataset.from_tensor_slices((x, y))
-            .batch(20)
-            .shuffle(5, seed=0),
-        ),
-    }[form]
-    table = _state(model).evaluate(
-        *data, **{} if form == "dataset" else {"batch_size": 20}
-    )
+    before = _values(model)
+    weights = np.linspace(0.0, 2.0, 50).astype("float32")
+    if form == "arrays":
+        table = _state(model).evaluate(x, y, batch_size=20)
+        weights = np.ones(50)
+    elif form == "weights":
+        table = _state(model).evaluate((x, y, weights), batch_size=20)
+    else:
+        # Keras needs a first batch that replicas share evenly; none of this
+        # seed's first orders begins with the last.
+        dataset = tf.data.Dataset.from_tensor_slices((x, y, weights))
+        table = _state(model).evaluate(dataset.batch(20).shuffle(5, seed=0))
     assert table.column("group") == [0, 1, "ensemble"]
-    outputs = []
-    for row, single in zip(list(table)[:2], _singles(model), strict=True):
-        expected = single.evaluate(
-            x, y, 20, sample_weight=weights, verbose=0, return_dict=True
-        )
+    for row, predicted in zip(table, _predicted(model, x), strict=True):
+        expected = group_training.metrics(predicted, y, weights)
         for name, value in expected.items():
             np.testing.assert_allclose(row[name], value, rtol=1e-5)
-        outputs.append(single.predict(x, batch_size=20, verbose=0))
-    ensemble = np.mean(outputs, axis=0)
-    crossentropy = -np.log(np.where(y > 0, ensemble, 1 - ensemble)).ravel()
-    np.testing.assert_allclose(
-        table[2]["loss"], np.mean(crossentropy * weights), rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        table[2]["accuracy"], np.mean((ensemble > 0.5) == y), rtol=1e-5
-    )
-    group_training.assert_same(group_training.values(model), before)
+    group_training.assert_same(_values(model), before)
 
 
-@pytest.mark.parametrize("model", [MIRRORED, TPU], indirect=True)
-def test_predict_equals_one_device(model):
-    """A group, and the ensemble."""
-    state, singles = _state(model), _singles(model)
+@pytest.mark.parametrize(
+    "model",
+    [MIRRORED, pytest.param(TPU, marks=replicas.in_full)],
+    indirect=True,
+)
+def test_predict_uses_one_groups_weights(model):
+    """Or the ensemble's, where plain Keras mixes the groups."""
     x, _ = group_training.data(50)
-    before = group_training.values(model)
-    # What plain Keras says mixes the groups.
-    mixed = model.predict(x, batch_size=20, verbose=0)
-    outputs = [s.predict(x, batch_size=20, verbose=0) for s in singles]
-    for group, expected in enumerate(outputs):
-        got = state.predict(x, group, batch_size=20)
+    before = _values(model)
+    for group, expected in zip((0, 1, None), _predicted(model, x), strict=True):
+        got = _state(model).predict(x, group, batch_size=20)
         np.testing.assert_allclose(got, expected, atol=1e-6)
-        assert np.abs(mixed - expected).max() > 0.01
-    got = state.predict(x, batch_size=20)
-    np.testing.assert_allclose(got, np.mean(outputs, axis=0), atol=1e-6)
-    assert np.abs(outputs[0] - outputs[1]).max() > 0.01
-    group_training.assert_same(group_training.values(model), before)
+    group_training.assert_same(_values(model), before)
 
 
-def test_evaluate_that_fails_leaves_the_model(model):
-    before = group_training.values(model)
+def test_evaluate_that_fails_leaves_the_model(model, monkeypatch):
+    before = _values(model)
 
-    def rows():
-        x, y = group_training.data(16)
-        yield x, y
+    def evaluate(*args, **kwargs):
+        kernel = replicas.values(
+            model.distribute_strategy, model.layers[0].kernel
+        )
+        assert np.array_equal(kernel[1], kernel[0])
         raise RuntimeError("no more")
 
-    dataset = tf.data.Dataset.from_generator(
-        rows,
-        output_signature=(
-            tf.TensorSpec((16, 4), tf.float32),
-            tf.TensorSpec((16, 1), tf.float32),
-        ),
-    )
-    with pytest.raises(Exception, match="no more"):
-        tf_xshard.GroupState(model).evaluate(dataset)
-    group_training.assert_same(group_training.values(model), before)
+    monkeypatch.setattr(model, "evaluate", evaluate)
+    with pytest.raises(RuntimeError, match="no more"):
+        tf_xshard.GroupState(model).evaluate(np.ones([4, 4]))
+    group_training.assert_same(_values(model), before)
 
 
 def test_the_ensembles_regularization_is_the_groups_mean():
     """Weights of 1 and of 3: losses of 4 and of 36. And activities."""
-    with replicas.mirrored(2).scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input((4,)),
-                keras.layers.Dense(
-                    1,
-                    kernel_regularizer=keras.regularizers.L2(1.0),
-                    activity_regularizer=keras.regularizers.L2(0.5),
-                ),
-            ]
-        )
-        model.compile(
-            optimizer=tf_xshard.CrossShardOptimizer(
-                keras.optimizers.SGD(), group_assignment=[[0], [1]]
+    model = keras.Sequential(
+        [
+            keras.layers.Input((4,)),
+            keras.layers.Dense(
+                1,
+                kernel_regularizer=keras.regularizers.L2(1.0),
+                activity_regularizer=keras.regularizers.L2(0.5),
             ),
-            loss="mse",
-        )
-    state = tf_xshard.GroupState(model)
-    for group, value in enumerate([1.0, 3.0]):
-        kernel = np.full((4, 1), value, "float32")
-        state.set_weights(group, {"model": [kernel, [0.0]]})
-    zeros = np.zeros([8, 4], "float32"), np.zeros([8, 1], "float32")
-    assert state.evaluate(zeros).column("loss") == [4.0, 36.0, 20.0]
-    ones = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
-    if versions.KERAS < (3, 14):
-        return  # It does not divide activities by the number of rows.
-    # Outputs of 4, 12 and 8; activities 0.5 * 16 and 0.5 * 144.
-    losses = state.evaluate(ones).column("loss")
-    np.testing.assert_allclose(
-        losses, [16 + 4 + 8, 144 + 36 + 72, 64 + 20 + 40], rtol=1e-6
+        ]
     )
+    model.compile(SGD(), loss="mse")
+    ensemble = ensemble_lib.Ensemble(model, 2)
+    ensemble.show([[np.full((4, 1), v), np.zeros(1)] for v in (1.0, 3.0)])
+    zeros = np.zeros([8, 4], "float32"), np.zeros([8, 1], "float32")
+    assert ensemble.evaluate(*zeros, verbose=0) == 20.0
+    ones = np.ones([8, 4], "float32"), np.zeros([8, 1], "float32")
+    # Before Keras 3.14, activities are not divided by the number of rows.
+    if versions.KERAS >= (3, 14):
+        # Outputs of 4, 12 and 8; activities 0.5 * 16 and 0.5 * 144.
+        loss = ensemble.evaluate(*ones, verbose=0)
+        assert loss == pytest.approx(64 + 20 + 40)
+    # It is made again for other groups, variables or metrics.
+    assert ensemble.is_of(model, 2) and not ensemble.is_of(model, 4)
+    model.compile(SGD(), loss="mse", metrics=["mae"])
+    assert not ensemble.is_of(model, 2)
 
 
 class NoTrainingArgument(keras.Model):
@@ -458,66 +422,55 @@ class NoTrainingArgument(keras.Model):
         return self.dense(x)
 
 
-def test_metrics_of_all_kinds():
+def test_metrics_of_all_kinds_on_one_device():
     """Vectors, and one that is called as the column of groups is."""
 
     def group(y_true, y_pred):
         return keras.ops.mean(y_pred, axis=-1)
 
-    with replicas.mirrored(2).scope():
-        model = NoTrainingArgument()
-        model.compile(
-            optimizer=tf_xshard.CrossShardOptimizer(
-                keras.optimizers.SGD(), group_assignment=[[0], [1]]
-            ),
-            loss="categorical_crossentropy",
-            metrics=[keras.metrics.F1Score(), group],
-        )
-        x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
-        model(x)
+    model = NoTrainingArgument()
+    model.compile(
+        tf_xshard.CrossShardOptimizer(SGD()),
+        loss="categorical_crossentropy",
+        metrics=[keras.metrics.F1Score(), group],
+    )
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    model(x)
     y = np.eye(3, dtype="float32")[np.arange(8) % 3]
     state = tf_xshard.GroupState(model)
-    table = state.evaluate(x, y)
-    assert table.column("group") == [0, 1, "ensemble"]
-    assert table[0]["f1_score"].shape == (3,)
-    np.testing.assert_allclose(table[0]["group (metric)"], 1 / 3, rtol=1e-5)
+    assert state.group_assignment.to_list() == [[0]]
+    [row] = table = state.evaluate(x, y)
+    assert row["group"] == 0 and row["f1_score"].shape == (3,)
+    np.testing.assert_allclose(row["group (metric)"], 1 / 3, rtol=1e-5)
     assert "f1_score" in str(table)
+    np.testing.assert_allclose(
+        row["loss"], model.evaluate(x, y, verbose=0)[0], rtol=1e-6
+    )
     weight = np.linspace(0.1, 2.0, 8)
-    [one, *_], [other, *_] = (
+    [[one], [other]] = (
         state.evaluate((x, y), sample_weight=weight),
         state.evaluate((x, y, weight)),
     )
-    assert one["loss"] == other["loss"] != table[0]["loss"]
+    assert one["loss"] == other["loss"] != row["loss"]
     with pytest.raises(ValueError, match="and another"):
         state.evaluate((x, y, weight), sample_weight=weight)
-
-
-def test_one_device():
-    """No strategy: one group of one replica."""
-    model = group_training.network()
-    model.compile("adam", "binary_crossentropy")
-    x, y = group_training.data(16)
-    state = tf_xshard.GroupState(model)
-    assert state.group_assignment.to_list() == [[0]]
-    [row] = state.evaluate(x, y)
-    np.testing.assert_allclose(
-        row["loss"], model.evaluate(x, y, verbose=0), rtol=1e-6
-    )
     own = state.get_weights(0)["model"]
     group_training.assert_same([own], [model.get_weights()])
 
 
-@pytest.mark.parametrize(
-    "model",
-    [MIRRORED, ("mirrored", "towers"), ("tpu", "agn")],
-    indirect=True,
-)
-def test_export(model, tmp_path):
+@pytest.mark.parametrize("optimizer", ["momentum", "towers", "agn"])
+def test_export(optimizer, tmp_path):
     """An ordinary model, with the group's optimizer state, in plain Keras."""
-    before = group_training.values(model)
+    strategy = replicas.mirrored(2)
+    model = group_training.compiled(strategy, optimizer, PAIR)
     state = tf_xshard.GroupState(model)
+    for index, one in enumerate(state.variables(("weight", "slot", "center"))):
+        if one.numpy_type == np.float32:
+            values = [np.full(one.shape, 0.1 * index + g) for g in (1, 2)]
+            state.assign(one.variable, values)
+    before = group_training.values(model)
     path = tmp_path / "group_1.keras"
-    with model.distribute_strategy.scope():  # Where users are, often.
+    with strategy.scope():  # Where users are, often.
         state.export(1, path)
     with zipfile.ZipFile(path) as file:
         assert b"tf_xshard" not in file.read("config.json")
@@ -525,40 +478,30 @@ def test_export(model, tmp_path):
     expected = state.get_weights(1)
     group_training.assert_same([loaded.get_weights()], [expected["model"]])
     slots = [v.numpy() for v in loaded.optimizer.variables]
-    assert any(np.abs(value).max() > 0 for value in slots)
-    x, y = group_training.data()
-    if isinstance(model.optimizer, tf_xshard.CrossShardOptimizer):
+    if optimizer == "momentum":
         group_training.assert_same([slots], [expected["optimizer"]])
-        np.testing.assert_allclose(
-            loaded.predict(x, verbose=0),
-            state.predict(x, 1, batch_size=32),
-            atol=1e-6,
-        )
-    group_training.assert_same(group_training.values(model), before)
-    loaded.fit(x, y, verbose=0)
-
-
-def test_export_of_a_model_that_is_not_compiled(tmp_path):
-    model = group_training.network()
-    path = os.path.join(tmp_path, "model.keras")
-    tf_xshard.GroupState(model).export(0, path)
-    x, _ = group_training.data()
-    np.testing.assert_array_equal(
-        keras.models.load_model(path).predict(x, verbose=0),
-        model.predict(x, verbose=0),
+        assert np.max(slots[-1]) > 2
+    x, y = group_training.data(16)
+    np.testing.assert_allclose(
+        loaded(x), group_training.outputs(expected["model"], x), atol=1e-6
     )
+    group_training.assert_same(group_training.values(model), before)
+    loaded.train_on_batch(x, y)
+
+
+class Own(keras.Model):
+    """Has no `get_config`."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
 
 
 def test_what_a_model_needs_to_be_evaluated_and_exported(tmp_path):
-    class Own(keras.Model):
-        def __init__(self, units, **kwargs):
-            super().__init__(**kwargs)
-            self.dense = keras.layers.Dense(units)
-
-        def call(self, x):
-            return self.dense(x)
-
-    x = np.ones([2, 2])
+    x = np.ones([2, 4], "float32")
     model = Own(1)
     model(x)
     state = tf_xshard.GroupState(model)
@@ -570,6 +513,10 @@ def test_what_a_model_needs_to_be_evaluated_and_exported(tmp_path):
         state.export(0, path)
     assert path.read_text() == "an earlier one"
     assert os.listdir(tmp_path) == ["model.keras"]
+    # A model that is not compiled.
+    model = group_training.network()
+    tf_xshard.GroupState(model).export(0, path)
+    np.testing.assert_array_equal(keras.models.load_model(path)(x), model(x))
 
 
 def test_what_model_save_can_do_export_can(tmp_path):
@@ -592,14 +539,16 @@ def test_what_model_save_can_do_export_can(tmp_path):
         )
         model.compile(
             optimizer=tf_xshard.CrossShardOptimizer(
-                keras.optimizers.Adam(0.1), group_assignment=[[0], [1]]
+                keras.optimizers.Adam(0.1), group_assignment=PAIR
             ),
             loss=own_loss,
         )
         model.optimizer.build(model.trainable_variables)
+    x = np.array([[10], [30], [99]])
+    before = np.asarray(model(x))
     state = tf_xshard.GroupState(model)
     weights = state.get_weights(1)["model"]
-    state.set_weights(1, {"model": [value + 1 for value in weights]})
+    state.set_weights(1, {"model": [2 * value for value in weights]})
     model.layers[2].trainable = False
     compiled = model.optimizer
     path = tmp_path / "model.keras"
@@ -608,10 +557,9 @@ def test_what_model_save_can_do_export_can(tmp_path):
     loaded = keras.models.load_model(
         path, safe_mode=False, custom_objects={"own_loss": own_loss}
     )
-    x = np.array([[10], [30], [99]])
-    np.testing.assert_allclose(
-        loaded.predict(x, verbose=0), state.predict(x, 1), atol=1e-6
-    )
+    # Two layers without biases, each with twice the weights.
+    np.testing.assert_allclose(loaded(x), 4 * before, atol=1e-6)
+    np.testing.assert_array_equal(model(x), before)
 
 
 def test_each_group_has_its_learning_rate():
@@ -620,7 +568,7 @@ def test_each_group_has_its_learning_rate():
     with strategy.scope():
         weight = keras.Variable(np.zeros(3, "float32"))
         optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.SGD(1.0),
+            SGD(1.0),
             group_assignment=[[0], [1], [2], [3]],
             loss_normalization="replica",
         )
@@ -646,77 +594,45 @@ def test_values_that_do_not_fit_change_nothing():
     assert [float(v.numpy()) for v in (one, two, count)] == [5.0, 6.0, 7.0]
 
 
-def _in_and_outside(strategy):
-    outside = keras.Variable(1.0)
-    with strategy.scope():
-        inside = keras.Variable(1.0)
-    return inside, outside
-
-
 def test_groups_can_not_differ_in_a_variable_with_one_copy(tmp_path):
     """It was created outside of the scope, and is written or refused."""
     strategy = replicas.mirrored(2)
-    inside, outside = held = _in_and_outside(strategy)
+
+    def created():
+        outside = keras.Variable(1.0)
+        with strategy.scope():
+            return keras.Variable(1.0), outside
+
+    inside, outside = held = created()
 
     def values():
-        return [[float(one) for one in replicas.values(strategy, inside)]] + [
-            float(outside.numpy())
-        ]
+        own = replicas.values(strategy, inside)
+        return [float(one) for one in own], float(outside.numpy())
 
-    state = tf_xshard.GroupState(held, [[0], [1]])
+    state = tf_xshard.GroupState(held, PAIR)
     shared = "created outside of the strategy's scope: all replicas share"
     with pytest.raises(ValueError, match=shared):
         state.set_weights(1, {"variables": [5.0, 5.0]})
     with pytest.raises(ValueError, match=shared):
         state.assign(outside, [2.0, 5.0])
-    assert values() == [[1.0, 1.0], 1.0]
+    assert values() == ([1.0, 1.0], 1.0)
     # Equal values are written.
     state.set_weights(1, {"variables": [5.0, 1.0]})
     state.assign(outside, [2.0, 2.0])
-    assert values() == [[1.0, 5.0], 2.0]
+    assert values() == ([1.0, 5.0], 2.0)
     state.set_weights(0, state.get_weights(0))
     state.merge([0.0, 1.0])
-    assert values() == [[5.0, 5.0], 2.0]
-    tf_xshard.GroupState(held).set_weights(0, {"variables": [6.0, 7.0]})
-    assert values() == [[6.0, 6.0], 7.0]
-
-
-@pytest.mark.parametrize("regroup", [None, {0: 1, 1: 0}])
-def test_a_save_of_groups_is_not_restored_to_one_copy(regroup, tmp_path):
-    strategy = replicas.mirrored(2)
+    assert values() == ([5.0, 5.0], 2.0)
+    # Nor are groups' values restored to it.
     with strategy.scope():
         saved = [keras.Variable(3.0), keras.Variable(4.0)]
-    state = tf_xshard.GroupState(saved, [[0], [1]])
+    state = tf_xshard.GroupState(saved, PAIR)
     state.assign(saved[1], [4.0, 5.0])
     state.save(tmp_path)
-    inside, outside = _in_and_outside(strategy)
-    restored = tf_xshard.GroupState([inside, outside], [[0], [1]])
-    with pytest.raises(ValueError, match="groups can't have different values"):
-        restored.restore(tmp_path, regroup=regroup)
-    assert [float(v.numpy()) for v in (inside, outside)] == [1.0, 1.0]
+    restored = tf_xshard.GroupState(held, PAIR)
+    for regroup in (None, {0: 1, 1: 0}):
+        with pytest.raises(ValueError, match="groups can't have different"):
+            restored.restore(tmp_path, regroup=regroup)
+    assert values() == ([5.0, 5.0], 2.0)
     restored.restore(tmp_path, regroup="first")
-    assert [float(v.numpy()) for v in (inside, outside)] == [3.0, 4.0]
-
-
-def test_an_ensemble_after_the_optimizer_was_replaced():
-    """By one with other groups: the metrics and weights are the same."""
-    strategy = replicas.mirrored(4)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.layers.Input((2,)), keras.layers.Dense(1, use_bias=False)]
-        )
-        model.compile(
-            tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()), "mse"
-        )
-    state = tf_xshard.GroupState(model)
-    x = np.ones([2, 2], "float32")
-    for groups in ([[0], [1], [2], [3]], [[0, 1], [2, 3]]):
-        with strategy.scope():
-            model.optimizer = tf_xshard.CrossShardOptimizer(
-                keras.optimizers.SGD(), group_assignment=groups
-            )
-        for r, copy in enumerate(
-            strategy.experimental_local_results(model.weights[0].value)
-        ):
-            copy.assign(np.full([2, 1], r + 1.0))
-        np.testing.assert_allclose(state.predict(x), [[5.0]] * 2, rtol=1e-6)
+    assert values() == ([3.0, 3.0], 4.0)

@@ -17,7 +17,7 @@ from tf_xshard.collectives import watchdog
 
 SGD = keras.optimizers.SGD
 PAIRS = [[0, 1], [2, 3]]
-# Of training.model(): 8 * 16 + 16 + 16 + 1 floats.
+SHAPES = ((8, 16), (16,), (16, 1), (1,))
 NUM_BYTES = 4 * 161
 PADDED = 4 * (128 + 16 + 16 + 4)
 
@@ -30,8 +30,8 @@ def _sharded(inner=None, **kwargs):
     return _cross_shard(inner, shard_update=True, **kwargs)
 
 
-def _bfloat16():
-    return _cross_shard(communication=tf_xshard.Communication(dtype="bfloat16"))
+def _communicating(dtype):
+    return _cross_shard(communication=tf_xshard.Communication(dtype=dtype))
 
 
 # Per step of four replicas: (operation, purpose, dtype, bytes, sent, every).
@@ -45,7 +45,7 @@ CASES = {
         [("all-reduce", "gradients", "float32", NUM_BYTES, 1.0, 1)],
     ),
     "bfloat16": (
-        _bfloat16,
+        lambda: _communicating("bfloat16"),
         # On GPUs, each replica sums a part.
         [
             ("reduce-scatter", "gradients", "bfloat16", PADDED // 2, 0.75, 1),
@@ -55,9 +55,7 @@ CASES = {
         else [("all-reduce", "gradients", "bfloat16", NUM_BYTES // 2, 1.5, 1)],
     ),
     "int8": (
-        lambda: _cross_shard(
-            communication=tf_xshard.Communication(dtype="int8")
-        ),
+        lambda: _communicating("int8"),
         # Rows of 41 floats, and so of 11 words and a scale.
         [
             ("reduce-scatter", "gradients", "int8", 4 * 4 * 12, 0.75, 1),
@@ -101,24 +99,37 @@ CASES = {
 }
 
 
-def _model(strategy, make):
-    with strategy.scope():
-        model = training.model()
-        model.compile(make(), "mse")
-    return model
-
-
 @functools.cache
 def _planned(name):
-    model = _model(replicas.mirrored(4), CASES[name][0])
-    return model, tf_xshard.communication_plan(model)
+    with replicas.mirrored(4).scope():
+        variables = [keras.Variable(tf.zeros(shape)) for shape in SHAPES]
+        optimizer = CASES[name][0]()
+    plan = tf_xshard.communication_plan(optimizer, variables)
+    return optimizer, variables, plan
 
 
-@pytest.mark.parametrize("name", CASES)
+def _counted(run, num_times=1):
+    """Collectives, bytes and bytes sent of all replicas."""
+    before = watchdog.WATCHDOG.totals()
+    for _ in range(num_times):
+        run()
+    return np.subtract(watchdog.WATCHDOG.totals(), before)[:3].tolist()
+
+
+FULL = ("bfloat16", "loss scale", "nested")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[replicas.in_full] * (name in FULL))
+        for name in CASES
+    ],
+)
 def test_operations_bytes_and_counters(name):
     """On Mirrored: as written above, and counted while eight steps run."""
     _, expected = CASES[name]
-    model, plan = _planned(name)
+    optimizer, variables, plan = _planned(name)
     found = [
         (p.operation, p.purpose, p.dtype, p.num_bytes, p.bytes_sent, p.every)
         for p in plan.operations
@@ -127,18 +138,18 @@ def test_operations_bytes_and_counters(name):
         (operation, purpose, dtype, size, size * factor, every)
         for operation, purpose, dtype, size, factor, every in expected
     ]
-    x, y = training.data()
-    batches = [(x[:64], y[:64])] * 8
-    before = watchdog.WATCHDOG.totals()
-    model.optimizer.build(model.trainable_variables)
-    training.run_steps(model, batches)
-    ran = np.subtract(watchdog.WATCHDOG.totals(), before)
+
+    @tf.function(autograph=False)
+    def step():
+        gradients = [tf.ones(shape) for shape in SHAPES]
+        replicas.mirrored(4).run(lambda: optimizer.apply(gradients, variables))
+
     planned = [
         plan.collectives_per_step,
         plan.bytes_per_step,
         plan.bytes_sent_per_step,
     ]
-    np.testing.assert_array_equal(ran[:3], 8 * 4 * np.array(planned))
+    assert _counted(step, 8) == [8 * 4 * number for number in planned]
 
 
 def test_eager_steps_are_counted():
@@ -146,27 +157,22 @@ def test_eager_steps_are_counted():
     with strategy.scope():
         weight = keras.Variable([1.0, 2.0])
         optimizer = _cross_shard(group_assignment=PAIRS)
-    before = watchdog.WATCHDOG.totals()
-    strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight]))
-    ran = np.subtract(watchdog.WATCHDOG.totals(), before)
-    np.testing.assert_array_equal(ran, [4, 4 * 8, 4 * 8, 0])
+    step = lambda: optimizer.apply([tf.ones([2])], [weight])
+    assert _counted(lambda: strategy.run(step)) == [4, 4 * 8, 4 * 8]
 
 
 @pytest.mark.parametrize(
-    "kind, sent",
-    [("tpu", NUM_BYTES * 1.0), ("tpu_permuted", 2 * NUM_BYTES * 1.5)],
+    "kind, sent", [("tpu", 8 * 1.0), ("tpu_permuted", 2 * 8 * 1.5)]
 )
 def test_tpus(kind, sent):
     """Without a device assignment groups are a stack of all replicas."""
     strategy = replicas.STRATEGIES[kind](4)
     make = lambda: _cross_shard(group_assignment=PAIRS)
-    plan = tf_xshard.communication_plan(_model(strategy, make))
-    assert plan.bytes_sent_per_step == sent
-    # One variable: the program that is compiled has as many.
     with strategy.scope():
         weight = keras.Variable([1.0, 2.0])
         optimizer = make()
     plan = tf_xshard.communication_plan(optimizer, [weight])
+    assert plan.bytes_sent_per_step == sent
     in_graph, _ = collective_counts.trained(strategy, make, 0)
     assert plan.collectives_per_step == sum(in_graph)
 
@@ -195,10 +201,9 @@ def test_sparse_gradients():
     }
     # Each replica has two rows of three ids, all different.
     x = np.arange(12).reshape(4, 3).astype("int32")
-    before = watchdog.WATCHDOG.totals()
-    training.run_steps(model, [(x, np.ones([4, 1], "float32"))])
-    ran = np.subtract(watchdog.WATCHDOG.totals(), before)
-    assert ran[2] == 2 * plan.bytes_sent_per_step
+    batch = x, np.ones([4, 1], "float32")
+    counted = _counted(lambda: training.run_steps(model, [batch]))
+    assert counted[2] == 2 * plan.bytes_sent_per_step
 
 
 def test_nothing_runs_and_nothing_is_remembered():
@@ -253,22 +258,26 @@ def test_a_plan_leaves_another_threads_trace_alone():
     assert seen == [False, True] * 2
 
 
-def test_memory():
-    """Adam has two slots for each weight; a shard of them with two replicas."""
-    strategy = replicas.mirrored(4)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_memory(is_sharded):
+    """Adam has two slots for each weight; shards of them with four replicas."""
+    with replicas.mirrored(4).scope():
+        model = training.model()
+        adam = keras.optimizers.Adam(0.1)
+        model.compile(_cross_shard(adam, shard_update=is_sharded), "mse")
+    plan = tf_xshard.communication_plan(model)
+    slots = PADDED // 4 if is_sharded else NUM_BYTES
     scalars = 4 + 8  # The learning rate, iterations.
-    for make, slots in ((_cross_shard, NUM_BYTES), (_sharded, PADDED // 4)):
-        plan = tf_xshard.communication_plan(
-            _model(strategy, lambda make=make: make(keras.optimizers.Adam(0.1)))
-        )
-        assert abs(plan.slot_bytes - 2 * slots) <= 2 * scalars
-    assert plan.bucket_bytes == PADDED + PADDED // 4
+    assert abs(plan.slot_bytes - 2 * slots) <= 2 * scalars
+    assert plan.bucket_bytes == (
+        PADDED + PADDED // 4 if is_sharded else NUM_BYTES
+    )
 
 
 def test_times_and_the_table():
-    strategy = replicas.mirrored(4)
+    optimizer, variables, _ = _planned("sharded")
     plan = tf_xshard.communication_plan(
-        _model(strategy, CASES["sharded"][0]), gigabytes_per_second=(0.001, 1)
+        optimizer, variables, gigabytes_per_second=(0.001, 1)
     )
     # One process is one host: 0.001 GB/s, and compute is ignored.
     sent = 0.75 * PADDED + 24 + 3 * PADDED // 4
@@ -282,7 +291,7 @@ def test_times_and_the_table():
 
 def test_a_difference():
     one, towers, identity = (
-        _planned(name)[1] for name in ("all", "towers", "identity")
+        _planned(name)[2] for name in ("all", "towers", "identity")
     )
     difference = one.difference(towers)
     assert difference.ratio("bytes_per_step") == 0.25
@@ -315,6 +324,10 @@ def _scaled_outside():
         (training.model, {"variables": []}, ValueError, "own variables"),
         (_scaled_outside, {}, ValueError, "auto_scale_loss=False"),
         (_cross_shard, {"variables": [1.0]}, TypeError, "a list of variables"),
+        (
+            *(_cross_shard, {"variables": keras.Variable([1.0, 2.0])}),
+            *(TypeError, "a list of variables"),
+        ),
         (_built, {"gigabytes_per_second": "x"}, TypeError, "number or a pair"),
         (_built, {"gigabytes_per_second": 0}, ValueError, "gigabytes_per_sec"),
         (_built, {"gigabytes_per_second": (1, 2, 3)}, TypeError, "pair"),
@@ -326,17 +339,10 @@ def test_refusals(make, kwargs, error, match):
         tf_xshard.communication_plan(make(), **kwargs)
 
 
-def test_one_variable_is_no_list():
-    with pytest.raises(TypeError, match="a list of variables"):
-        tf_xshard.communication_plan(_cross_shard(), keras.Variable([1.0, 2.0]))
-
-
 def test_inside_strategy_run():
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        optimizer, weight = _cross_shard(), keras.Variable(1.0)
+    plan = lambda: tf_xshard.communication_plan(_cross_shard())
     with pytest.raises(RuntimeError, match="outside of strategy.run"):
-        strategy.run(lambda: tf_xshard.communication_plan(optimizer, [weight]))
+        replicas.mirrored(2).run(plan)
 
 
 def _of_a_dict():

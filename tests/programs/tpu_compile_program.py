@@ -5,8 +5,6 @@ Prints what tests and benchmarks want to know, as JSON.
 
 import json
 import os
-import subprocess
-import sys
 import time
 
 import keras
@@ -16,6 +14,7 @@ from absl import flags
 
 import tf_xshard
 from tests.support import paths
+from tests.support import processes
 from tf_xshard import testing
 
 _TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x4", "The TPUs.")
@@ -43,21 +42,16 @@ def run(**flag_values) -> dict:
     Returns:
       What it prints.
     """
-    result = subprocess.run(
+    ended = processes.run(
         [
-            sys.executable,
-            "-m",
-            "tests.programs.tpu_compile_program",
+            *processes.python("-m", "tests.programs.tpu_compile_program"),
             *(f"--{name}={value}" for name, value in flag_values.items()),
         ],
-        cwd=paths.ROOT,
+        1800,
+        check=True,
         env={**os.environ, "PYTHONPATH": str(paths.ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 def main(argv):

@@ -2,12 +2,12 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
+from tests.support import training
 
 GROUPS = [[0, 2], [1, 3]]
 
@@ -64,12 +64,6 @@ OPTIMIZERS = {
 }
 
 
-# Each on one of the two.
-on_one_strategy_each = pytest.mark.parametrize(
-    "optimizer, kind", replicas.in_turn(OPTIMIZERS, ["mirrored", "tpu"])
-)
-
-
 def compiled(strategy, optimizer="momentum", groups=GROUPS, seed=1):
     with strategy.scope():
         model = network(seed)
@@ -83,8 +77,12 @@ def compiled(strategy, optimizer="momentum", groups=GROUPS, seed=1):
     return model
 
 
-def step_function(model):
-    """A training step outside of `fit`, which finalizes AGN's center."""
+def trainer(model):
+    """A function that trains some steps without `fit`.
+
+    `fit` finalizes AGN's center, and its iterators take most of the time.
+    """
+    strategy = model.distribute_strategy
 
     @tf.function(autograph=False)
     def step(x, y):
@@ -99,23 +97,19 @@ def step_function(model):
             )
             model.optimizer.apply(gradients, model.trainable_variables)
 
-        model.distribute_strategy.run(on_replica, (x, y))
+        strategy.run(on_replica, (x, y))
 
-    return step
+    def train(num_steps):
+        for batch in np.split(np.hstack(data(16 * num_steps)), num_steps):
+            rows = training.distributed(strategy, batch[:, :4])
+            step(rows, training.distributed(strategy, batch[:, 4:]))
 
-
-def distributed(strategy, batch_size=16, num_rows=64):
-    dataset = tf.data.Dataset.from_tensor_slices(data(num_rows))
-    return strategy.experimental_distribute_dataset(
-        dataset.batch(batch_size, drop_remainder=True)
-    )
+    return train
 
 
-def trained(strategy, optimizer="momentum", num_steps=4, groups=GROUPS):
-    model = compiled(strategy, optimizer, groups)
-    step = step_function(model)
-    for _, batch in zip(range(num_steps), distributed(strategy), strict=False):
-        step(*batch)
+def trained(strategy, optimizer="momentum"):
+    model = compiled(strategy, optimizer)
+    trainer(model)(4)
     return model
 
 
@@ -128,6 +122,21 @@ def variables(model):
     for one in optimizers:
         found += one.variables
     return list({id(v): v for v in found}.values())
+
+
+def outputs(weights, x):
+    """What the network predicts, in NumPy, from `model.get_weights()`."""
+    kernel, bias, scale, offset, mean, variance, head, last = weights
+    hidden = np.maximum(x @ kernel + bias, 0)
+    hidden = (hidden - mean) / np.sqrt(variance + 1e-3) * scale + offset
+    return 1 / (1 + np.exp(-hidden @ head - last))
+
+
+def metrics(predicted, y, weights=1.0):
+    """The loss, with weights of the rows, and the accuracy."""
+    loss = -np.log(np.where(y > 0, predicted, 1 - predicted)).ravel()
+    accuracy = np.mean((predicted > 0.5) == y)
+    return {"loss": np.mean(loss * weights), "accuracy": accuracy}
 
 
 def values(model):

@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 import threading
 import time
 
-from tests.support import paths
+from tests.support import processes
+from tests.support import replicas
 
-_PROGRAM = """
+_UNFINISHED = """
 import time
 import keras
 import numpy as np
@@ -33,13 +33,13 @@ print("ended", flush=True)
 """
 
 
+@replicas.in_full
 def test_a_program_with_an_unfinished_iterator_ends_soon():
-    with subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM],
+    """By default, `test_only_its_own_iterators_are_untuned` looks why."""
+    with processes.started(
+        processes.python("-c", _UNFINISHED),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=paths.ROOT,
     ) as process:
         timer = threading.Timer(90, process.kill)
         timer.start()
@@ -84,13 +84,7 @@ def test_a_new_process_that_some_replicas_keep_waiting():
     A collective that some replicas miss ends it; a TPU would hang. One
     replica's loop runs more often than another's.
     """
-    result = subprocess.run(
-        [sys.executable, "-c", _MISSES],
-        cwd=paths.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = processes.run(processes.python("-c", _MISSES), 300)
     got, before, after, message = json.loads(result.stdout.splitlines()[-1])
     assert got == [6.0] * 3
     assert before == after

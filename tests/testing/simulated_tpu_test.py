@@ -4,19 +4,15 @@ import concurrent.futures
 import gc
 import weakref
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support import replicas
-from tests.support import training
 from tf_xshard import testing
 from tf_xshard.testing import replicated_program
 from tf_xshard.testing import stablehlo
 from tf_xshard.testing import xla_cpu
-
-O = keras.optimizers  # noqa: E741
 
 
 def _context():
@@ -27,14 +23,16 @@ def _cross_replica_sum(x, groups):
     return tf.raw_ops.CrossReplicaSum(input=x, group_assignment=groups)
 
 
-@pytest.mark.parametrize("kind", replicas.TPUS)
-def test_a_tpu_strategys_collectives(kind):
+@pytest.mark.parametrize(
+    "kind, number", [("tpu", 1), ("tpu", 3), ("tpu_permuted", 4)]
+)
+def test_a_tpu_strategys_collectives(kind, number):
     """Exact: each replica's value names it."""
-    strategy = replicas.STRATEGIES[kind](4)
+    strategy = replicas.STRATEGIES[kind](number)
     assert isinstance(strategy, tf.distribute.TPUStrategy)
-    assert strategy.num_replicas_in_sync == 4
+    assert strategy.num_replicas_in_sync == number
     assert strategy.extended.num_hosts == 1
-    assert len(set(strategy.extended.worker_devices)) == 4
+    assert len(set(strategy.extended.worker_devices)) == number
 
     def function(x):
         return (
@@ -46,12 +44,13 @@ def test_a_tpu_strategys_collectives(kind):
             _context().replica_id_in_sync_group,
         )
 
-    total, mean, gathered, integers, ids = replicas.run(kind, function)
-    assert total == [[1111, 1111]] * 4
-    assert mean == [[277.75, 277.75]] * 4
-    assert gathered == [[1, 1, 10, 10, 100, 100, 1000, 1000]] * 4
-    assert integers == [[1, 10, 100, 1000]] * 4
-    assert ids == [0, 1, 2, 3]
+    total, mean, gathered, integers, ids = replicas.run(kind, function, number)
+    own = [10**r for r in range(number)]
+    assert total == [[sum(own)] * 2] * number
+    assert mean == [[sum(own) / number] * 2] * number
+    assert gathered == [[r for r in own for _ in range(2)]] * number
+    assert integers == [own] * number
+    assert ids == list(range(number))
 
 
 def test_native_groups_with_a_device_assignment():
@@ -200,7 +199,7 @@ def test_kinds_of_results():
             "slices": tf.IndexedSlices(x, tf.constant([1, 0])),
         }
 
-    strategy = replicas.tpu(4)
+    strategy = replicas.tpu(2)
     step = tf.function(lambda: strategy.run(function, args=(tf.ones([2]),)))
     results = step()
     assert results["none"] is None
@@ -214,11 +213,11 @@ def test_kinds_of_results():
 
 
 def test_run_outside_a_function():
-    strategy = replicas.tpu(4)
+    strategy = replicas.tpu(2)
     function = tf.function(lambda: replicas.power_of_ten())
     for _ in range(2):
         got = strategy.experimental_local_results(strategy.run(function))
-        assert [float(v) for v in got] == [1, 10, 100, 1000]
+        assert [float(v) for v in got] == [1, 10]
     with pytest.raises(NotImplementedError, match="pure eager execution"):
         strategy.run(lambda: 1.0)
     # No results and no variables.
@@ -232,19 +231,12 @@ def test_long_constants_of_bools():
     got = replicas.run(
         "tpu",
         lambda x: [tf.where(tf.constant(mask), x[0], 0.0) for mask in masks],
-        value=lambda c: tf.fill([2], c.replica_id_in_sync_group + 1.0),
+        2,
+        lambda c: tf.fill([2], c.replica_id_in_sync_group + 1.0),
     )
     for mask, values in zip(masks, got, strict=True):
-        for r in range(4):
+        for r in range(2):
             np.testing.assert_array_equal(values[r], mask * (r + 1.0))
-
-
-def _module_with(dense, shape):
-    return (
-        f"module {{ func.func @main() -> tensor<{shape}xi1> {{"
-        f' %0 = stablehlo.constant dense<"0x{dense}"> : tensor<{shape}xi1>\n'
-        f"return %0 : tensor<{shape}xi1> }} }}"
-    )
 
 
 def test_bools_as_bits_and_as_bytes():
@@ -252,8 +244,12 @@ def test_bools_as_bits_and_as_bytes():
     mask = np.random.default_rng(0).random([12, 13]) > 0.5
     bits = np.packbits(mask.reshape(-1), bitorder="little")
     for data in (bits, mask.astype(np.uint8)):
-        text = _module_with(data.tobytes().hex().upper(), "12x13")
-        [found] = stablehlo.constants(text)
+        dense = f'dense<"0x{data.tobytes().hex().upper()}">'
+        [found] = stablehlo.constants(
+            "module { func.func @main() -> tensor<12x13xi1> {"
+            f" %0 = stablehlo.constant {dense} : tensor<12x13xi1>\n"
+            "return %0 : tensor<12x13xi1> } }"
+        )
         np.testing.assert_array_equal(found, mask)
 
 
@@ -290,7 +286,7 @@ def test_capture_is_of_one_strategy():
 
 def test_gradients_through_run_are_refused():
     """As TPUReplicatedOutput refuses them; None would go unnoticed."""
-    strategy = replicas.tpu(4)
+    strategy = replicas.tpu(2)
 
     @tf.function(autograph=False)  # Its error hides the type.
     def step(x):
@@ -328,7 +324,7 @@ def test_threads():
 
 @pytest.mark.parametrize("depends", [False, True])
 def test_variables_created_in_the_step(depends):
-    strategy = replicas.tpu(4)
+    strategy = replicas.tpu(2)
     made = []
 
     @tf.function(autograph=False)
@@ -346,25 +342,27 @@ def test_variables_created_in_the_step(depends):
         ):
             step(tf.ones([1]))
         return
-    step(tf.ones([1]))
-    step(tf.ones([1]))
-    values = replicas.values(strategy, made[0])
-    assert [v[0] for v in values] == [3, 21, 201, 2001]
+    for _ in range(2):
+        step(tf.ones([1]))
+    assert replicas.values(strategy, made[0]) == [3, 21]
 
 
 # What it leaves alone, and what it keeps.
 
 
 def test_programs_are_compiled_once():
-    strategy = replicas.tpu(4)
+    """An equal program that is traced again is not compiled again."""
+    strategy = replicas.tpu(2)
 
-    def train():
-        training.train(lambda: O.SGD(0.05), strategy, num_steps=3)
+    def compilations():
+        before = xla_cpu.compiled.cache_info().misses
+        function = tf.function(lambda x: tf.tanh(x) + 3.0)
+        step = tf.function(lambda: strategy.run(function, (tf.ones([7]),)))
+        for _ in range(2):
+            step()
+        return xla_cpu.compiled.cache_info().misses - before
 
-    train()
-    before = xla_cpu.compiled.cache_info().misses
-    train()
-    assert xla_cpu.compiled.cache_info().misses == before
+    assert [compilations() for _ in range(2)] == [1, 0]
 
 
 def test_a_context_manager_frees_programs():

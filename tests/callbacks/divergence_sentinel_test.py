@@ -1,0 +1,122 @@
+"""DivergenceSentinel finds what must not differ, and nothing else."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+
+import tf_xshard
+from tests.support import events
+from tests.support import group_training
+from tests.support import replicas
+from tf_xshard.group_state import divergence
+
+SENTINEL = tf_xshard.DivergenceSentinel
+
+
+def _spoil(model, variable, replica, by=0.25):
+    copy = model.distribute_strategy.experimental_local_results(variable.value)[
+        replica
+    ]
+    copy.assign(copy + tf.cast(by, copy.dtype))
+
+
+def _kernel(model):
+    return model.layers[0].kernel
+
+
+@pytest.mark.parametrize(
+    "kind, optimizer, variable_of, prefix",
+    [
+        ("mirrored", "momentum", _kernel, ""),
+        ("tpu", "momentum", lambda model: model.optimizer.variables[-1], ""),
+        # What AGN's workers train may differ; their center may not.
+        (
+            *("mirrored", "agn"),
+            *(lambda model: model.optimizer.center_variables[0], "center/"),
+        ),
+    ],
+    ids=["weight", "slot", "center"],
+)
+def test_it_names_what_differs(kind, optimizer, variable_of, prefix):
+    """After every other batch, and when training begins."""
+    model = group_training.compiled(replicas.STRATEGIES[kind](4), optimizer)
+    variable, seen = variable_of(model), []
+
+    def spoil(batch):
+        seen.append(batch)
+        if batch == 0:
+            _spoil(model, variable, 3)
+
+    with pytest.raises(RuntimeError, match="After batch 1") as error:
+        events.drive(model, SENTINEL(every=2), on_batch=spoil)
+    assert seen == [0, 1]
+    text = f"{prefix}{variable.path}' in group 1: replicas [3] differ by up to"
+    assert f"{text} 0.25" in str(error.value)
+    assert "group 0" not in str(error.value)
+    with pytest.raises(RuntimeError, match="When training began"):
+        events.drive(model, SENTINEL())
+
+
+@pytest.mark.parametrize("action, num_lines", [("warn", 3), ("repair", 1)])
+def test_it_warns_or_repairs(action, num_lines, monkeypatch):
+    """To the value of most replicas."""
+    lines = []
+    monkeypatch.setattr(
+        logging, "warning", lambda text, *args: lines.append(text % args)
+    )
+    strategy = replicas.mirrored(4)
+    model = group_training.compiled(strategy, groups=[[0, 1, 2, 3]])
+    before = replicas.values(strategy, _kernel(model))
+    events.drive(
+        model,
+        SENTINEL(1, action),
+        on_batch=lambda batch: batch == 1 and _spoil(model, _kernel(model), 0),
+    )
+    assert len(lines) == num_lines
+    after = replicas.values(strategy, _kernel(model))
+    if action == "warn":
+        np.testing.assert_allclose(after[0], before[0] + 0.25)
+        after[0] = before[0]
+    else:
+        assert "value that most replicas held" in lines[0]
+    group_training.assert_same([after], [before])
+
+
+@pytest.mark.parametrize(
+    "optimizer, kind",
+    [
+        ("towers", "mirrored"),
+        pytest.param("agn", "tpu", marks=replicas.in_full),
+        pytest.param("agn_updates", "mirrored", marks=replicas.in_full),
+    ],
+)
+def test_it_never_fires_on_what_is_meant_to_differ(kind, optimizer):
+    """Statistics, random states, AGN's own, open rounds."""
+    strategy = replicas.STRATEGIES[kind](2)
+    model = group_training.compiled(strategy, optimizer, [[0, 1]])
+    _spoil(model, model.layers[2].seed_generator.state, 1, 1)
+    train = group_training.trainer(model)
+    events.drive(model, SENTINEL(1), on_batch=lambda batch: train(1))
+    after = group_training.values(model)
+    events.drive(model, SENTINEL(1, "repair"))
+    group_training.assert_same(group_training.values(model), after)
+    assert sum(not np.array_equal(*values) for values in after) > 2
+
+
+def test_nan_and_minus_zero_are_no_difference():
+    with replicas.mirrored(2).scope():
+        variable = keras.Variable([0.0, 1.0])
+    state = tf_xshard.GroupState([variable])
+    for one, other, difference in (
+        ([np.nan, 0.0], [np.nan, -0.0], None),
+        ([np.nan, 0.0], [0.0, 0.0], np.inf),
+        ([np.inf, 1.0], [np.inf, 1.0], None),
+        ([np.inf, 1.0], [-np.inf, 1.0], np.inf),
+        ([1.0, 1.0], [1.0, 1.5], 0.5),
+    ):
+        state.replicas.assign(variable, np.float32([one, other]))
+        rows = divergence.unequal(state.catalog(), state.replicas, repair=False)
+        expected = [] if difference is None else [difference]
+        assert rows.column("largest_difference") == expected

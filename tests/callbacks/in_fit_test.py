@@ -1,0 +1,567 @@
+"""Every callback in three runs of `fit`, at which all tests here look.
+
+`groups` has two groups of one replica, `workers` AGN's local variables, and
+`alone` no strategy, and three steps a call.
+"""
+
+import os
+import shutil
+import signal
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import pytest
+
+import tf_xshard
+from tests.programs import resume_program
+from tests.support import events
+from tests.support import fitting
+from tests.support import group_training
+from tests.support import processes
+from tests.support import replicas
+from tests.support import seeds
+from tests.support.versions import needs_multi_optimizer
+
+CHECKPOINT = tf_xshard.GroupCheckpoint
+PAIR = [[0], [1]]
+SGD = keras.optimizers.SGD
+
+
+class _Fit(NamedTuple):
+    """A run: its model, history, what was seen, and where it was saved."""
+
+    model: keras.Model
+    history: dict
+    seen: list
+    folder: object
+
+
+def _look(function, seen, *when):
+    """Notes what a function returns, at some methods of a callback."""
+    note = lambda *args, **kwargs: seen.append(function())
+    return keras.callbacks.LambdaCallback(**dict.fromkeys(when, note))
+
+
+def _saved(run, save, folder):
+    """A directory that ends with one save of a run, as after a crash."""
+    shutil.copytree(run.folder / "each" / save, folder / save)
+    return folder
+
+
+# Two groups.
+
+
+def _fit_groups(directory, seed, *callbacks):
+    model = group_training.compiled(
+        replicas.mirrored(2), groups=PAIR, seed=seed
+    )
+    rates = []
+    look = _look(
+        lambda: model.optimizer.learning_rate.numpy(),
+        rates,
+        "on_train_batch_begin",
+    )
+    history = fitting.fit(
+        model,
+        [
+            tf_xshard.LearningRateWarmup(0.2, 1),
+            CHECKPOINT(directory, every=1, keep=None),
+            *callbacks,
+            look,
+        ],
+    )
+    return model, history, rates
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("groups")
+    validation = tf_xshard.GroupValidation(
+        group_training.data(40), every=2, batch_size=16
+    )
+    return _Fit(*_fit_groups(folder / "each", 1, validation), folder)
+
+
+def test_each_group_goes_on_where_it_ended(groups, tmp_path):
+    """Weights, logs and all, as with no interruption; to the bit on CPUs."""
+    directory = _saved(groups, "epoch-00001-step-00000002", tmp_path)
+    assert CHECKPOINT.position(directory) == (1, 2)
+    resumed, history, rates = _fit_groups(directory, 7)
+    assert int(resumed.optimizer.iterations.numpy()) == 8
+    group_training.assert_same(
+        group_training.values(resumed),
+        group_training.values(groups.model),
+        replicas.REPEATED,
+    )
+    for name, values in history.items():
+        np.testing.assert_allclose(
+            values, groups.history[name][1:], 0, replicas.REPEATED
+        )
+    strategy = replicas.mirrored(2)
+    kernels = replicas.values(strategy, resumed.layers[0].kernel)
+    assert np.abs(kernels[0] - kernels[1]).max() > 1e-3
+    np.testing.assert_allclose(rates[2:], [0.2] * 2)
+
+
+def test_the_rate_of_every_batch(groups):
+    expected = [0.1, 0.125, 0.15, 0.175] + [0.2] * 4
+    np.testing.assert_allclose(groups.seen, expected, rtol=1e-6)
+
+
+def test_each_groups_validation_is_in_the_history(groups):
+    """Every second epoch, with each group's weights, on all rows."""
+    x, y = group_training.data(40)
+    state = tf_xshard.GroupState(groups.model)
+    predicted = [
+        group_training.outputs(state.get_weights(group)["model"], x)
+        for group in range(2)
+    ]
+    assert np.abs(predicted[0] - predicted[1]).max() > 0.01
+    for name, one in zip(
+        ["group_0", "group_1", "ensemble"],
+        [*predicted, np.mean(predicted, axis=0)],
+        strict=True,
+    ):
+        for metric, value in group_training.metrics(one, y).items():
+            [got] = groups.history[f"val_{name}_{metric}"]
+            np.testing.assert_allclose(got, value, rtol=1e-5)
+    assert len(groups.history["loss"]) == 2
+
+
+def test_validation_of_some_batches_without_the_ensemble():
+    model = group_training.network()
+    model.compile(loss="binary_crossentropy")
+    x, y = group_training.data(40)
+    callback = tf_xshard.GroupValidation(
+        (x, y), batch_size=16, steps=1, ensemble=False
+    )
+    predicted = group_training.outputs(model.get_weights(), x[:16])
+    [logs] = events.drive(model, callback)
+    assert list(logs) == ["val_group_0_loss"]
+    np.testing.assert_allclose(
+        logs["val_group_0_loss"],
+        group_training.metrics(predicted, y[:16])["loss"],
+        rtol=1e-5,
+    )
+
+
+# Workers that exchange every third step.
+
+X = np.random.default_rng(3).normal(size=(16, 2)).astype("float32")
+
+
+def _agn():
+    return tf_xshard.AGNOptimizer(SGD(0.1), communication_period=3)
+
+
+def _shown(optimizer_fn, num_replicas=2):
+    with replicas.mirrored(num_replicas).scope():
+        model = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(1)]
+        )
+        model.compile(optimizer_fn(), "mse")
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _center_and_local(model):
+    """Whether the center is shown, and both on every replica."""
+    optimizer = model.optimizer
+    return (
+        optimizer.center_is_shown,
+        *(
+            [replicas.values(replicas.mirrored(2), v) for v in variables]
+            for variables in (
+                optimizer.center_variables,
+                model.trainable_variables,
+            )
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """Four steps an epoch, an exchange after the third and the sixth."""
+    folder, seen = tmp_path_factory.mktemp("workers"), []
+    model = _shown(_agn)
+    look = lambda: _center_and_local(model)
+    logs = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(dict(logs))
+    )
+    history = fitting.fit(
+        model,
+        [
+            tf_xshard.CommunicationLedger(),
+            tf_xshard.DivergenceSentinel(1),
+            _look(look, seen, "on_epoch_end"),
+            tf_xshard.SwapCenterWeights(swap_on_epoch=True),
+            keras.callbacks.ModelCheckpoint(folder / "model.keras"),
+            logs,
+            _look(look, seen, "on_epoch_begin", "on_test_batch_end"),
+        ],
+        xy=(X, X[:, :1]),
+        batch_size=4,
+        validation_data=fitting.batches(X, X[:, :1]),
+    )
+    return _Fit(model, history, seen, folder)
+
+
+def test_the_center_is_validated_and_saved(workers):
+    """The epoch ends with the local variables, which the next one trains."""
+    found = [one for one in workers.seen if isinstance(one, tuple)]
+    begun, validated, ended = found[3:]
+    assert [one[0] for one in found] == [False, True, False] * 2
+    group_training.assert_same(validated[2], ended[1])
+    group_training.assert_same(validated[1], ended[2])
+    saved = keras.models.load_model(
+        workers.folder / "model.keras", compile=False
+    )
+    for value, center, local in zip(
+        saved.get_weights(), *ended[1:], strict=True
+    ):
+        np.testing.assert_array_equal(center, [value, value])
+        assert min(np.abs(one - value).max() for one in local) > 1e-4
+    # What the first epoch ended with, although the center was shown.
+    group_training.assert_same(begun[2], found[2][2])
+
+
+def test_training_resumed_from_the_center_begins_with_the_local_variables(
+    workers,
+):
+    resumed = keras.models.load_model(workers.folder / "model.keras")
+    assert resumed.optimizer.center_is_shown
+    local = workers.seen[-2][2]
+    events.drive(
+        resumed,
+        tf_xshard.SwapCenterWeights(),
+        steps=1,
+        on_batch=lambda batch: group_training.assert_same(
+            [resumed.get_weights()], [[of[0] for of in local]]
+        ),
+    )
+
+
+def test_the_ledger_counts_the_exchanges(workers):
+    """One in each epoch; callbacks after it see the numbers."""
+    logs = [one for one in workers.seen if isinstance(one, dict)]
+    plan = tf_xshard.communication_plan(workers.model)
+    assert plan.collectives_per_step == 1 / 3
+    assert plan.bytes_per_step == 4 * 3 / 3
+    for name in ("collectives", "bytes", "bytes_sent"):
+        name, planned = (
+            f"communication_{name}",
+            getattr(plan, f"{name}_per_step"),
+        )
+        assert workers.history[name] == [3 * planned] * 2
+        assert [one[name] for one in logs] == workers.history[name]
+    seconds = workers.history["communication_seconds"]
+    assert min(seconds) > 0
+    assert seconds == [one["communication_seconds"] for one in logs]
+    assert not hasattr(workers.model.train_function, "untimed")
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda: tf_xshard.TowerOptimizer(_agn(), 2),
+        pytest.param(
+            lambda: keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(_agn(), {".*/bias": _agn()})
+            ),
+            marks=needs_multi_optimizer,
+        ),
+    ],
+    ids=["towers", "multi"],
+)
+def test_every_agn_optimizer_inside_shows_its_center(wrapped):
+    model = _shown(wrapped, 1)
+    inside = getattr(model.optimizer, "optimizers", None) or [
+        model.optimizer.inner_optimizer
+    ]
+    centers = [v for one in inside for v in one.center_variables]
+    assert len(centers) == 2
+    for variable in model.trainable_variables:
+        variable.assign(variable * 0 + 1)
+    for variable in centers:
+        variable.assign(variable * 0 + 2)
+    swap = tf_xshard.SwapCenterWeights()
+    swap.set_model(model)
+    swap.on_train_begin()
+    for method, value in ((swap.on_test_begin, 2), (swap.on_test_end, 1)):
+        method()
+        assert {float(w.min()) for w in model.get_weights()} == {value}
+    swap.on_epoch_end(0)  # Not with `swap_on_epoch`.
+    assert not any(one.center_is_shown for one in inside)
+
+
+def test_without_an_agn_optimizer():
+    model = _shown(lambda: tf_xshard.CrossShardOptimizer(SGD(0.1)), 1)
+    with pytest.raises(ValueError, match="compiled with an AGNOptimizer, got"):
+        events.drive(model, tf_xshard.SwapCenterWeights())
+
+
+# One device: two epochs of four steps in calls of three, two metrics of one
+# name.
+
+
+def _compiled_alone(seed, steps_per_execution=3):
+    seeds.seed(seed)
+    inputs = keras.layers.Input((4,))
+    outputs = {
+        name: keras.layers.Dense(1, "sigmoid", name=name)(inputs)
+        for name in "ab"
+    }
+    model = keras.Model(inputs, outputs)
+    model.compile(
+        tf_xshard.CrossShardOptimizer(SGD(0.1, momentum=0.9)),
+        loss={"a": "mse", "b": "mse"},
+        metrics={"a": ["accuracy"], "b": ["accuracy"]},
+        steps_per_execution=steps_per_execution,
+    )
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _fit_alone(model, *callbacks, epochs=2):
+    x, y = group_training.data()
+    return fitting.fit(model, callbacks, epochs, xy=(x, {"a": y, "b": 1 - y}))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    model = _compiled_alone(1)
+    history = _fit_alone(
+        model,
+        CHECKPOINT(folder / "each", 3, keep=None),
+        CHECKPOINT(folder / "last"),
+    )
+    return _Fit(model, history, [], folder)
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["mid-epoch", "whole_epoch"])
+def test_metrics_go_on_without_a_strategy(step, alone, tmp_path):
+    """Keras makes them in the first step, which may be skipped."""
+    directory = _saved(alone, f"epoch-00000-step-{step:08d}", tmp_path)
+    assert CHECKPOINT.position(directory) == (0, step)
+    resumed = _compiled_alone(2)
+    history = _fit_alone(resumed, CHECKPOINT(directory, 3))
+    assert int(resumed.optimizer.iterations.numpy()) == 8
+    group_training.assert_same(
+        [resumed.get_weights()],
+        [alone.model.get_weights()],
+        replicas.REPEATED,
+    )
+    assert history.keys() == alone.history.keys() and len(history) == 5
+    for name, values in history.items():
+        np.testing.assert_allclose(
+            values, alone.history[name], 0, replicas.REPEATED
+        )
+
+
+def test_a_finished_run_is_not_trained_again(alone):
+    again = _compiled_alone(9)
+    assert _fit_alone(again, CHECKPOINT(alone.folder / "last")) == {}
+    group_training.assert_same(
+        [again.get_weights()], [alone.model.get_weights()]
+    )
+    # The model's next `fit` begins with its own first epoch.
+    assert len(_fit_alone(again, epochs=1)["loss"]) == 1
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_a_fit_that_is_left_while_it_skips_leaves_nothing_behind(
+    alone, tmp_path
+):
+    """Neither skipped batches nor the first epoch, for the next `fit`."""
+    directory = _saved(alone, "epoch-00001-step-00000003", tmp_path)
+
+    def stop(batch, logs):
+        raise _Stop
+
+    resumed = _compiled_alone(2, steps_per_execution=1)
+    with pytest.raises(_Stop):
+        _fit_alone(
+            resumed,
+            CHECKPOINT(directory),
+            keras.callbacks.LambdaCallback(on_train_batch_end=stop),
+        )
+    assert int(resumed.optimizer.iterations.numpy()) == 7
+    assert len(_fit_alone(resumed, epochs=1)["loss"]) == 1
+    assert int(resumed.optimizer.iterations.numpy()) == 7 + 4
+    with pytest.raises(ValueError, match="after 3 steps .* takes 2 at once"):
+        _fit_alone(_compiled_alone(1, 2), CHECKPOINT(directory))
+
+
+def _damaged(alone, folder):
+    shutil.copytree(alone.folder / "last", folder, dirs_exist_ok=True)
+    save = folder / "epoch-00002-step-00000000"
+    [data] = [name for name in os.listdir(save) if "data" in name]
+    os.truncate(save / data, 100)
+    return _compiled_alone(3), data
+
+
+def _of_another_model(alone, folder):
+    shutil.copytree(alone.folder / "last", folder, dirs_exist_ok=True)
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.compile(tf_xshard.CrossShardOptimizer(SGD(0.1, momentum=0.9)), "mse")
+    return model, "saved from another model"
+
+
+class TwoOptimizers(keras.Model):
+    """A custom train_step with an optimizer in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.dense.build([None, 4])
+        self.head_optimizer = tf_xshard.CrossShardOptimizer(SGD())
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def _with_an_unbuilt_optimizer(alone, folder):
+    model = TwoOptimizers()
+    model.compile(tf_xshard.CrossShardOptimizer(SGD()))
+    return model, "the optimizer 'head_optimizer' has not been built"
+
+
+def _unbuilt(alone, folder):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model, "has not been built, so it has no"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_damaged, _of_another_model, _with_an_unbuilt_optimizer, _unbuilt],
+)
+def test_what_can_not_resume_is_refused_when_fit_begins(make, alone, tmp_path):
+    model, text = make(alone, tmp_path)
+    found = sorted(os.listdir(tmp_path))
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=text):
+        fitting.fit(model, [CHECKPOINT(tmp_path)], epochs=3)
+    group_training.assert_same([model.get_weights()], [before])
+    assert sorted(os.listdir(tmp_path)) == found
+
+
+def test_other_callbacks_take_a_model_that_the_first_step_builds():
+    model = _unbuilt(None, None)[0]
+    history = fitting.fit(
+        model,
+        [
+            tf_xshard.DivergenceSentinel(1),
+            tf_xshard.GroupValidation(group_training.data(8)),
+        ],
+        epochs=1,
+    )
+    assert len(history["val_group_0_loss"]) == 1
+
+
+# Without `fit`.
+
+FOREIGN = {
+    "epoch-00000-step-00000100": "mine.txt",
+    "epoch-00000-step-00000200": "state-of-my-thesis.txt",
+}
+
+
+def test_how_many_are_kept(tmp_path):
+    """Only what a save wrote is removed: a user's files stay."""
+    keeps = (1, 2, None)
+    for keep in keeps:
+        # A crash may have left this directory behind.
+        os.makedirs(tmp_path / str(keep) / "epoch-00000-step-00000001")
+        # These have the name of a save, but GroupCheckpoint did not write them.
+        for name, file in {**FOREIGN, ".": "notes.txt"}.items():
+            os.makedirs(tmp_path / str(keep) / name, exist_ok=True)
+            (tmp_path / str(keep) / name / file).write_text("mine")
+
+    def save_more(epochs):
+        callbacks = [CHECKPOINT(tmp_path / str(k), keep=k) for k in keeps]
+        events.drive(
+            *(_compiled_alone(1), *callbacks),
+            initial_epoch=epochs - 2,
+            epochs=epochs,
+        )
+
+    save_more(2)
+    first = tmp_path / "1" / "epoch-00002-step-00000000" / "mine.txt"
+    first.write_text("mine")
+    save_more(4)
+    assert os.listdir(first.parent) == ["mine.txt"]
+    for keep in keeps:
+        saves = [
+            f"epoch-{epoch:05d}-step-00000000"
+            for epoch in range(1, 5)
+            if keep is None or epoch > 4 - keep or (keep, epoch) == (1, 2)
+        ]
+        found = os.listdir(tmp_path / str(keep))
+        if keep is None:
+            saves.append("epoch-00000-step-00000001")
+        assert sorted(found) == sorted([*saves, *FOREIGN, "notes.txt"])
+        for name, file in {**FOREIGN, ".": "notes.txt"}.items():
+            text = (tmp_path / str(keep) / name / file).read_text()
+            assert text == "mine"
+
+
+def test_other_groups_take_those_of_the_first_once(tmp_path):
+    """A script that is started again goes on with its own groups."""
+    strategy = replicas.mirrored(2)
+
+    def begun(groups, **options):
+        model = group_training.compiled(strategy, groups=groups)
+        callback = CHECKPOINT(tmp_path, 4, **options)
+        callback.set_model(model)
+        callback.on_train_begin()
+        return model, callback
+
+    def bias(model):
+        return [v[0] for v in replicas.values(strategy, model.layers[0].bias)]
+
+    def end_batch(model, callback, value):
+        tf_xshard.GroupState(model).assign(
+            model.layers[0].bias, [np.full(6, one) for one in value]
+        )
+        callback.on_epoch_begin(0)
+        for batch in range(4):
+            callback.on_train_batch_end(batch)
+
+    end_batch(*begun([[0, 1]]), [3.0])
+    assert CHECKPOINT.position(tmp_path) == (0, 4)
+    with pytest.raises(ValueError, match="regroup"):
+        begun(PAIR)
+    model, callback = begun(PAIR, regroup="first")
+    assert bias(model) == [3.0, 3.0]
+    callback.on_epoch_begin(0)
+    callback.on_epoch_end(0)
+    end_batch(model, callback, [5.0, 7.0])
+    assert bias(begun(PAIR, regroup="first")[0]) == [5.0, 7.0]
+
+
+@pytest.mark.full
+def test_a_killed_process_goes_on_to_the_bit(tmp_path):
+    """Two groups of two: every variable of every replica, after 18 steps."""
+    killed = processes.run(
+        processes.python("-m", "tests.programs.resume_program", str(tmp_path)),
+        300,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    checkpoint = CHECKPOINT(tmp_path, every=5)
+    position = checkpoint.position(tmp_path)
+    assert position == resume_program.SAVED_AT
+    model, logs = resume_program.train([], seed=1)
+    resumed, resumed_logs = resume_program.train(
+        [checkpoint], seed=2, epoch=position.epoch
+    )
+    group_training.assert_same(
+        group_training.values(resumed), group_training.values(model)
+    )
+    assert resumed_logs == logs[1:]
