@@ -412,26 +412,6 @@ def _of_another_model(alone, folder):
     return model, "saved from another model"
 
 
-class TwoOptimizers(keras.Model):
-    """A custom train_step with an optimizer in an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.dense.build([None, 4])
-        self.head_optimizer = tf_xshard.CrossShardOptimizer(SGD())
-        self.built = True
-
-    def call(self, x):
-        return self.dense(x)
-
-
-def _with_an_unbuilt_optimizer(alone, folder):
-    model = TwoOptimizers()
-    model.compile(tf_xshard.CrossShardOptimizer(SGD()))
-    return model, "the optimizer 'head_optimizer' has not been built"
-
-
 def _unbuilt(alone, folder):
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -440,7 +420,7 @@ def _unbuilt(alone, folder):
 
 @pytest.mark.parametrize(
     "make",
-    [_damaged, _of_another_model, _with_an_unbuilt_optimizer, _unbuilt],
+    [_damaged, _of_another_model, _unbuilt],
 )
 def test_what_can_not_resume_is_refused_when_fit_begins(make, alone, tmp_path):
     model, text = make(alone, tmp_path)
@@ -470,6 +450,7 @@ def test_other_callbacks_take_a_model_that_the_first_step_builds():
 FOREIGN = {
     "epoch-00000-step-00000100": "mine.txt",
     "epoch-00000-step-00000200": "state-of-my-thesis.txt",
+    ".": "notes.txt",
 }
 
 
@@ -480,36 +461,54 @@ def test_how_many_are_kept(tmp_path):
         # A crash may have left this directory behind.
         os.makedirs(tmp_path / str(keep) / "epoch-00000-step-00000001")
         # These have the name of a save, but GroupCheckpoint did not write them.
-        for name, file in {**FOREIGN, ".": "notes.txt"}.items():
+        for name, file in FOREIGN.items():
             os.makedirs(tmp_path / str(keep) / name, exist_ok=True)
             (tmp_path / str(keep) / name / file).write_text("mine")
 
-    def save_more(epochs):
+    def save_epoch(epoch):
         callbacks = [CHECKPOINT(tmp_path / str(k), keep=k) for k in keeps]
         events.drive(
             *(_compiled_alone(1), *callbacks),
-            initial_epoch=epochs - 2,
-            epochs=epochs,
+            initial_epoch=epoch - 1,
+            epochs=epoch,
         )
 
-    save_more(2)
-    first = tmp_path / "1" / "epoch-00002-step-00000000" / "mine.txt"
-    first.write_text("mine")
-    save_more(4)
-    assert os.listdir(first.parent) == ["mine.txt"]
+    save_epoch(1)
     for keep in keeps:
-        saves = [
-            f"epoch-{epoch:05d}-step-00000000"
-            for epoch in range(1, 5)
-            if keep is None or epoch > 4 - keep or (keep, epoch) == (1, 2)
-        ]
-        found = os.listdir(tmp_path / str(keep))
-        if keep is None:
-            saves.append("epoch-00000-step-00000001")
-        assert sorted(found) == sorted([*saves, *FOREIGN, "notes.txt"])
-        for name, file in {**FOREIGN, ".": "notes.txt"}.items():
-            text = (tmp_path / str(keep) / name / file).read_text()
-            assert text == "mine"
+        first = tmp_path / str(keep) / "epoch-00001-step-00000000"
+        (first / "mine.txt").write_text("mine")
+    save_epoch(2)
+    save_epoch(3)
+    for keep, last in ((1, [3]), (2, [2, 3]), (None, [1, 2, 3])):
+        directory = tmp_path / str(keep)
+        saves = [f"epoch-{epoch:05d}-step-00000000" for epoch in range(1, 4)]
+        complete = [(directory / n / "manifest.json").exists() for n in saves]
+        assert complete == [epoch in last for epoch in (1, 2, 3)]
+        assert (directory / saves[0] / "mine.txt").read_text() == "mine"
+        for name, file in FOREIGN.items():
+            assert (directory / name / file).read_text() == "mine"
+        others = {*os.listdir(directory)} - {*saves, *FOREIGN, "notes.txt"}
+        assert len(others) == (keep is None)
+
+
+def test_a_signal_saves_and_ends(tmp_path):
+    """SIGTERM in the first of two calls of an epoch; handlers come back."""
+    mine = lambda number, frame: None
+    before = signal.signal(signal.SIGTERM, mine)
+    send = lambda batch, logs: os.kill(os.getpid(), signal.SIGTERM)
+    model = _compiled_alone(1)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            _fit_alone(
+                model,
+                keras.callbacks.LambdaCallback(on_train_batch_begin=send),
+                CHECKPOINT(tmp_path, on_preemption=True),
+            )
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert CHECKPOINT.position(tmp_path) == (0, 3)
 
 
 def test_other_groups_take_those_of_the_first_once(tmp_path):

@@ -1,5 +1,7 @@
 """The commands, as a person runs them, but in this process."""
 
+import argparse
+import dataclasses
 import re
 import types
 
@@ -11,9 +13,12 @@ from tests.support import processes
 from tests.support import replicas
 from tests.support import seeds
 from tf_xshard import __main__ as cli
+from tf_xshard.cli import demo
 from tf_xshard.cli import doctor
 from tf_xshard.cli import evidence
 from tf_xshard.cli import logical_devices
+from tf_xshard.cli.demo import agn
+from tf_xshard.cli.demo import digits
 from tf_xshard.cli.demo import training
 
 
@@ -33,6 +38,28 @@ def run(monkeypatch, capfd):
         return code, capfd.readouterr().out
 
     return run_command
+
+
+_load = digits.load
+
+
+def _few_digits(epochs, seed):
+    whole = _load(epochs, seed)
+    return dataclasses.replace(
+        whole, x=whole.x[:256], y=whole.y[:256], steps_per_epoch=4
+    )
+
+
+def test_digits_of_replicas_and_towers():
+    """The rows that some replicas of three get, and batches in parts."""
+    rows = np.arange(24)
+    whole = digits.Digits(rows, rows, rows, rows, 2, batch_size=12)
+    some = whole.of_shards([0, 2], 3)
+    expected = [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15, 20, 21, 22, 23]
+    assert some.x.tolist() == some.y.tolist() == expected
+    assert some.batch_size == 8 and some.steps_per_epoch == 2
+    parts = whole.in_parts(3)
+    assert (parts.batch_size, parts.steps_per_epoch) == (4, 6)
 
 
 DEMO = "demo --epochs 1 --optimizer sgd --optimizer-wrapper"
@@ -65,10 +92,14 @@ DEMO = "demo --epochs 1 --optimizer sgd --optimizer-wrapper"
     ],
     ids=["cross_shard", "sharded", "tower", "agn"],
 )
-def test_demo(options, wrong, equal, run, tmp_path):
-    """One epoch, for which CI has time."""
+def test_demo(options, wrong, equal, run, tmp_path, monkeypatch):
+    """One epoch, by default of four batches."""
     plot = tmp_path / "groups.png"
-    plots = ("--plot", plot) if "4" in options else ()
+    plots = ()
+    if "4" in options:
+        plots = ("--plot", plot)
+    else:
+        monkeypatch.setattr(digits, "load", _few_digits)
     code, output = run(f"{DEMO} {options}", *plots)
     assert code == 0, output[-3000:]
     assert "All promises hold." in output
@@ -95,6 +126,77 @@ def test_promises_are_the_exit_code(difference, right, capsys):
     holds = (difference <= 1e-4) == right
     assert made.exit_code() == (0 if holds else 1)
     assert ("FAILED: a run: " in capsys.readouterr().out) == (not holds)
+
+
+class _Runs:
+    """Stands for the demo's trainings: each has the weights of its title."""
+
+    def __init__(self, weights):
+        self.options = argparse.Namespace(
+            **{"groups": 2, "towers": 4, "period": 5, "epochs": 1},
+            **{"plot": None, "shard_update": False},
+        )
+        self.strategy = replicas.mirrored(4)
+        self.digits = _few_digits(1, 0)
+        self._weights = weights
+
+    def on_one_device(self, title, *_, **__):
+        [weights] = [w for t, w in self._weights.items() if title.startswith(t)]
+        one = lambda replica_id=0: 1.0
+        counts = {"iterations": np.array(4), "exchanges": np.array(1)}
+        model = types.SimpleNamespace(optimizer=types.SimpleNamespace(**counts))
+        return types.SimpleNamespace(
+            weights=[[np.array([float(w)])] for w in weights],
+            **{"accuracy": one, "moved": one, "tolerance": lambda: 1e-6},
+            **{"model": model, "history": {}},
+        )
+
+    replicated = on_one_device
+
+
+ZEROS, ONES, OFF = [0] * 4, [1] * 4, [9] * 4
+TRAINED = {
+    "cross_shard": {
+        "One device, the same": ZEROS,
+        "Plain Keras": ONES,
+        "CrossShardOptimizer over": ZEROS,
+        "CrossShardOptimizer in": [1, 2, 1, 2],
+        "One device on the shards of group 0": ONES,
+        "One device on the shards of group 1": [2],
+        "A wrong": ONES,
+    },
+    "tower": {
+        "One device": ZEROS,
+        "TowerOptimizer": ZEROS,
+        "tower_train_step": ZEROS,
+        "Without": ONES,
+        "Plain Keras": ONES,
+    },
+    "agn": {
+        "One device": ZEROS,
+        "AGNOptimizer with an": ZEROS,
+        "AGNOptimizer as": ONES,
+        "The same in groups": ZEROS,
+        "AGNOptimizer with its": OFF,
+    },
+}
+WRONG = [
+    *(("cross_shard", f"CrossShardOptimizer {how}") for how in ("over", "in")),
+    *(("tower", title) for title in ("TowerOptimizer", "tower_train_step")),
+    *(("agn", f"AGNOptimizer {how}") for how in ("with an", "as")),
+]
+
+
+@pytest.mark.parametrize(
+    "wrapper, off", [*((wrapper, None) for wrapper in TRAINED), *WRONG]
+)
+def test_demo_compares_each_run(wrapper, off, monkeypatch):
+    """If one of them is off, the exit code is 1."""
+    average = [np.array([1.0])]
+    monkeypatch.setattr(agn, "_replicas_one_by_one", lambda *_, **__: average)
+    weights = TRAINED[wrapper] | ({off: OFF} if off else {})
+    found = demo.WRAPPERS[wrapper](_Runs(weights))
+    assert found.exit_code() == (1 if off else 0)
 
 
 @replicas.in_full
@@ -235,13 +337,10 @@ def test_bandwidth(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "here, 2 replicas"
     rows = [line.split(maxsplit=5) for line in lines[-6:]]
-    assert [row[:3] for row in rows] == [
-        ["tf.function", "all-reduce", "1"],
-        ["tf.function", "reduce-scatter", "1"],
-        ["tf.function", "all-gather", "1"],
-        ["eager", "all-reduce", "1"],
-        ["eager", "all-reduce", "1"],
-        ["eager", "all-gather", "1"],
+    operations = ["all-reduce", "reduce-scatter", "all-gather"]
+    assert [row[:2] for row in rows] == [
+        *(["tf.function", one] for one in operations),
+        *(["eager", one] for one in ("all-reduce", *operations[::2])),
     ]
     for _, operation, _, milliseconds, speed, path in rows:
         # Two replicas: an all-reduce sends the whole, the others a half.

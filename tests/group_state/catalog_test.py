@@ -304,6 +304,7 @@ def test_refusals(make, error, text):
         ([[0], [2], [1], [3]], MEMBERS, MEMBERS),
         (None, MEMBERS, [[0, 1, 2, 3]]),
     ],
+    ids=["crossed", "equal", "alone", "all"],
 )
 def test_nested_optimizers_are_joined(outer, inner, joined):
     with replicas.mirrored(4).scope():

@@ -46,10 +46,6 @@ def _mean(model, variable, group):
     return np.mean(np.float64(members), axis=0).astype(members[0].dtype)
 
 
-def _is_statistic(variable):
-    return "moving" in variable.path
-
-
 def _variables(model):
     """Those that `fit` does not make anew, as it makes metrics."""
     metrics = {id(v) for v in model.metrics_variables}
@@ -59,17 +55,6 @@ def _variables(model):
 def _values(model):
     strategy = model.distribute_strategy
     return [replicas.values(strategy, v) for v in _variables(model)]
-
-
-def test_the_model_is_what_the_tests_need(model):
-    """Groups differ; statistics differ by replica; else groups agree."""
-    strategy = model.distribute_strategy
-    for variable in _variables(model):
-        r0, r1, r2, r3 = replicas.values(strategy, variable)
-        assert np.array_equal(r0, r2) != _is_statistic(variable)
-        assert np.array_equal(r1, r3) != _is_statistic(variable)
-    kernel = replicas.values(strategy, model.layers[0].kernel)
-    assert not np.array_equal(kernel[0], kernel[1])
 
 
 @pytest.mark.parametrize(
@@ -116,20 +101,23 @@ def test_get_weights(model):
     assert state.num_groups == 2
     assert state.group_assignment.to_list() == MEMBERS
     strategy = model.distribute_strategy
-    for group, (first, _) in enumerate(MEMBERS):
+    kernel = replicas.values(strategy, model.layers[0].kernel)
+    assert not np.array_equal(kernel[0], kernel[1])
+    for group, (first, last) in enumerate(MEMBERS):
         got = state.get_weights(group)
         assert list(got) == ["model", "optimizer"]
         for part, variables in (
             ("model", model.weights),
             ("optimizer", model.optimizer.variables),
         ):
-            expected = [
-                _mean(model, variable, group)
-                if _is_statistic(variable)
-                else replicas.values(strategy, variable)[first]
-                for variable in variables
-            ]
-            group_training.assert_same([got[part]], [expected])
+            for variable, value in zip(variables, got[part], strict=True):
+                own = replicas.values(strategy, variable)
+                expected = own[first]
+                if "moving" in variable.path:
+                    expected = _mean(model, variable, group)
+                    assert not np.array_equal(own[first], own[last])
+                assert value.dtype == expected.dtype
+                np.testing.assert_array_equal(value, expected)
 
 
 def test_set_weights_changes_one_group(model):
@@ -239,7 +227,7 @@ def test_divergence(model):
         row = rows[variable.path]
         values = np.float64(replicas.values(strategy, variable))
         within = max(np.ptp(values[m], axis=0).max() for m in MEMBERS)
-        if _is_statistic(variable):
+        if "moving" in variable.path:
             assert row["statistic"] == within > 0
             assert row["within_group"] is row["between_groups"] is None
         else:
@@ -305,46 +293,42 @@ def test_agn_between_exchanges(model):
             assert value.tobytes() == values[0].tobytes()
 
 
-@functools.cache
-def _state(model):
-    """One for all tests that evaluate: what it has traced stays."""
-    return tf_xshard.GroupState(model)
-
-
 def _predicted(model, x):
     """Of each group, and of the ensemble."""
+    state = tf_xshard.GroupState(model)
     groups = [
-        group_training.outputs(_state(model).get_weights(group)["model"], x)
+        group_training.outputs(state.get_weights(group)["model"], x)
         for group in range(2)
     ]
     assert np.abs(groups[0] - groups[1]).max() > 0.01
     return [*groups, np.mean(groups, axis=0)]
 
 
+@replicas.in_full
 @pytest.mark.parametrize(
     "model, form",
-    [
-        (MIRRORED, "dataset"),
-        pytest.param(MIRRORED, "weights", marks=replicas.in_full),
-        pytest.param(TPU, "arrays", marks=replicas.in_full),
-    ],
+    [(MIRRORED, "dataset"), (MIRRORED, "weights"), (TPU, "arrays")],
     indirect=["model"],
 )
 def test_evaluate_uses_each_groups_weights_on_all_rows(model, form):
-    """Also on a last batch that replicas can't share evenly."""
+    """Also on a last batch that replicas can't share evenly.
+
+    By default, a callback of `tests/callbacks/in_fit_test.py` does so.
+    """
     x, y = group_training.data(50)
     before = _values(model)
     weights = np.linspace(0.0, 2.0, 50).astype("float32")
+    state = tf_xshard.GroupState(model)
     if form == "arrays":
-        table = _state(model).evaluate(x, y, batch_size=20)
+        table = state.evaluate(x, y, batch_size=20)
         weights = np.ones(50)
     elif form == "weights":
-        table = _state(model).evaluate((x, y, weights), batch_size=20)
+        table = state.evaluate((x, y, weights), batch_size=20)
     else:
         # Keras needs a first batch that replicas share evenly; none of this
         # seed's first orders begins with the last.
         dataset = tf.data.Dataset.from_tensor_slices((x, y, weights))
-        table = _state(model).evaluate(dataset.batch(20).shuffle(5, seed=0))
+        table = state.evaluate(dataset.batch(20).shuffle(5, seed=0))
     assert table.column("group") == [0, 1, "ensemble"]
     for row, predicted in zip(table, _predicted(model, x), strict=True):
         expected = group_training.metrics(predicted, y, weights)
@@ -354,16 +338,18 @@ def test_evaluate_uses_each_groups_weights_on_all_rows(model, form):
 
 
 @pytest.mark.parametrize(
-    "model",
-    [MIRRORED, pytest.param(TPU, marks=replicas.in_full)],
-    indirect=True,
+    "kind", ["mirrored", pytest.param("tpu", marks=replicas.in_full)]
 )
-def test_predict_uses_one_groups_weights(model):
+def test_predict_uses_one_groups_weights(kind):
     """Or the ensemble's, where plain Keras mixes the groups."""
-    x, _ = group_training.data(50)
+    model = group_training.compiled(replicas.STRATEGIES[kind](2), groups=PAIR)
+    state = tf_xshard.GroupState(model)
+    weights = [value + 0.5 for value in state.get_weights(1)["model"]]
+    state.set_weights(1, {"model": weights})
+    x, _ = group_training.data(25)
     before = _values(model)
     for group, expected in zip((0, 1, None), _predicted(model, x), strict=True):
-        got = _state(model).predict(x, group, batch_size=20)
+        got = state.predict(x, group, batch_size=10)
         np.testing.assert_allclose(got, expected, atol=1e-6)
     group_training.assert_same(_values(model), before)
 
@@ -486,7 +472,8 @@ def test_export(optimizer, tmp_path):
         loaded(x), group_training.outputs(expected["model"], x), atol=1e-6
     )
     group_training.assert_same(group_training.values(model), before)
-    loaded.train_on_batch(x, y)
+    if optimizer == "towers":
+        loaded.train_on_batch(x, y)
 
 
 class Own(keras.Model):
@@ -519,46 +506,40 @@ def test_what_a_model_needs_to_be_evaluated_and_exported(tmp_path):
     np.testing.assert_array_equal(keras.models.load_model(path)(x), model(x))
 
 
-def test_what_model_save_can_do_export_can(tmp_path):
-    """Lambda layers, losses of one's own, vocabularies, frozen layers."""
-
+def test_a_model_with_its_own_loss_and_a_frozen_layer_is_exported(tmp_path):
     def own_loss(y_true, y_pred):
         return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
 
     with replicas.mirrored(2).scope():
-        lookup = keras.layers.IntegerLookup(output_mode="one_hot", max_tokens=6)
-        lookup.adapt(np.array([10, 20, 30, 40, 50]))
         model = keras.Sequential(
             [
-                keras.layers.Input((1,), dtype="int64"),
-                lookup,
+                keras.layers.Input((3,)),
                 keras.layers.Lambda(lambda t: t + t),
                 keras.layers.Dense(3),
                 keras.layers.Dense(1),
             ]
         )
+        adam = keras.optimizers.Adam(0.1)
         model.compile(
-            optimizer=tf_xshard.CrossShardOptimizer(
-                keras.optimizers.Adam(0.1), group_assignment=PAIR
-            ),
-            loss=own_loss,
+            tf_xshard.CrossShardOptimizer(adam, group_assignment=PAIR), own_loss
         )
         model.optimizer.build(model.trainable_variables)
-    x = np.array([[10], [30], [99]])
+    x = np.ones([2, 3], "float32")
     before = np.asarray(model(x))
     state = tf_xshard.GroupState(model)
     weights = state.get_weights(1)["model"]
     state.set_weights(1, {"model": [2 * value for value in weights]})
-    model.layers[2].trainable = False
+    model.layers[1].trainable = False
     compiled = model.optimizer
-    path = tmp_path / "model.keras"
-    state.export(1, path)
+    state.export(1, tmp_path / "model.keras")
     assert model.optimizer is compiled
     loaded = keras.models.load_model(
-        path, safe_mode=False, custom_objects={"own_loss": own_loss}
+        tmp_path / "model.keras",
+        safe_mode=False,
+        custom_objects={"own_loss": own_loss},
     )
-    # Two layers without biases, each with twice the weights.
-    np.testing.assert_allclose(loaded(x), 4 * before, atol=1e-6)
+    # Two layers whose biases are 0, each with twice the weights.
+    np.testing.assert_allclose(loaded(x), 4 * before, rtol=1e-6)
     np.testing.assert_array_equal(model(x), before)
 
 

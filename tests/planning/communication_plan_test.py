@@ -70,6 +70,13 @@ CASES = {
             ("all-gather", "variables", "float32", PADDED // 4, 3, 1),
         ],
     ),
+    "skip": (
+        lambda: _cross_shard(skip_nonfinite=True),
+        [
+            ("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 1),
+            ("all-reduce", "finite vote", "float32", 8, 1.5, 1),
+        ],
+    ),
     "loss scale": (
         lambda: _cross_shard(keras.optimizers.LossScaleOptimizer(SGD(0.1))),
         [
@@ -116,7 +123,8 @@ def _counted(run, num_times=1):
     return np.subtract(watchdog.WATCHDOG.totals(), before)[:3].tolist()
 
 
-FULL = ("bfloat16", "loss scale", "nested")
+# The ledger's test has AGN's exchanges.
+FULL = ("agn", "bfloat16", "loss scale", "nested")
 
 
 @pytest.mark.parametrize(
@@ -369,6 +377,15 @@ def _with_a_regularized_embedding():
             keras.layers.Dense(2),
         ]
     )
+
+
+def test_a_global_mean_adds_one_all_reduce_of_two_numbers():
+    with replicas.mirrored(2).scope():
+        model = training.model()
+        model.compile(_cross_shard(), tf_xshard.GlobalMean("mse"))
+    plan = tf_xshard.communication_plan(model)
+    sizes = [p.num_bytes for p in plan.operations]
+    assert sorted(sizes) == [2 * 4, NUM_BYTES]
 
 
 @pytest.mark.parametrize(

@@ -171,23 +171,6 @@ def test_256_replicas(topology, layout):
     assert len(got["collectives"]) == 1
 
 
-@replicas.in_full
-def test_the_stacked_path_hands_over_num_groups_times_the_bytes():
-    stacked, native = (
-        testing.compile_for_tpu(
-            *(_model(strategy, GROUPS), *_batch()), topology="v5e:2x2"
-        )
-        for strategy in (replicas.tpu_permuted(4), replicas.tpu(4))
-    )
-    for collective in stacked.collectives:
-        assert collective.kind == "all-reduce"
-        assert collective.replica_groups == ((0, 1, 2, 3),)
-    stacked_bytes, native_bytes = (
-        sum(c.num_bytes for c in one.collectives) for one in (stacked, native)
-    )
-    assert stacked_bytes == 2 * native_bytes
-
-
 def test_what_is_returned():
     compiled, model = _compiled()
     assert compiled.topology == "v5e:2x2" and compiled.num_replicas == 4
@@ -203,9 +186,7 @@ def test_what_is_returned():
     text = str(compiled)
     for part in (
         "Compiled for TPU (did not run): v5e:2x2",
-        "4 replicas",
         "memory of one core",
-        "flops",
         "all-reduce of 6 arrays",
         "groups [[0, 2], [1, 3]]",
     ):

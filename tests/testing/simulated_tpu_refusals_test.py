@@ -134,7 +134,7 @@ def test_bad_arguments(kwargs, error, match):
         ({"libtpu": "0.0.51"}, "needs libtpu==0.0.42.1"),
         ({"libtpu": None}, "Linux x86-64 only"),
     ],
-    ids=str,
+    ids=["no jax", "jax", "jaxlib", "tensorflow-tpu", "libtpu", "no libtpu"],
 )
 def test_versions(versions, match, monkeypatch):
     version = requirements._version

@@ -93,50 +93,42 @@ def test_native_groups_without_one_pair_other_replicas():
 
 def test_control_flow():
     def function(x):
-        groups = [[0, 1, 2, 3]]
-
-        def body(i, y):
-            return i + 1, y + _cross_replica_sum(x, groups)
-
-        _, looped = tf.while_loop(
-            lambda i, y: i < 3, body, [tf.constant(0), tf.zeros([2])]
-        )
-        branched = tf.cond(
-            _context().replica_id_in_sync_group < 2, lambda: x, lambda: -x
-        )
-        gathered = tf.while_loop(
-            lambda i, y: i < 2,
-            lambda i, y: (
+        _, looped, gathered = tf.while_loop(
+            lambda i, *_: i < 3,
+            lambda i, y, z: (
                 i + 1,
-                y + _context().all_gather(tf.cast(x[:1], tf.int64), axis=0),
+                y + _cross_replica_sum(x, [[0, 1, 2, 3]]),
+                z + _context().all_gather(tf.cast(x[:1], tf.int64), axis=0),
             ),
-            [tf.constant(0), tf.zeros([4], tf.int64)],
-        )[1]
-        return looped, branched, gathered
+            [tf.constant(0), tf.zeros([2]), tf.zeros([4], tf.int64)],
+        )
+        is_low = _context().replica_id_in_sync_group < 2
+        return looped, tf.cond(is_low, lambda: x, lambda: -x), gathered
 
     looped, branched, gathered = replicas.run("tpu_permuted", function)
     assert looped == [[3333, 3333]] * 4
     assert branched == [[1, 1], [10, 10], [-100, -100], [-1000, -1000]]
-    assert gathered == [[2, 20, 200, 2000]] * 4
+    assert gathered == [[3, 30, 300, 3000]] * 4
 
 
 def test_variables():
-    strategy = replicas.tpu(4)
+    strategy, aggregation = replicas.tpu(4), tf.VariableAggregation
     with strategy.scope():
         mirrored = tf.Variable([0.0, 0.0])
-        own = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.NONE)
+        own = tf.Variable([0.0, 0.0], aggregation=aggregation.NONE)
         summed = tf.Variable(
             [0.0, 0.0],
             synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.SUM,
+            aggregation=aggregation.SUM,
         )
-        counter = tf.Variable(
-            0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
-        )
+        counter = tf.Variable(0, aggregation=aggregation.ONLY_FIRST_REPLICA)
 
-    @tf.function(autograph=False)
-    def nested(x):
-        own.assign_add(x)
+    nested = tf.function(lambda x: own.assign_add(x), autograph=False)
+
+    def update(strategy, value):
+        return strategy.extended.update(
+            mirrored, lambda v, g: v.assign_sub(g), args=(value,)
+        )
 
     def function(x):
         nested(x)
@@ -144,12 +136,6 @@ def test_variables():
         counter.assign_add(1)
         before = own.read_value()
         own.assign_add(x)
-
-        def update(strategy, value):
-            return strategy.extended.update(
-                mirrored, lambda v, g: v.assign_sub(g), args=(value,)
-            )
-
         _context().merge_call(update, args=(_context().all_reduce("SUM", x),))
         return before, own.read_value()
 
@@ -224,21 +210,6 @@ def test_run_outside_a_function():
     assert tf.function(lambda: strategy.run(lambda: None))() is None
 
 
-def test_long_constants_of_bools():
-    """The bridge prints a bit for each, jaxlib reads a byte."""
-    rng = np.random.default_rng(0)
-    masks = [rng.random(n) > 0.5 for n in ([11, 11], [3, 7, 13], [257])]
-    got = replicas.run(
-        "tpu",
-        lambda x: [tf.where(tf.constant(mask), x[0], 0.0) for mask in masks],
-        2,
-        lambda c: tf.fill([2], c.replica_id_in_sync_group + 1.0),
-    )
-    for mask, values in zip(masks, got, strict=True):
-        for r in range(2):
-            np.testing.assert_array_equal(values[r], mask * (r + 1.0))
-
-
 def test_bools_as_bits_and_as_bytes():
     """TensorFlow 2.22 prints a byte for each, older versions a bit."""
     mask = np.random.default_rng(0).random([12, 13]) > 0.5
@@ -301,25 +272,25 @@ def test_gradients_through_run_are_refused():
 
 
 def test_threads():
-    """Two threads' programs do not take each other's replicas."""
-    strategy = replicas.tpu(4)
-
-    @tf.function(autograph=False)
-    def step(x):
-        return strategy.run(
+    """Several threads' programs do not take each other's replicas."""
+    strategy = replicas.tpu(2)
+    step = tf.function(
+        lambda x: strategy.run(
             lambda x: _context().all_reduce("SUM", x), args=(x,)
-        )
+        ),
+        autograph=False,
+    )
 
     def steps(value):
+        results = [step(value) for _ in range(20)]
         return [
-            float(strategy.experimental_local_results(step(value))[3])
-            for _ in range(20)
+            float(strategy.experimental_local_results(one)[1])
+            for one in results
         ]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         results = pool.map(steps, [tf.constant(float(n)) for n in range(4)])
-        for n, got in enumerate(results):
-            assert got == [4.0 * n] * 20
+    assert list(results) == [[2.0 * n] * 20 for n in range(4)]
 
 
 @pytest.mark.parametrize("depends", [False, True])
@@ -399,16 +370,15 @@ def test_nothing_of_tensorflow_is_patched():
 
 @pytest.mark.parametrize("from_function", [False, True])
 def test_only_its_own_iterators_are_untuned(from_function):
-    """Another strategy of the process iterates as it does without ours."""
+    """A thread that tunes would sleep longer and longer as a program ends."""
 
     def enabled(strategy):
         data = tf.data.Dataset.range(8).batch(4)
-        if from_function:
-            distributed = strategy.distribute_datasets_from_function(
-                lambda context: data
-            )
-        else:
-            distributed = strategy.experimental_distribute_dataset(data)
+        distributed = (
+            strategy.distribute_datasets_from_function(lambda context: data)
+            if from_function
+            else strategy.experimental_distribute_dataset(data)
+        )
         assert isinstance(distributed, tf.distribute.DistributedDataset)
         return {
             of_device._dataset.options().autotune.enabled
@@ -416,9 +386,8 @@ def test_only_its_own_iterators_are_untuned(from_function):
             for of_device in of_host._iterator._device_iterators
         }
 
-    for _ in range(2):
-        assert enabled(replicas.tpu(2)) == {False}
-        assert False not in enabled(replicas.mirrored(2))
+    assert enabled(replicas.tpu(2)) == {False}
+    assert False not in enabled(replicas.mirrored(2))
 
 
 def test_graphs_are_freed(monkeypatch):
@@ -427,8 +396,7 @@ def test_graphs_are_freed(monkeypatch):
     What is left of the host's side holds: replicas with other numbers of rows
     are padded there, in a tf.cond.
     """
-    strategy = replicas.tpu(4)
-    made = []
+    strategy, made = replicas.tpu(2), []
     extract = replicated_program.extract
 
     def extract_and_remember(*args):
@@ -446,7 +414,7 @@ def test_graphs_are_freed(monkeypatch):
     step.get_concrete_function(values)
     gc.collect()
     got = strategy.experimental_local_results(step(values))
-    assert [float(v) for v in got] == [1, 2, 3, 4]
+    assert [float(v) for v in got] == [1, 2]
     assert made[0]() is not None
     del step
     gc.collect()
