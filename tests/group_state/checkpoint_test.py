@@ -1,12 +1,8 @@
 """Saved and restored to the bit, whole at every instant, or refused."""
 
-import concurrent.futures
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import time
 
 import keras
 import numpy as np
@@ -14,9 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.programs import saving_program
 from tests.support import group_training
-from tests.support import processes
 from tests.support import replicas
 from tf_xshard.group_state.checkpoint import files
 
@@ -403,30 +397,6 @@ def _own_state(value):
     return tf_xshard.GroupState({"weight": [weight]}), weight
 
 
-_NUM_ROUNDS = 25
-
-
-def test_two_writers(tmp_path):
-    """Whoever saves last wins whole, also where another one removes saves."""
-    directory = tmp_path / "state"
-
-    def write(value):
-        state, _ = _own_state(value)
-        for step in range(_NUM_ROUNDS):
-            state.save(directory, epoch=value, step=step)
-            if step % 5 == 0:
-                files.remove(str(directory))
-
-    state, weight = _own_state(0)
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        for one in [pool.submit(write, value) for value in (1, 2, 3)]:
-            one.result()
-    position = state.restore(directory)
-    assert position.step == _NUM_ROUNDS - 1
-    np.testing.assert_array_equal(weight.numpy(), np.full(64, position.epoch))
-    assert len(os.listdir(directory)) == 3
-
-
 def test_a_writer_that_does_not_end(monkeypatch, tmp_path):
     state, weight = _own_state(1)
     state.save(tmp_path, step=1)
@@ -465,31 +435,6 @@ def test_a_disk_that_is_full(small, tmp_path, monkeypatch):
     assert small.restore(tmp_path).step == 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("share", np.linspace(0, 0.95, 6))
-def test_killed_while_saving(share, tmp_path):
-    """SIGKILL while it saves: what is there restores as what was saved."""
-    strategy = replicas.mirrored(4)
-    state = saving_program.state_of(strategy)
-    with processes.started(
-        processes.python("-m", "tests.programs.saving_program", str(tmp_path)),
-        stdout=subprocess.PIPE,
-    ) as process:
-        # Some saves are complete, and the kill falls into the next.
-        told, start = [], time.monotonic()
-        while len(told) < 3:
-            told.append(int(process.stdout.readline()))
-            start, duration = time.monotonic(), time.monotonic() - start
-        time.sleep(duration * share)
-        process.send_signal(signal.SIGKILL)
-        told += [int(line) for line in process.stdout]
-        assert process.wait() == -signal.SIGKILL
-    step = state.restore(tmp_path).step
-    # What it said is saved; one more may be, of which it could not tell.
-    assert step in (told[-1], told[-1] + 1)
-    saving_program.check(strategy, state, step)
-
-
 # What plain TensorFlow and Keras lose, beside ours.
 
 
@@ -513,20 +458,3 @@ def test_tensorflow_shows_and_restores_replica_0(kind, tmp_path):
     state = tf_xshard.GroupState([variable], [[3, 1], [0, 2]])
     state.restore(tmp_path / "ours")
     assert replicas.values(strategy, variable) == [1, 2, 1, 2]
-
-
-def test_saving_a_model_keeps_replica_0(trained, tmp_path):
-    strategy = replicas.mirrored(4)
-    expected = replicas.values(strategy, trained.layers[0].kernel)
-    assert not np.array_equal(expected[0], expected[1])
-    trained.save(tmp_path / "model.keras")
-    tf_xshard.GroupState(trained).save(tmp_path / "state")
-    with strategy.scope():
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-    kernel = loaded.layers[0].kernel
-    group_training.assert_same(
-        [replicas.values(strategy, kernel)], [[expected[0]] * 4]
-    )
-    loaded.optimizer.build(loaded.trainable_variables)
-    tf_xshard.GroupState(loaded).restore(tmp_path / "state")
-    group_training.assert_same([replicas.values(strategy, kernel)], [expected])

@@ -44,16 +44,6 @@ CASES = {
         lambda: _cross_shard(group_assignment=PAIRS),
         [("all-reduce", "gradients", "float32", NUM_BYTES, 1.0, 1)],
     ),
-    "bfloat16": (
-        lambda: _communicating("bfloat16"),
-        # On GPUs, each replica sums a part.
-        [
-            ("reduce-scatter", "gradients", "bfloat16", PADDED // 2, 0.75, 1),
-            ("all-gather", "gradients", "bfloat16", PADDED // 8, 3, 1),
-        ]
-        if replicas.KIND == "GPU"
-        else [("all-reduce", "gradients", "bfloat16", NUM_BYTES // 2, 1.5, 1)],
-    ),
     "int8": (
         lambda: _communicating("int8"),
         # Rows of 41 floats, and so of 11 words and a scale.
@@ -77,27 +67,9 @@ CASES = {
             ("all-reduce", "finite vote", "float32", 8, 1.5, 1),
         ],
     ),
-    "loss scale": (
-        lambda: _cross_shard(keras.optimizers.LossScaleOptimizer(SGD(0.1))),
-        [
-            ("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 1),
-            ("all-reduce", "finite vote", "float32", 4, 1.5, 1),
-        ],
-    ),
     "towers": (
         lambda: tf_xshard.TowerOptimizer(SGD(0.1), 4),
         [("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 4)],
-    ),
-    "agn": (
-        lambda: tf_xshard.AGNOptimizer(SGD(0.1), communication_period=2),
-        [("all-reduce", "exchange", "float32", NUM_BYTES, 1.5, 2)],
-    ),
-    "nested": (
-        lambda: _cross_shard(
-            _cross_shard(group_assignment=[[0, 2], [1, 3]]),
-            group_assignment=PAIRS,
-        ),
-        [("all-reduce", "gradients", "float32", NUM_BYTES, 1.0, 1)] * 2,
     ),
     "identity": (
         lambda: _cross_shard(group_assignment=[[0], [1], [2], [3]]),
@@ -123,17 +95,7 @@ def _counted(run, num_times=1):
     return np.subtract(watchdog.WATCHDOG.totals(), before)[:3].tolist()
 
 
-# The ledger's test has AGN's exchanges.
-FULL = ("agn", "bfloat16", "loss scale", "nested")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[replicas.in_full] * (name in FULL))
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_operations_bytes_and_counters(name):
     """On Mirrored: as written above, and counted while eight steps run."""
     _, expected = CASES[name]

@@ -10,13 +10,14 @@ tests.programs.tpu_kernels_check [--python PYTHON_WITH_TENSORFLOW_TPU]`.
 import os
 import pathlib
 import pickle
-import subprocess
-import sys
 import tempfile
 
 import numpy as np
 from absl import app
 from absl import flags
+
+from tests.support import paths
+from tests.support import processes
 
 _PYTHON = flags.DEFINE_string(
     "python", None, "of an environment with tensorflow-tpu; made if not given"
@@ -156,12 +157,16 @@ def _tensorflow_tpu(folder):
     if _PYTHON.value:
         return _PYTHON.value
     environment = os.path.join(folder, "tensorflow_tpu")
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    processes.run(
+        processes.python("-m", "venv", environment), check=True, tensorflow=0
+    )
     python = os.path.join(environment, "bin", "python")
-    subprocess.run(
+    processes.run(
         [python, "-m", "pip", "install", "-q", "tensorflow-tpu==2.20.*"]
         + ["absl-py", "numpy"],
+        1800,
         check=True,
+        tensorflow=0,
     )
     return python
 
@@ -192,11 +197,15 @@ def check(folder) -> float:
             },
             file,
         )
-    subprocess.run(
+    processes.run(
         [_tensorflow_tpu(folder), __file__, f"--lower={path}"],
-        # No libtpu is loaded: lowering needs none.
-        env={**os.environ, "TPU_LIBRARY_PATH": "/nonexistent"},
         check=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(paths.ROOT),
+            # No libtpu is loaded: lowering needs none.
+            "TPU_LIBRARY_PATH": "/nonexistent",
+        },
     )
     theirs = pathlib.Path(path + ".mlir").read_text()
     assert "stablehlo.all_reduce" in theirs and "[[0, 2], [1, 3]]" in theirs
