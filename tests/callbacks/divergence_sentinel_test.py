@@ -89,7 +89,6 @@ def test_it_warns_or_repairs(action, num_lines, monkeypatch):
     [
         ("towers", "mirrored"),
         pytest.param("agn", "tpu", marks=replicas.in_full),
-        pytest.param("agn_updates", "mirrored", marks=replicas.in_full),
     ],
 )
 def test_it_never_fires_on_what_is_meant_to_differ(kind, optimizer):

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 
 import tf_xshard
-from tests.programs import resume_program
 from tests.support import events
 from tests.support import fitting
 from tests.support import group_training
-from tests.support import processes
 from tests.support import replicas
 from tests.support import seeds
 from tests.support.versions import needs_multi_optimizer
@@ -543,24 +541,3 @@ def test_other_groups_take_those_of_the_first_once(tmp_path):
     callback.on_epoch_end(0)
     end_batch(model, callback, [5.0, 7.0])
     assert bias(begun(PAIR, regroup="first")[0]) == [5.0, 7.0]
-
-
-@pytest.mark.full
-def test_a_killed_process_goes_on_to_the_bit(tmp_path):
-    """Two groups of two: every variable of every replica, after 18 steps."""
-    killed = processes.run(
-        processes.python("-m", "tests.programs.resume_program", str(tmp_path)),
-        300,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    checkpoint = CHECKPOINT(tmp_path, every=5)
-    position = checkpoint.position(tmp_path)
-    assert position == resume_program.SAVED_AT
-    model, logs = resume_program.train([], seed=1)
-    resumed, resumed_logs = resume_program.train(
-        [checkpoint], seed=2, epoch=position.epoch
-    )
-    group_training.assert_same(
-        group_training.values(resumed), group_training.values(model)
-    )
-    assert resumed_logs == logs[1:]

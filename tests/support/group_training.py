@@ -8,6 +8,7 @@ import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
 from tests.support import training
+from tf_xshard.group_state import inventory
 
 GROUPS = [[0, 2], [1, 3]]
 
@@ -51,14 +52,6 @@ OPTIMIZERS = {
         keras.optimizers.SGD(0.5, momentum=0.9),
         local_optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
         communication_period=3,
-        group_assignment=groups,
-    ),
-    "agn_updates": lambda groups: tf_xshard.AGNOptimizer(
-        keras.optimizers.SGD(1.0),
-        local_optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
-        communication_period=3,
-        accumulate="updates",
-        normalize=False,
         group_assignment=groups,
     ),
 }
@@ -107,9 +100,19 @@ def trainer(model):
     return train
 
 
-def trained(strategy, optimizer="momentum"):
+def filled(strategy, optimizer="momentum"):
+    """A model whose groups differ, and what is local by replica, untrained."""
     model = compiled(strategy, optimizer)
-    trainer(model)(4)
+    state = tf_xshard.GroupState(model)
+    rng = np.random.default_rng(0)
+    for one in state.variables(inventory.LEARNED):
+        if one.numpy_type != np.float32:
+            continue
+        values = rng.uniform(size=(strategy.num_replicas_in_sync, *one.shape))
+        if one.kind in inventory.EQUAL_IN_A_GROUP:
+            state.assign(one.variable, values[: state.num_groups])
+        else:
+            state.replicas.assign(one.variable, values)
     return model
 
 

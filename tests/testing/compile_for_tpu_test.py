@@ -237,24 +237,23 @@ def _unknown_shape(x):
 def test_bad_arguments():
     arguments = (_run_once, tf.ones([2]))
     concrete = tf.function(_run_once).get_concrete_function(tf.ones([2]))
-    unknown = dict(topology="v9:2x2")
-    for args, kwargs, error, match in (
-        (("model",), {}, TypeError, "a function or a Keras model, got str"),
-        ((lambda x: x, tf.ones([2])), {}, ValueError, "run\\(\\) 0 times"),
-        ((_run_twice, tf.ones([2])), {}, ValueError, "run\\(\\) 2 times"),
-        ((_unknown_shape, tf.ones([2])), {}, ValueError, "unknown shape"),
-        ((concrete,), {}, TypeError, "which is already traced"),
-        (arguments, dict(topology=None), TypeError, "must be a str"),
-        (arguments, unknown, ValueError, "not know the topology 'v9:2x2'"),
+    for args, topology, error, match in (
+        (("model",), "v5e:2x4", TypeError, "or a Keras model, got str"),
+        ((lambda x: x, 1.0), "v5e:2x4", ValueError, "run\\(\\) 0 times"),
+        ((_run_twice, tf.ones([2])), "v5e:2x4", ValueError, "2 times"),
         (
-            arguments,
-            dict(topology="v5e:4x4"),
+            (_unknown_shape, tf.ones([2])),
+            "v5e:2x4",
             ValueError,
-            "16 cores, but the program has 8 replicas",
+            "unknown shape",
         ),
+        ((concrete,), "v5e:2x4", TypeError, "which is already traced"),
+        (arguments, None, TypeError, "must be a str"),
+        (arguments, "v9:2x2", ValueError, "know the topology 'v9:2x2'"),
+        (arguments, "v5e:4x4", ValueError, "16 cores, but .* has 8 replicas"),
     ):
         with pytest.raises(error, match=match):
-            testing.compile_for_tpu(*args, **kwargs)
+            testing.compile_for_tpu(*args, topology=topology)
 
 
 def test_bad_models():

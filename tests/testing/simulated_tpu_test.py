@@ -170,28 +170,6 @@ def test_dynamic_shapes():
     assert positions == [list(range(n)) for n in rows]
 
 
-def test_kinds_of_results():
-    def function(x):
-        return {
-            "types": [tf.cast(x, t) for t in (tf.bool, tf.uint8, tf.float64)],
-            "none": None,
-            "number": 3,
-            "slices": tf.IndexedSlices(x, tf.constant([1, 0])),
-        }
-
-    strategy = replicas.tpu(2)
-    step = tf.function(lambda: strategy.run(function, args=(tf.ones([2]),)))
-    results = step()
-    assert results["none"] is None
-    for dtype, value in zip(
-        ("bool", "uint8", "float64"), results["types"], strict=True
-    ):
-        for one in strategy.experimental_local_results(value):
-            assert one.dtype == dtype and one.numpy().tolist() == [1, 1]
-    for one in strategy.experimental_local_results(results["slices"]):
-        assert one.indices.numpy().tolist() == [1, 0]
-
-
 def test_run_outside_a_function():
     strategy = replicas.tpu(2)
     function = tf.function(lambda: replicas.power_of_ten())
@@ -230,23 +208,6 @@ def test_constants_that_are_written_differently(monkeypatch):
     stablehlo.check_constants.cache_clear()
     with pytest.raises(ImportError, match="writes bool constants"):
         stablehlo.check_constants()
-
-
-def test_capture_is_of_one_strategy():
-    """Its programs do not execute; those of another strategy do."""
-    captured, other = replicas.tpu(2), replicas.tpu(4)
-
-    def sums():
-        return [
-            strategy.reduce("SUM", strategy.run(replicas.power_of_ten), None)
-            for strategy in (captured, other)
-        ]
-
-    with captured.capture() as programs:
-        nothing, total = tf.function(sums)()
-    assert [e.program.num_replicas for e in programs] == [2]
-    assert np.all(nothing == 0) and np.all(total == 1111)
-    assert np.all(tf.function(sums)()[0] == 11) and len(programs) == 1
 
 
 def test_gradients_through_run_are_refused():
