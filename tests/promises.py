@@ -1318,8 +1318,8 @@ STATE_AND_TOOLS: list[Promise] = [
         "dict.fromkeys(range(len(values)), values[0])",
     ),
     Promise(
-        "Where replicas differ, a group's value is the mean.",
-        f"{STATE}test_get_weights",
+        "Where replicas differ, merge takes the group's mean.",
+        f"{STATE}test_merge[mean-weights0]",
         "group_state/merge.py",
         "combined([values[r] for r in members])",
         "values[members[0]]",
