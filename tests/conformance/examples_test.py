@@ -1,30 +1,311 @@
-"""Examples run as users run them, and print the numbers that pages show."""
+"""Every example prints its numbers: after a short epoch, and as users run it.
 
+By default `main` runs in this process: `fit` trains one epoch of few batches,
+and two logical CPUs are all replicas, or all workers. With --full each example
+is a program.
+"""
+
+import importlib
+import inspect
 import re
-import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+import tf_keras
 
+from tests.support import fitting
 from tests.support import paths
+from tests.support import processes
+from tests.support import replicas
+from tests.support import seeds
 from tf_xshard import examples
+from tf_xshard import testing
+from tf_xshard.compat import v1
 
 _FOLDER = paths.ROOT / "tf_xshard" / "examples"
-NAMES = sorted(path.stem for path in _FOLDER.glob("[a-z]*.py"))
+# These have groups of replicas.
+_FOUR_REPLICAS = ("ensemble", "from_tf_keras")
+_WORKERS = ("many_workers", "from_horovod")
+# Of the epoch: enough for an exchange of models, which are 10 steps apart.
+_STEPS = {"local_sgd": 12}
+_FEWEST_STEPS = 4
 # TensorFlow's, of Keras' own fit.
 _TENSORFLOWS_OWN = ("All log messages before absl", "GeneratorDatasetOp")
 
 
-def _run(*command):
-    """Returns what a command prints; it must not warn."""
-    ended = subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        timeout=500,
+def _one_device_numbers(plain, wrapped, full):
+    """README's first table; rounding differs between machines."""
+    readme = (paths.ROOT / "README.md").read_text()
+    [shown_plain] = re.findall(r"\| plain Keras \| (\S+) \|", readme)
+    [shown] = re.findall(r"\| CrossShardOptimizer \| (\S+) \|", readme)
+    if full:
+        assert plain == pytest.approx(float(shown_plain), rel=0.1)
+        assert float(shown) / 5 < wrapped < float(shown) * 5
+    assert wrapped < 1e-6
+
+
+def _custom_loop(first, second, first_of_four, second_of_four, difference, _):
+    assert (first, second) == (first_of_four, second_of_four)
+    assert second < first and difference < 1e-6
+
+
+def _from_tf_keras(first, second, _):
+    assert first < 1e-6 and second < 1e-6
+
+
+def _padded_text(plain, wrapped, full):
+    assert plain > (1e-2 if full else 1e-3) and wrapped < 2e-6
+
+
+def _sharded_adamw(difference, sharded, whole, full):
+    assert difference < 1e-6
+    # The last shard of a variable is padded.
+    share = whole / (4 if full else 2)
+    assert share <= sharded < share + 8
+
+
+def _muon(difference, sharded, whole, most, full):
+    share = whole / (4 if full else 2)
+    assert difference < 1e-5 and share <= sharded < 1.3 * share
+    assert 1 <= most < 1.3
+
+
+def _ensemble(*numbers):
+    *accuracies, ensemble, best, alone, shown, full = numbers
+    assert len(set(accuracies)) > 1 and accuracies[int(best)] == max(accuracies)
+    assert alone == pytest.approx(max(accuracies), abs=1e-3)
+    assert shown == pytest.approx(ensemble, abs=1e-3)
+    assert not full or min(accuracies) > 0.7
+
+
+def _local_sgd(accuracy, every, accuracy_of_local, local, full):
+    share = 1 / 10 if full else 1 / _STEPS["local_sgd"]
+    assert local == pytest.approx(every * share, abs=0.01)
+    assert not full or min(accuracy, accuracy_of_local) > 0.85
+
+
+def _int8_gradients(a, whole, b, half, c, quarter, full):
+    found = [half, quarter]
+    assert found == pytest.approx(
+        [whole / 2, whole * 0.26], rel=0.05 if full else 0.15
     )
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    assert not full or min(a, b, c) > 0.85
+
+
+def _workers(size, accuracy, full):
+    assert size == 2 and (not full or accuracy > 0.9)
+
+
+def _tf1_script(accuracy, full):
+    assert not full or accuracy > 0.9
+
+
+def _tpu_without_hardware(first, second, ensemble, full):
+    assert first != second
+    assert not full or min(first, second, ensemble) > 0.8
+
+
+# What an example prints, and what its numbers must be.
+_EXAMPLES = {
+    "one_device_numbers": (
+        r"plain Keras differs by (.*)\nCrossShardOptimizer differs by (.*)",
+        _one_device_numbers,
+    ),
+    "custom_loop": (
+        r"One.*\n.*loss (.*)\n.*loss (.*)\nFour.*\n.*loss (.*)\n.*loss (.*)\n"
+        r"The weights differ by (.*)",
+        _custom_loop,
+    ),
+    "from_tf_keras": (
+        r"Group 0 differs from one device by (.*)\n"
+        r"Group 1 differs from one device by (.*)\n(?s:.*)",
+        _from_tf_keras,
+    ),
+    "padded_text": (
+        r"Keras's loss differs from one device by (.*)\n"
+        r"GlobalMean differs from one device by (.*)",
+        _padded_text,
+    ),
+    "sharded_adamw": (
+        r"The weights differ by (.*)\n"
+        r"A replica holds (.*) numbers of AdamW's state instead of (.*)",
+        _sharded_adamw,
+    ),
+    "muon": (
+        r"The weights differ by (.*)\n"
+        r"A replica holds (.*) kB of Muon's state instead of (.*) kB\n"
+        r".* has ([\d.]+) times the mean.*",
+        _muon,
+    ),
+    "ensemble": (
+        r"group.*\n" + r"\[?\d\]? +(\S+).*\n" * 4 + r"ensemble +(\S+).*\n"
+        r"model (\d) alone: (.*), ensemble: (.*)",
+        _ensemble,
+    ),
+    "local_sgd": (
+        r"every gradient: accuracy (.*), (.*) MB sent\n"
+        r"local SGD, every 10 steps: accuracy (.*), (.*) MB sent",
+        _local_sgd,
+    ),
+    "int8_gradients": (
+        "\n".join(
+            rf"{dtype}: accuracy (.*), (.*) MB sent"
+            for dtype in ("float32", "bfloat16", "int8")
+        ),
+        _int8_gradients,
+    ),
+    "many_workers": (r"(\d) replicas: accuracy (.*)", _workers),
+    "from_horovod": (r"(\d) replicas: accuracy (.*)", _workers),
+    "tf1_script": (r"8 shards: accuracy (.*)", _tf1_script),
+    "tpu_without_hardware": (
+        r"group.*\n0 +(\S+).*\n1 +(\S+).*\nensemble +(\S+)(?s:.*)",
+        _tpu_without_hardware,
+    ),
+}
+
+
+def _check(name, printed, full):
+    pattern, check = _EXAMPLES[name]
+    found = re.fullmatch(re.sub(" +", " +", pattern), printed.strip())
+    assert found, printed
+    check(*(float(one.replace(",", "")) for one in found.groups()), full)
+
+
+def test_every_example_is_named():
+    names = {path.stem for path in _FOLDER.glob("[a-z]*.py")}
+    assert names == set(_EXAMPLES)
+    for name in names:
+        assert f"- `{name}`: " in examples.__doc__
+        assert len((_FOLDER / f"{name}.py").read_text().splitlines()) < 80
+
+
+def _one_epoch(real, trained, steps):
+    """A `fit` of one short epoch; a later one of the model does nothing."""
+
+    def fit(model, x, y=None, batch_size=None, **options):
+        if any(model is one for one in trained):
+            return None
+        trained.append(model)
+        data = x if y is None else fitting.batches(x, y, batch_size)
+        options = {**options, "epochs": 1, "shuffle": False}
+        return real(model, data.take(steps), **options)
+
+    return fit
+
+
+def _evaluate(real, trained):
+    """Returns what `fit` has measured; a model that was loaded is evaluated."""
+
+    def evaluate(model, *args, **options):
+        if not any(model is one for one in trained):
+            return real(model, *args, **options)
+        measured = model.history.history
+        return measured["loss"][-1], measured["accuracy"][-1]
+
+    return evaluate
+
+
+def _bound(function, result):
+    """Takes the arguments of a function, and returns `result`."""
+
+    def instead(*args, **kwargs):
+        inspect.signature(function).bind(*args, **kwargs)
+        return result
+
+    return instead
+
+
+def _mirrored(num_devices):
+    """A MirroredStrategy that leaves out devices."""
+
+    class MirroredStrategy(tf.distribute.MirroredStrategy):
+        def __init__(self, devices):
+            super().__init__(devices[:num_devices])
+
+    return MirroredStrategy
+
+
+def _workers_in_process(num_devices):
+    """A MultiWorkerMirroredStrategy whose workers are logical CPUs."""
+
+    class MultiWorker(tf.distribute.MultiWorkerMirroredStrategy):
+        def __init__(self):
+            super().__init__()
+            self.extended._initialize_local(
+                tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+                devices=[f"/device:CPU:{i}" for i in range(num_devices)],
+            )
+
+    return MultiWorker
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function that runs an example; returns its models and its output."""
+
+    def run_(name, num_devices=2):
+        trained = []
+        steps = _STEPS.get(name, _FEWEST_STEPS)
+        mirrored = _mirrored(4 if name in _FOUR_REPLICAS else num_devices)
+        workers = _workers_in_process(num_devices)
+        estimator = v1.TPUEstimator
+        train, evaluate = estimator.train, estimator.evaluate
+        evaluate_model = _evaluate(keras.Model.evaluate, trained)
+        tpu = replicas.mirrored(4)
+        instead = {
+            (tf.config, "set_logical_device_configuration"): lambda *_: None,
+            (tf.distribute, "MirroredStrategy"): mirrored,
+            (tf.distribute, "MultiWorkerMirroredStrategy"): workers,
+            # compile_for_tpu_test.py and simulated_tpu_test.py have theirs.
+            (testing, "simulated_tpu_strategy"): lambda _: tpu,
+            (testing, "compile_for_tpu"): _bound(testing.compile_for_tpu, ""),
+            (estimator, "train"): lambda self, input_fn, max_steps: train(
+                self, input_fn, max_steps=steps
+            ),
+            (estimator, "evaluate"): lambda self, input_fn: evaluate(
+                self, input_fn, steps=steps
+            ),
+            (keras.Model, "evaluate"): evaluate_model,
+            (sys, "argv"): [name],
+        }
+        for library in (keras, tf_keras):
+            fit = _one_epoch(library.Model.fit, trained, steps)
+            instead[library.Model, "fit"] = fit
+            instead[library.utils, "set_random_seed"] = seeds.seed
+        with monkeypatch.context() as patched:
+            for (owner, attribute), value in instead.items():
+                patched.setattr(owner, attribute, value)
+            importlib.import_module(f"tf_xshard.examples.{name}").main()
+        return trained, capsys.readouterr().out
+
+    return run_
+
+
+@pytest.mark.parametrize("name", _EXAMPLES)
+def test_one_epoch(name, run):
+    trained, printed = run(name)
+    _check(name, printed, full=False)
+    if name not in _WORKERS:
+        return
+    [model] = trained
+    for weight in model.trainable_variables:
+        one, other = replicas.values(model.distribute_strategy, weight)
+        np.testing.assert_array_equal(one, other)
+    if name == "many_workers":
+        [alone], _ = run(name, num_devices=1)
+        pairs = zip(model.get_weights(), alone.get_weights(), strict=True)
+        for one, other in pairs:
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def _program(*command, num_processes=1):
+    """Returns what a command prints; it must not warn."""
+    ended = processes.run(
+        processes.python("-m", *command), check=True, tensorflow=num_processes
+    )
     lines = re.findall(r".*warning.*|^W\d{4} .*", ended.stderr, re.I | re.M)
     assert not [
         line
@@ -34,120 +315,22 @@ def _run(*command):
     return ended.stdout
 
 
-def _example(name, *arguments):
-    return _run(f"tf_xshard.examples.{name}", *arguments)
-
-
-def _numbers(text):
-    return [
-        float(one.replace(",", ""))
-        for one in re.findall(r"\d[\d,]*\.?\d*(?:e-\d+)?", text)
-    ]
-
-
-def test_every_example_is_named():
-    assert len(NAMES) == 13
-    for name in NAMES:
-        assert f"- `{name}`: " in examples.__doc__
-        assert len((_FOLDER / f"{name}.py").read_text().splitlines()) < 80
-
-
-def test_one_device_numbers(tmp_path):
-    """README's first table."""
+@pytest.mark.full
+@pytest.mark.parametrize("name", _EXAMPLES)
+def test_as_users_run_it(name, tmp_path):
+    if name == "tpu_without_hardware":
+        pytest.importorskip("libtpu", reason="for Linux on x86-64 only")
+    command = [f"tf_xshard.examples.{name}"]
     picture = tmp_path / "curves.png"
-    out = _example("one_device_numbers", "--plot", str(picture))
-    plain, wrapped = (_numbers(line)[-1] for line in out.splitlines())
-    readme = (paths.ROOT / "README.md").read_text()
-    [shown_plain] = re.findall(r"\| plain Keras \| (\S+) \|", readme)
-    [shown] = re.findall(r"\| CrossShardOptimizer \| (\S+) \|", readme)
-    assert plain == pytest.approx(float(shown_plain), rel=0.1)
-    # Rounding differs between machines.
-    assert float(shown) / 5 < wrapped < float(shown) * 5
-    assert picture.stat().st_size > 10_000
-
-
-def test_custom_loop():
-    out = _example("custom_loop")
-    losses = re.findall(r"loss ([\d.]+)", out)
-    assert losses[:2] == losses[2:] and float(losses[1]) < float(losses[0])
-    assert _numbers(out)[-1] < 1e-6
-
-
-def test_from_tf_keras():
-    first, second, plan, *_ = _example("from_tf_keras").splitlines()
-    assert _numbers(first)[-1] < 1e-6 and _numbers(second)[-1] < 1e-6
-
-
-def test_padded_text():
-    plain, wrapped = (
-        _numbers(line)[-1] for line in _example("padded_text").splitlines()
-    )
-    assert plain > 1e-2 and wrapped < 2e-6
-
-
-def test_sharded_adamw():
-    out = _example("sharded_adamw")
-    difference, sharded, whole = _numbers(out.replace("AdamW's", ""))
-    assert difference < 1e-6
-    # The last shard of a variable is padded.
-    assert whole / 4 <= sharded < whole / 4 + 8
-
-
-def test_muon():
-    out = _example("muon")
-    difference, sharded, whole = _numbers(out.partition("\nupdate")[0])
-    assert difference < 1e-5
-    assert whole / 4 <= sharded < 1.3 * whole / 4
-    [most] = re.findall(r"has ([\d.]+) times the mean", out)
-    assert 1 <= float(most) < 1.3
-
-
-def test_ensemble():
-    table, _, last = _example("ensemble").rpartition("model ")
-    accuracies = [
-        float(line.split()[1]) for line in table.strip().splitlines()[1:]
-    ]
-    best, alone, ensemble = _numbers(last)
-    assert len(accuracies) == 5 and len(set(accuracies[:4])) > 1
-    assert alone == pytest.approx(max(accuracies[:4]), abs=1e-3)
-    assert ensemble == pytest.approx(accuracies[4], abs=1e-3)
-    assert accuracies[int(best)] == max(accuracies[:4])
-    assert min(accuracies) > 0.7
-
-
-@pytest.mark.parametrize(
-    "name, fractions",
-    [("local_sgd", [1, 0.1]), ("int8_gradients", [1, 0.5, 0.26])],
-)
-def test_fewer_bytes(name, fractions):
-    lines = _example(name).splitlines()
-    found = [
-        re.fullmatch(r".*: accuracy ([\d.]+), ([\d.]+) MB sent", line)
-        for line in lines
-    ]
-    accuracies, sent = np.float64([one.groups() for one in found]).T
-    assert min(accuracies) > 0.85
-    for one, fraction in zip(sent, fractions, strict=True):
-        assert one == pytest.approx(sent[0] * fraction, rel=0.05)
-
-
-@pytest.mark.parametrize("name", ["many_workers", "from_horovod"])
-def test_two_workers(name):
-    """Starts two processes by `launch`."""
-    launch = ("tf_xshard", "launch", "--workers", "2", "-m")
-    out = _run(*launch, f"tf_xshard.examples.{name}")
-    [accuracy] = re.findall(r"2 replicas: accuracy ([\d.]+)", out)
-    assert float(accuracy) > 0.9
-
-
-def test_tf1_script():
-    shards, accuracy = _numbers(_example("tf1_script"))
-    assert shards == 8 and accuracy > 0.9
-
-
-def test_tpu_without_hardware():
-    pytest.importorskip("libtpu", reason="for Linux on x86-64 only")
-    out = _example("tpu_without_hardware")
-    assert "ensemble" in out
-    assert "Compiled for TPU (did not run): v5e:2x2" in out
-    assert "groups [[0, 1], [2, 3]]" in out
+    if name == "one_device_numbers":
+        command += ["--plot", str(picture)]
+    if name in _WORKERS:
+        command = ["tf_xshard", "launch", "--workers", "2", "-m", *command]
+    printed = _program(*command, num_processes=1 + (name in _WORKERS))
+    if name in _WORKERS:
+        printed = re.sub(r"^.*?(?=\d replicas)", "", printed)
+    _check(name, printed, full=True)
+    if name == "tpu_without_hardware":
+        assert "Compiled for TPU (did not run): v5e:2x2" in printed
+        assert "groups [[0, 1], [2, 3]]" in printed
+    assert name != "one_device_numbers" or picture.stat().st_size > 10_000

@@ -1,6 +1,5 @@
-"""README.md and the guides: what they name exists, and every block runs."""
+"""README's first program runs; with --full the blocks of all pages do."""
 
-import ast
 import json
 import logging
 import re
@@ -11,35 +10,19 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
-import tf_xshard
-from tests.programs import version_matrix
-from tests.programs import write_api_page
-from tests.programs import write_examples_in_pages
-from tests.support import paths
+from tests.source import pages_test as pages
+from tests.support import names_in_code
+from tests.support import replicas
 from tests.support import seeds
 
-README = paths.ROOT / "README.md"
-DOCS = paths.ROOT / "tf_xshard" / "docs"
-NOTEBOOK = DOCS / "digits.ipynb"
-PAGES = [README, paths.ROOT / "benchmarks" / "README.md", *DOCS.glob("*.md")]
-# Blocks that import these are read only: they need a TPU, or another
-# environment.
+# Blocks with one of these need a TPU, or another environment.
 NOT_RUN = (
     "TPUClusterResolver",
-    "import horovod",
-    "import torch",
-    # tests/tf_keras/model_garden_test.py runs these.
-    "from official.",
-    "import tensorflow_recommenders",
+    *(f"import {name}" for name in names_in_code.ABSENT),
+    *(f"from {name}" for name in names_in_code.ABSENT),
 )
 # TensorFlow's, of a collective strategy that is made after something has run.
 _TENSORFLOWS_OWN = ("Collective ops is not configured at program startup.",)
-
-
-def _blocks(page):
-    """The page's own blocks; `examples_test` runs the shipped programs."""
-    own = write_examples_in_pages.MARKED.sub("", page.read_text())
-    return re.findall(r"```python\n(.*?)```", own, re.S)
 
 
 @pytest.fixture
@@ -69,13 +52,12 @@ def logged_warnings(monkeypatch):
         logger.removeHandler(handler)
 
 
-def _run(blocks, tmp_path, monkeypatch):
-    """Runs the blocks of a page, in order, as one program.
-
-    The tests' devices are made already, so a page's strategy is compared with
-    the devices that the page has configured.
-    """
-    configured = []
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that runs blocks, in order, as one program."""
+    # The tests' devices are made already, so a page's strategy is compared with
+    # the devices that the page has configured. Two are all GPUs.
+    configured = [None] * 2
 
     def configure(device, logical):
         assert len(logical) <= len(tf.config.list_logical_devices("CPU"))
@@ -83,49 +65,51 @@ def _run(blocks, tmp_path, monkeypatch):
 
     make_strategy = tf.distribute.MirroredStrategy
 
-    def mirrored(devices=None):
-        assert len(devices or ()) <= len(configured), (devices, configured)
+    def mirrored(devices=("CPU:0", "CPU:1")):
+        assert len(devices) <= len(configured), (devices, configured)
         return make_strategy(devices)
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        tf.config, "set_logical_device_configuration", configure
-    )
-    monkeypatch.setattr(tf.distribute, "MirroredStrategy", mirrored)
-    # Blocks set TensorFlow's seed, some more than once; see `seeds`.
-    monkeypatch.setattr(keras.utils, "set_random_seed", seeds.seed)
-    scope = {}
-    for index, block in enumerate(blocks):
-        if any(name in block for name in NOT_RUN):
-            _check_names(block)
-            continue
-        if "compile_for_tpu(" in block:
-            pytest.importorskip("libtpu", reason="for Linux on x86-64 only")
-        # AutoGraph reads the source of what it converts.
-        program = tmp_path / f"block{index}.py"
-        program.write_text(block)
-        exec(compile(block, program, "exec"), scope)
-    return scope
+    def run_(blocks):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(
+            tf.config, "set_logical_device_configuration", configure
+        )
+        monkeypatch.setattr(tf.distribute, "MirroredStrategy", mirrored)
+        # Blocks set TensorFlow's seed, some more than once; see `seeds`.
+        monkeypatch.setattr(keras.utils, "set_random_seed", seeds.seed)
+        scope = {}
+        for index, block in enumerate(blocks):
+            if any(name in block for name in NOT_RUN):
+                continue
+            if "compile_for_tpu(" in block:
+                pytest.importorskip("libtpu", reason="for Linux on x86-64 only")
+            # AutoGraph reads the source of what it converts.
+            program = tmp_path / f"block{index}.py"
+            program.write_text(block)
+            exec(compile(block, program, "exec"), scope)
+        return scope
+
+    return run_
 
 
-def _check_names(block):
-    """That it compiles, and that TensorFlow has every name in it."""
-    ast.parse(block)
-    if "import horovod" in block:  # For another TensorFlow.
-        return
-    for dotted in set(re.findall(r"\btf(?:\.[A-Za-z_]\w*)+", block)):
-        value = tf
-        for part in dotted.split(".")[1:]:
-            value = getattr(value, part)
+def test_the_first_program_of_the_readme(run, logged_warnings):
+    [first, _] = pages.blocks(pages.README)
+    scope = run([first])
+    assert not logged_warnings
+    assert scope["optimizer"].iterations.numpy() == 4
+    for weight in scope["model"].trainable_variables:
+        one, other = replicas.values(scope["strategy"], weight)
+        np.testing.assert_array_equal(one, other)
 
 
+@replicas.in_full
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if _blocks(page)],
+    [page for page in pages.PAGES if pages.blocks(page)],
     ids=lambda page: page.name,
 )
-def test_blocks_run(page, tmp_path, monkeypatch, logged_warnings):
-    scope = _run(_blocks(page), tmp_path, monkeypatch)
+def test_blocks_run(page, run, logged_warnings):
+    scope = run(pages.blocks(page))
     assert not logged_warnings
     if page.name == "groups.md":
         _check_population(page, scope)
@@ -147,18 +131,19 @@ def _check_population(page, scope):
     np.testing.assert_allclose(alone, y[512:], atol=0.2)
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
+@replicas.in_full
+def test_the_notebook_runs(run, monkeypatch):
     """All cells, on fewer replicas; `execute_notebook` wrote what they show."""
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    cells = json.loads(pages.NOTEBOOK.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] for cell in code[1:])
     outputs = [output for cell in code for output in cell["outputs"]]
     assert sum("image/png" in one.get("data", {}) for one in outputs) >= 3
     # Fewer epochs and replicas take less time.
-    sources = [
+    run(
         "".join(cell["source"])
         .replace("epochs=8", "epochs=2")
         .replace("range(2, 9, 2)", "range(2, 3, 2)")
@@ -166,79 +151,4 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
         .replace("range(8)])", "range(4)])")
         .replace("contiguous(8, 4)", "contiguous(4, 2)")
         for cell in code
-    ]
-    _run(sources, tmp_path, monkeypatch)
-
-
-def test_the_commands_of_the_readme():
-    command = (
-        "python3 -m venv --clear .venv && .venv/bin/python -m pip install"
-        " '.[{}]' && .venv/bin/python -m {}"
     )
-    demo = command.format("cpu,demo", "tf_xshard demo")
-    tests = command.format("tensorflow,test", "pytest")
-    assert demo in README.read_text() and tests in README.read_text()
-    assert tests in (paths.ROOT / ".ci" / "run").read_text()
-
-
-def test_what_pages_name_exists():
-    """Links, files and modules."""
-    for page in PAGES:
-        text = page.read_text()
-        named = re.findall(
-            r"`((?:tf_xshard|tests|benchmarks|\.ci)/[^`* ]+)`", text
-        )
-        modules = re.findall(r"python -m ((?:tests|benchmarks)[\w.]+)", text)
-        named += [f"{one.replace('.', '/')}.py" for one in modules]
-        for path in named:
-            assert (paths.ROOT / path).exists(), (page.name, path)
-        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-            if not link.startswith("http"):
-                assert (page.parent / link).exists(), (page.name, link)
-
-
-def test_every_guide_is_linked_from_the_readme():
-    """Directly, or from a page that is."""
-    seen, pages = set(), [README]
-    while pages:
-        page = pages.pop()
-        for link in re.findall(r"\]\(([^)#]+\.md)[^)]*\)", page.read_text()):
-            target = (page.parent / link).resolve()
-            if not link.startswith("http") and target not in seen:
-                seen.add(target)
-                pages.append(target)
-    assert {page.resolve() for page in DOCS.glob("*.md")} <= seen
-
-
-def test_the_api_page_is_what_the_docstrings_say():
-    assert write_api_page.PAGE.read_text() == write_api_page.page(), (
-        "Run python -m tests.programs.write_api_page."
-    )
-
-
-def test_guides_show_the_examples_as_they_are():
-    shown = set()
-    for page in DOCS.glob("*.md"):
-        text = page.read_text()
-        assert write_examples_in_pages.filled(text) == text, (
-            "Run python -m tests.programs.write_examples_in_pages."
-        )
-        shown |= {
-            match[2] for match in write_examples_in_pages.MARKED.finditer(text)
-        }
-    examples = (paths.ROOT / "tf_xshard" / "examples").glob("[a-z]*.py")
-    # README shows the result of one_device_numbers.
-    assert {path.stem for path in examples} - {"one_device_numbers"} == {
-        path.split("/")[-1].removesuffix(".py") for path in shown
-    }
-
-
-def test_the_citation_has_the_version():
-    citation = (DOCS / "CITATION.cff").read_text()
-    assert f"\nversion: {tf_xshard.__version__}\n" in citation
-
-
-def test_the_nightly_workflow_has_every_keras_and_nightly_tensorflow():
-    workflow = paths.ROOT / ".github" / "workflows" / "nightly.yml"
-    rows = ", ".join([*version_matrix.SMOKE, "tensorflow-nightly"])
-    assert f"row: [{rows}]" in workflow.read_text()

@@ -1,7 +1,7 @@
 """Runs the tests with other versions of Python, TensorFlow and Keras.
 
 `python -m tests.programs.version_matrix` makes an environment for each row and
-runs the whole suite in it, about 10 minutes a row on 2 cores. With `--smoke`
+runs the default run in it, about 10 minutes a row on 2 cores. With `--smoke`
 it runs `tests/conformance/smoke_test.py` on the rows of `.ci/run`. `--only`
 chooses rows by their names. It prints one row of the table in
 tf_xshard/docs/CONTRIBUTING.md as each ends.
@@ -60,7 +60,9 @@ ROWS = {
     "python-3.12": Row("python3.12", "==2.21.*", "<4"),
     "python-3.13": Row("python3.13", "==2.21.*", "<4"),
 }
-SMOKE = tuple(name for name in ROWS if name.startswith("keras-"))
+# What a user gets today, and the oldest and the newest Keras.
+NEWEST = "keras-3.15"
+SMOKE = ("keras-3.12.0", "keras-nightly")
 SMOKE_TESTS = "tests/conformance/smoke_test.py"
 _VERSIONS = """
 import importlib.metadata as m, platform, sys
