@@ -12,7 +12,6 @@ import datetime
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from absl import app
 from absl import flags
 
 from tests.support import paths
+from tests.support import processes
 
 _ONLY = flags.DEFINE_list("only", [], "names of rows; all if empty")
 _SOURCE = flags.DEFINE_string(
@@ -63,6 +63,8 @@ ROWS = {
 # What a user gets today, and the oldest and the newest Keras.
 NEWEST = "keras-3.15"
 SMOKE = ("keras-3.12.0", "keras-nightly")
+# Of one installation, or one run of the tests.
+_SECONDS = 4 * 3600
 SMOKE_TESTS = "tests/conformance/smoke_test.py"
 _VERSIONS = """
 import importlib.metadata as m, platform, sys
@@ -117,15 +119,8 @@ def _run_row(name: str, folder: str) -> bool:
             dirs_exist_ok=True,
         )
     else:
-        archive = subprocess.run(
-            ["git", "archive", "HEAD"],
-            cwd=paths.ROOT,
-            check=True,
-            capture_output=True,
-        )
-        subprocess.run(
-            ["tar", "-x", "-C", copy], input=archive.stdout, check=True
-        )
+        unpack = f"git archive HEAD | tar -x -C '{copy}'"
+        processes.run(["bash", "-c", unpack], check=True, tensorflow=0)
     log = pathlib.Path(folder, f"{name}.log")
     python = os.path.join(copy, ".venv", "bin", "python")
     # Not the caller's checkout.
@@ -134,21 +129,21 @@ def _run_row(name: str, folder: str) -> bool:
     with open(log, "w") as file:
 
         def run(*command):
-            subprocess.run(
+            processes.run(
                 command,
+                _SECONDS,
+                check=True,
                 cwd=copy,
                 env=environment,
                 stdout=file,
-                stderr=subprocess.STDOUT,
-                check=True,
+                stderr=file,
             )
 
         try:
             run(row.python, "-m", "venv", ".venv")
             _install(row, python, run)
-            versions = subprocess.run(
-                [python, "-c", _VERSIONS], capture_output=True, text=True
-            ).stdout.strip()
+            command = [python, "-c", _VERSIONS]
+            versions = processes.run(command, tensorflow=0).stdout.strip()
             start = time.monotonic()
             what = ["-n", "0", SMOKE_TESTS] if _SMOKE.value else []
             try:
@@ -156,7 +151,7 @@ def _run_row(name: str, folder: str) -> bool:
             finally:
                 minutes = (time.monotonic() - start) / 60
             passed = True
-        except subprocess.CalledProcessError:
+        except AssertionError:
             passed = False
     lines = log.read_text().splitlines()
     outcome = lines[-1].strip("= ") if lines else "no output"
