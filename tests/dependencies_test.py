@@ -1,12 +1,11 @@
 """Versions stand in setup.cfg, and newer ones than tested are allowed."""
 
 import importlib.metadata
-import subprocess
-import sys
 
 import pytest
 
 from tests.support import paths
+from tests.support import processes
 from tf_xshard import dependencies
 from tf_xshard.private import names as private_names
 
@@ -74,13 +73,7 @@ def test_two_tensorflows_of_different_versions(
 
 
 def _run(*arguments):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=paths.ROOT,
-    )
+    return processes.run(processes.python(*arguments), tensorflow=0)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +107,6 @@ def test_a_command_that_is_none():
     run = _run("-m", "tf_xshard", "launched")
     assert run.returncode == 2
     assert "invalid choice: 'launched'" in run.stderr
-
-
-def test_the_import_makes_everything_known_to_keras():
-    """A module of a user's that `python -m` runs gets all, at once."""
-    program = (
-        "import sys; sys.argv = ['-m']; import tf_xshard, keras;"
-        "assert keras.saving.get_registered_object("
-        "'tf_xshard>CrossShardOptimizer') is not None"
-    )
-    run = _run("-c", program)
-    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_a_copy_beside_another_projects_setup(tmp_path, monkeypatch):

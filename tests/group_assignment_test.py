@@ -1,39 +1,40 @@
-"""GroupAssignment: every mistake has its own error."""
+"""GroupAssignment: layouts and hosts; every mistake has its own error."""
 
 import copy
 import pathlib
 import pickle
-import subprocess
-import sys
+import types
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_xshard
+from tests.support import processes
+from tests.support import replicas
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard import testing
 
 GroupAssignment = tf_xshard.GroupAssignment
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
+def test_accepts_nested_integers():
+    for groups in (
         [[0, 2], [1, 3]],
         ((0, 2), (1, 3)),
         np.array([[0, 2], [1, 3]]),
         np.array([[0, 2], [1, 3]], np.int32),
         [np.array([0, 2]), (np.int64(1), 3)],
         GroupAssignment([[0, 2], [1, 3]]),
-    ],
-    ids=str,
-)
-def test_accepts_nested_integers(groups):
-    made = GroupAssignment(groups)
-    assert made.to_list() == [[0, 2], [1, 3]]
-    assert all(type(i) is int for row in made.to_list() for i in row)
-    assert (made.num_groups, made.group_size, made.num_replicas) == (2, 2, 4)
-    assert [made.group_of(r) for r in range(4)] == [0, 1, 0, 1]
-    assert list(made) == [(0, 2), (1, 3)]
+    ):
+        made = GroupAssignment(groups)
+        assert made.to_list() == [[0, 2], [1, 3]]
+        assert all(type(i) is int for row in made.to_list() for i in row)
+        sizes = (made.num_groups, made.group_size, made.num_replicas)
+        assert sizes == (2, 2, 4)
+        assert [made.group_of(r) for r in range(4)] == [0, 1, 0, 1]
+        assert list(made) == [(0, 2), (1, 3)]
 
 
 def test_is_a_value():
@@ -66,9 +67,9 @@ def test_layouts():
     assert GroupAssignment.single(3).to_list() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize(
-    "groups, error, message",
-    [
+_REFUSED = [
+    (GroupAssignment, *case)
+    for case in [
         (None, TypeError, "not a list of replica ids"),
         ("01", TypeError, "not a list of replica ids"),
         (np.array(3), TypeError, "not a list of replica ids"),
@@ -84,35 +85,32 @@ def test_layouts():
         ([[0, 1], [2]], ValueError, r"different sizes \[2, 1\]"),
         ([], ValueError, "is empty"),
         ([[]], ValueError, "is empty"),
-    ],
-    ids=str,
-)
-def test_refuses(groups, error, message):
-    with pytest.raises(error, match=message):
-        GroupAssignment(groups)
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
+    ]
+] + [
+    (lambda arguments, layout=layout: layout(*arguments), *case)
+    for layout in (GroupAssignment.contiguous, GroupAssignment.strided)
+    for case in [
         ((8, 3), ValueError, "group_size=3 does not divide num_replicas=8"),
         ((0, 1), ValueError, "num_replicas must be positive"),
         ((4, -2), ValueError, "group_size must be positive"),
         ((4.0, 2), TypeError, r"num_replicas must be an int, got 4\.0"),
-    ],
-    ids=str,
-)
-def test_layouts_refuse(arguments, error, message):
-    for layout in (GroupAssignment.contiguous, GroupAssignment.strided):
-        with pytest.raises(error, match=message):
-            layout(*arguments)
+    ]
+]
+_REFUSED += [
+    (GroupAssignment.single, 0, ValueError, "num_replicas must be positive"),
+    (
+        GroupAssignment([[0, 1], [2, 3]]).group_of,
+        4,
+        ValueError,
+        "No group holds replica 4",
+    ),
+]
 
 
-def test_single_and_group_of_refuse():
-    with pytest.raises(ValueError, match="num_replicas must be positive"):
-        GroupAssignment.single(0)
-    with pytest.raises(ValueError, match="No group holds replica 4"):
-        GroupAssignment([[0, 1], [2, 3]]).group_of(4)
+@pytest.mark.parametrize("function, argument, error, message", _REFUSED)
+def test_refuses(function, argument, error, message):
+    with pytest.raises(error, match=message):
+        function(argument)
 
 
 def test_assignments_together():
@@ -128,6 +126,120 @@ def test_assignments_together():
         )
 
 
+def _strategy(devices, num_replicas, cluster=None):
+    """What `by_host` sees of a strategy on hardware that is not here."""
+    spec = types.SimpleNamespace(as_dict=lambda: cluster)
+    return types.SimpleNamespace(
+        num_replicas_in_sync=num_replicas,
+        extended=types.SimpleNamespace(worker_devices=devices),
+        cluster_resolver=types.SimpleNamespace(cluster_spec=lambda: spec),
+    )
+
+
+def _devices(kind, *tasks_and_indices):
+    return [
+        f"/job:worker/replica:0/task:{task}/device:{kind}:{index}"
+        for task, index in tasks_and_indices
+    ]
+
+
+_HOSTS = {
+    "gpus": (
+        _devices("GPU", (0, 0), (0, 1)),
+        {"worker": ["a:1", "b:1"]},
+        [[0, 1], [2, 3]],
+    ),
+    # Two processes on each of two hosts, in turns.
+    "processes": (
+        _devices("CPU", (0, 0)),
+        {"worker": ["a:1", "b:1", "a:2", "b:2"]},
+        [[0, 2], [1, 3]],
+    ),
+    "chief": (
+        _devices("CPU", (0, 0)),
+        {"chief": ["[::1]:1"], "worker": ["[::2]:1"], "ps": ["p:1"]},
+        [[0], [1]],
+    ),
+    # A TPU pod with cores in an order of its own.
+    "tpu": (
+        _devices("TPU", (1, 0), (0, 0), (1, 1), (0, 1)),
+        None,
+        [[0, 2], [1, 3]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _HOSTS)
+def test_by_host(case):
+    devices, cluster, expected = _HOSTS[case]
+    strategy = _strategy(devices, sum(map(len, expected)), cluster)
+    groups = GroupAssignment.by_host(strategy)
+    assert groups.to_list() == expected
+    columns = [list(row) for row in zip(*expected, strict=True)]
+    assert groups.transposed().to_list() == columns
+    assert groups.transposed().transposed() == groups
+
+
+def test_by_host_of_real_strategies():
+    by_host = GroupAssignment.by_host
+    assert by_host(replicas.mirrored(4)).to_list() == [[0, 1, 2, 3]]
+    pod = testing.simulated_tpu_strategy(8, num_hosts=2)
+    assert by_host(pod).to_list() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_hosts_of_different_sizes_are_refused():
+    cluster = {"worker": ["a:1", "a:2", "b:1"]}
+    strategy = _strategy(_devices("CPU", (0, 0)), 3, cluster)
+    with pytest.raises(ValueError, match="different numbers of replicas"):
+        GroupAssignment.by_host(strategy)
+
+
+@pytest.mark.parametrize(
+    "kind", ["mirrored", pytest.param("tpu", marks=replicas.in_full)]
+)
+def test_two_levels(kind):
+    """Within hosts at each step, across hosts every second: NumPy's numbers."""
+    strategy = replicas.STRATEGIES[kind](4)
+    hosts = GroupAssignment([[0, 1], [2, 3]])
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = tf_xshard.CrossShardOptimizer(
+            tf_xshard.AGNOptimizer(
+                keras.optimizers.SGD(1.0),
+                local_optimizer=keras.optimizers.SGD(0.5),
+                communication_period=2,
+                accumulate="updates",
+                normalize=False,
+                group_assignment=hosts.transposed(),
+            ),
+            group_assignment=hosts,
+            loss_normalization="replica",
+        )
+        optimizer.build([weight])
+
+    def on_replica(gradients):
+        own = tf.gather(gradients, replicas.replica_id_tensor())
+        optimizer.apply([own], [weight])
+
+    step = tf.function(
+        lambda gradients: strategy.run(on_replica, (gradients,)),
+        autograph=False,
+    )
+    rng = np.random.default_rng(0)
+    expected = np.tile([1.0, 2.0], [4, 1])
+    for number in range(4):
+        gradients = rng.normal(size=(4, 2)).astype("float32")
+        step(tf.constant(gradients))
+        for host in hosts:
+            expected[list(host)] -= 0.5 * gradients[list(host)].mean(0)
+        if number % 2:
+            expected[:] = (expected[[0]] + expected[[2]]) / 2
+        got = np.array(replicas.values(strategy, weight))
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+        assert (got[0] == got[1]).all() and (got[2] == got[3]).all()
+        assert np.array_equal(got[0], got[2]) == bool(number % 2)
+
+
 def test_needs_no_tensorflow():
     # Without the package's __init__, which imports everything.
     program = """
@@ -139,6 +251,5 @@ module.GroupAssignment([[0, 1]])
 assert "tensorflow" not in sys.modules
 """
     folder = pathlib.Path(group_assignment_lib.__file__).parent
-    subprocess.run(
-        [sys.executable, "-c", program, str(folder)], check=True, timeout=500
-    )
+    command = processes.python("-c", program, str(folder))
+    processes.run(command, check=True, tensorflow=0)

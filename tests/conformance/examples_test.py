@@ -30,7 +30,7 @@ _FOLDER = paths.ROOT / "tf_xshard" / "examples"
 _FOUR_REPLICAS = ("ensemble", "from_tf_keras")
 _WORKERS = ("many_workers", "from_horovod")
 # Of the epoch: enough for an exchange of models, which are 10 steps apart.
-_STEPS = {"local_sgd": 12}
+_STEPS = {"local_sgd": 12, "tf1_script": 22}
 _FEWEST_STEPS = 4
 # TensorFlow's, of Keras' own fit.
 _TENSORFLOWS_OWN = ("All log messages before absl", "GeneratorDatasetOp")
@@ -100,7 +100,7 @@ def _workers(size, accuracy, full):
 
 
 def _tf1_script(accuracy, full):
-    assert not full or accuracy > 0.9
+    assert accuracy > (0.9 if full else 0.5)
 
 
 def _tpu_without_hardware(first, second, ensemble, full):

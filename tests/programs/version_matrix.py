@@ -19,7 +19,6 @@ import time
 from absl import app
 from absl import flags
 
-from tests.support import paths
 from tests.support import processes
 
 _ONLY = flags.DEFINE_list("only", [], "names of rows; all if empty")

@@ -119,11 +119,16 @@ def missing(found, entries):
 
 def stale(texts, entries):
     """The fragments of no message, and those that could be of any."""
+
+    def is_shown(fragment):
+        start, pattern = fragment.split("...")[0], _pattern(fragment)
+        return any(start in text and pattern.search(text) for text in texts)
+
     return [
         f"{where} {fragment}"
         for where, fragment, is_ours in entries
         if len(fragment.replace("...", "").strip()) < _LEAST_CONSTANT
-        or (is_ours and not any(map(_pattern(fragment).search, texts)))
+        or (is_ours and not is_shown(fragment))
     ]
 
 
