@@ -1597,7 +1597,8 @@ PAGES = [
         "transposed() has one replica of every host in each group",
         "tests/group_assignment_test.py::test_by_host[gpus]",
         "group_assignment.py",
-        "return GroupAssignment([list(row) for row in zip(*self, strict=True)])",
+        "return GroupAssignment([list(row) for row in zip(*self, "
+        "strict=True)])",
         "return self",
     ),
     Promise(

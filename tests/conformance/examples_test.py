@@ -30,7 +30,7 @@ _FOLDER = paths.ROOT / "tf_xshard" / "examples"
 _FOUR_REPLICAS = ("ensemble", "from_tf_keras")
 _WORKERS = ("many_workers", "from_horovod")
 # Of the epoch: enough for an exchange of models, which are 10 steps apart.
-_STEPS = {"local_sgd": 12, "tf1_script": 22}
+_STEPS = {"local_sgd": 12, "int8_gradients": 22, "tf1_script": 22}
 _FEWEST_STEPS = 4
 # TensorFlow's, of Keras' own fit.
 _TENSORFLOWS_OWN = ("All log messages before absl", "GeneratorDatasetOp")
@@ -88,10 +88,8 @@ def _local_sgd(accuracy, every, accuracy_of_local, local, full):
 
 
 def _int8_gradients(a, whole, b, half, c, quarter, full):
-    found = [half, quarter]
-    assert found == pytest.approx(
-        [whole / 2, whole * 0.26], rel=0.05 if full else 0.15
-    )
+    # One decimal is shown.
+    assert [half, quarter] == pytest.approx([whole / 2, whole * 0.26], abs=0.1)
     assert not full or min(a, b, c) > 0.85
 
 
@@ -200,7 +198,8 @@ def _evaluate(real, trained):
     """Returns what `fit` has measured; a model that was loaded is evaluated."""
 
     def evaluate(model, *args, **options):
-        if not any(model is one for one in trained):
+        has_trained = any(model is one for one in trained)
+        if not has_trained or "return_dict" in options:
             return real(model, *args, **options)
         measured = model.history.history
         return measured["loss"][-1], measured["accuracy"][-1]
