@@ -1557,6 +1557,11 @@ STATE_AND_TOOLS: list[Promise] = [
     ),
 ]
 
+_NO_SUM = (
+    "collectives/subgroups.py",
+    "            self._all_reduce(position, tensor)\n",
+    "            tensor\n",
+)
 PAGES = [
     Promise(
         "contiguous() groups consecutive replicas",
@@ -1696,24 +1701,18 @@ PAGES = [
     Promise(
         "applying works inside tf.cond",
         C + "plain_keras_test.py::test_the_wrapper_is_right[in_cond]",
-        "collectives/subgroups.py",
-        "            self._all_reduce(position, tensor)\n",
-        "            tensor\n",
+        *_NO_SUM,
     ),
     Promise(
         "steps_per_execution works",
         C + "plain_keras_test.py::"
         "test_the_wrapper_is_right[steps_per_execution]",
-        "collectives/subgroups.py",
-        "            self._all_reduce(position, tensor)\n",
-        "            tensor\n",
+        *_NO_SUM,
     ),
     Promise(
         "an optimizer with slots is built on first use in a tf.function",
         C + "plain_keras_test.py::test_the_wrapper_is_right[unbuilt]",
-        "collectives/subgroups.py",
-        "            self._all_reduce(position, tensor)\n",
-        "            tensor\n",
+        *_NO_SUM,
     ),
     Promise(
         "a None gradient on one replica counts as zero",
@@ -1733,9 +1732,7 @@ PAGES = [
     Promise(
         "README's first program keeps all replicas equal",
         C + "pages_test.py::test_the_first_program_of_the_readme",
-        "collectives/subgroups.py",
-        "            self._all_reduce(position, tensor)\n",
-        "            tensor\n",
+        *_NO_SUM,
     ),
     Promise(
         "keywords in the guides exist",
@@ -1754,23 +1751,17 @@ PAGES = [
     Promise(
         "many_workers trains one model on two workers",
         C + "examples_test.py::test_one_epoch[many_workers]",
-        "collectives/subgroups.py",
-        "            self._all_reduce(position, tensor)\n",
-        "            tensor\n",
+        *_NO_SUM,
     ),
     Promise(
         "from_horovod trains one model on two workers",
         C + "examples_test.py::test_one_epoch[from_horovod]",
-        "collectives/subgroups.py",
-        "            self._all_reduce(position, tensor)\n",
-        "            tensor\n",
+        *_NO_SUM,
     ),
     Promise(
         "one_device_numbers ends with one device's weights",
         C + "examples_test.py::test_one_epoch[one_device_numbers]",
-        "collectives/subgroups.py",
-        "            self._all_reduce(position, tensor)\n",
-        "            tensor\n",
+        *_NO_SUM,
     ),
     Promise(
         "custom_loop ends with one device's weights after a ragged batch",

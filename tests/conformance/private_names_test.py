@@ -19,8 +19,6 @@ from tf_xshard.private import names
 from tf_xshard.private.jax import tpu_simulation  # noqa: F401
 from tf_xshard.private.keras import local_optimizers
 from tf_xshard.private.keras import multi_worker_patches
-from tf_xshard.private.keras import saving as keras_saving
-from tf_xshard.private.keras import wrapper_internals
 from tf_xshard.private.tensorflow import runtime
 from tf_xshard.private.tensorflow import tracing
 from tf_xshard.private.tensorflow import v1 as tensorflow_v1  # noqa: F401
@@ -250,72 +248,6 @@ def test_every_private_attribute_is_declared():
         found = touched - declared
         found -= {"_getframe", "_current_frames", "_chief_worker_only"}
         assert not found, (name, found)
-
-
-def test_keras_begins_with_the_epoch_that_it_is_told():
-    """What `fit_internals` sets, as BackupAndRestore does, while `fit` runs."""
-    source = inspect.getsource(keras.Model.fit)
-    assert "self._initial_epoch or initial_epoch" in source
-    assert "logs = self.train_function(iterator)" in source
-    assert keras.Sequential()._losses_override == []
-
-
-def test_a_store_shows_its_file_and_path(tmp_path):
-    """Without them, state saved with other wrappers would start fresh."""
-    seen = []
-
-    class Optimizer(keras.optimizers.SGD):
-        def load_own_variables(self, store):
-            seen.append(store)
-            assert getattr(store, keras_saving._PATH) == "optimizer"
-
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
-    model.compile(Optimizer(), "mse")
-    model.optimizer.build(model.trainable_variables)
-    model.save_weights(tmp_path / "model.weights.h5")
-    model.load_weights(tmp_path / "model.weights.h5")
-    assert len(seen) == 1 and hasattr(seen[0], keras_saving._FILE)
-
-
-def test_a_node_shows_its_position(tmp_path):
-    """Without it, no checkpoint could be restored into a wrapper."""
-    seen = []
-
-    class Node(tf.Module):
-        def _checkpoint_adapter(self, path):
-            seen.append(sys._getframe(1).f_locals[wrapper_internals._POSITION])
-
-    node = Node()
-    node.variable = tf.Variable(1.0)
-    path = tf.train.Checkpoint(node=node).save(tmp_path / "state")
-    tf.train.Checkpoint(node=node).restore(path).assert_consumed()
-    [position] = seen
-    [child] = position.object_proto.children
-    assert child.local_name == "variable"
-
-
-def test_graphs_of_control_flow():
-    seen = []
-
-    @tf.function
-    def function(x):
-        def branch():
-            seen.append(tf.compat.v1.get_default_graph())
-            return x
-
-        def body(y):
-            seen.append(tf.compat.v1.get_default_graph())
-            return (y + 1,)
-
-        tf.cond(x > 0, branch, lambda: x)
-        return tf.while_loop(lambda y: y < 3, body, [x])
-
-    function(tf.constant(1))
-    branch, body = seen[0], seen[-1]
-    assert branch.is_control_flow_graph and body.is_control_flow_graph
-    assert not branch.outer_graph.is_control_flow_graph
-    assert type(body) is tracing._REPLICAS.loop_body
-    assert type(branch) is not type(body)
 
 
 def test_in_xla():
