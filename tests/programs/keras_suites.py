@@ -4,9 +4,8 @@
 a wrapped optimizer fails, without a strategy or on two replicas. EXCEPTIONS has
 the tests that may fail.
 
-`python -m tests.programs.keras_suites plain|wrapped none|mirrored FILE PART
-[SUITE ...]` runs a part, and writes each test's outcome to a JSON file. The
-part 2/3 is every third test, from the second.
+`python -m tests.programs.keras_suites plain|wrapped none|mirrored FILE
+[SUITE ...]` runs suites, and writes each test's outcome to a JSON file.
 
 What a test calls (`SGD(...)`, `optimizers.get(...)`, `compile("rmsprop")`)
 makes the optimizer as ever, which is then wrapped. Under MirroredStrategy each
@@ -84,16 +83,15 @@ EXCEPTIONS = {
     # wrapper is refused with what to write instead.
     "*::test_adds_loss_scaling_optimizer": "mirrored",
 }
-_SECONDS = 45 * 60
+_SECONDS = 90 * 60
 # Under MirroredStrategy most of the time is spent waiting for TensorFlow's
 # iterators to end, so parts run beside each other, the longest first.
 _PARTS = {
-    "none": [("1/1",)],
+    "none": [()],
     "mirrored": [
-        ("1/2", "trainers"),
-        ("2/2", "trainers"),
-        ("1/1", "callbacks", "saving"),
-        ("1/1", "optimizers", "legacy/saving"),
+        ("trainers",),
+        ("callbacks", "saving"),
+        ("optimizers", "legacy/saving"),
     ],
 }
 # A process takes 1.5 GB.
@@ -123,12 +121,10 @@ class Wrapping:
 
     Args:
       wrap: A function from an optimizer to the one to use instead.
-      tests: A slice of the tests to run.
     """
 
-    def __init__(self, wrap, tests):
+    def __init__(self, wrap):
         self._wrap_one = wrap
-        self._tests = tests
         self._stand_ins = {}
         self.outcomes = {}
 
@@ -174,7 +170,6 @@ class Wrapping:
 
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items):
-        items[:] = items[self._tests]
         for module in {item.module for item in items}:
             for name, value in list(vars(module).items()):
                 if _is_optimizer_class(value):
@@ -291,8 +286,8 @@ def _run_tests_in_scope(strategy):
     case.setUp, case.tearDown = in_scope, out_of_scope
 
 
-def _run_part(kind, strategy_name, path, part, *suites):
-    """Runs a part of suites, by default of all; writes {test: outcome}."""
+def _run_part(kind, strategy_name, path, *suites):
+    """Runs suites, by default all; writes {test: outcome}."""
     strategy = None
     paths = list(suites or SUITES)
     if strategy_name == "mirrored":
@@ -304,10 +299,8 @@ def _run_part(kind, strategy_name, path, part, *suites):
     elif not suites:
         paths += DISTRIBUTION
     is_plain = kind == "plain"
-    number, num_parts = map(int, part.split("/"))
     plugin = Wrapping(
-        (lambda one: one) if is_plain else tf_xshard.CrossShardOptimizer,
-        slice(number - 1, None, num_parts),
+        (lambda one: one) if is_plain else tf_xshard.CrossShardOptimizer
     )
     owner = keras.optimizers.Optimizer
     if not is_plain:

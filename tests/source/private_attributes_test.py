@@ -63,16 +63,22 @@ def _is_ours(name):
     return all(_is_ours(base) for base in _BASES[name])
 
 
-def _defined(one):
-    """Private names of a class: methods, and attributes that it assigns."""
-    for node in ast.walk(one):
+def _stored(tree):
+    """The attributes and functions that code defines."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(
             node.ctx, ast.Store
         ):
             yield node.attr
-        elif isinstance(node, ast.AnnAssign) and isinstance(
+
+
+def _defined(one):
+    """Names of a class: methods, fields, and attributes that it assigns."""
+    yield from _stored(one)
+    for node in ast.walk(one):
+        if isinstance(node, ast.AnnAssign) and isinstance(
             node.target, ast.Name
         ):
             yield node.target.id
@@ -80,7 +86,7 @@ def _defined(one):
 
 @functools.cache
 def _own():
-    """Private names that our own classes define."""
+    """Names that our own classes define."""
     return {
         name
         for tree in layout_test.MODULES.values()
@@ -94,51 +100,42 @@ def _own():
 def _defined_anywhere():
     names = set()
     for tree in layout_test.MODULES.values():
+        names |= {*_stored(tree), *(one.name for one in _classes(tree))}
         for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                names.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(
-                node.ctx, ast.Store
-            ):
-                names.add(node.attr)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.add(node.value)  # For `_set_untracked("_name", ...)`.
     return names
 
 
+def _is_private(name):
+    return (
+        isinstance(name, str)
+        and name.startswith("_")
+        and not name.startswith("__")
+        and name not in _PYTHONS
+    )
+
+
 def touched(tree):
     """Private names of TensorFlow and Keras that a module touches."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            name = node.attr
-            if name.startswith("__") or name in _PYTHONS:
-                continue
-            is_foreign = name in _foreign() and name not in _own()
-            if is_foreign or name not in _defined_anywhere():
-                found.add(name)
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            is_foreign = node.attr in _foreign() and node.attr not in _own()
+            if is_foreign or node.attr not in _defined_anywhere():
+                found.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            *("getattr", "hasattr", "setattr", "delattr"),
+        ):
+            # A string names it.
+            named = [getattr(one, "value", "") for one in node.args[1:2]]
+            found |= set(filter(_is_private, named))
     for one in _classes(tree):
         if not _is_ours(one.name):
             found |= set(_defined(one)) & _foreign()
-    return sorted(found | set(_named_in_calls(tree)))
-
-
-def _named_in_calls(tree):
-    """Private names that stand as a string in `getattr` and its like."""
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in ("getattr", "hasattr", "setattr", "delattr")
-            and len(node.args) > 1
-            and isinstance(node.args[1], ast.Constant)
-            and str(node.args[1].value).startswith("_")
-            and not str(node.args[1].value).startswith("__")
-            and node.args[1].value not in _PYTHONS
-        ):
-            yield node.args[1].value
+    return sorted(found)
 
 
 def test_private_attributes():

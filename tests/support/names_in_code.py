@@ -58,9 +58,7 @@ def _bound(tree):
 
 def _parameters(function):
     """The signature of a call, and for a class all of its bases' keywords."""
-    if not inspect.isclass(function):
-        return inspect.signature(function), None
-    if function.__init__ is object.__init__:
+    if not inspect.isclass(function) or function.__init__ is object.__init__:
         return inspect.signature(function), None
     # `__new__`, which `signature` would prefer, takes anything in Keras.
     init = inspect.signature(function.__init__)
@@ -73,6 +71,13 @@ def _parameters(function):
         if "__init__" in vars(one) and one is not object:
             known |= set(inspect.signature(one.__init__).parameters)
     return signature, known
+
+
+def _imported(path, name):
+    module = importlib.import_module(path)
+    if hasattr(module, name):
+        return getattr(module, name)
+    return importlib.import_module(f"{path}.{name}")
 
 
 class _Checker(ast.NodeVisitor):
@@ -103,19 +108,13 @@ class _Checker(ast.NodeVisitor):
     def visit_ImportFrom(self, node):
         if node.module.split(".")[0] in ABSENT:
             return
-        module = importlib.import_module(node.module)
         for alias in node.names:
             try:
-                value = getattr(module, alias.name)
-            except AttributeError:
-                try:
-                    value = importlib.import_module(
-                        f"{node.module}.{alias.name}"
-                    )
-                except ImportError:
-                    self._wrong(node, f"{node.module} has no {alias.name}")
-                    continue
-            self._scope[alias.asname or alias.name] = _Value(value)
+                value = _imported(node.module, alias.name)
+            except ImportError:
+                self._wrong(node, f"{node.module} has no {alias.name}")
+            else:
+                self._scope[alias.asname or alias.name] = _Value(value)
 
     def visit_Name(self, node):
         if not isinstance(node.ctx, ast.Load):
