@@ -5,10 +5,8 @@ import pathlib
 import pickle
 import types
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tf_xshard
 from tests.support import processes
@@ -192,52 +190,6 @@ def test_hosts_of_different_sizes_are_refused():
     strategy = _strategy(_devices("CPU", (0, 0)), 3, cluster)
     with pytest.raises(ValueError, match="different numbers of replicas"):
         GroupAssignment.by_host(strategy)
-
-
-@pytest.mark.parametrize(
-    "kind", ["mirrored", pytest.param("tpu", marks=replicas.in_full)]
-)
-def test_two_levels(kind):
-    """Within hosts at each step, across hosts every second: NumPy's numbers."""
-    strategy = replicas.STRATEGIES[kind](4)
-    hosts = GroupAssignment([[0, 1], [2, 3]])
-    with strategy.scope():
-        weight = keras.Variable([1.0, 2.0])
-        optimizer = tf_xshard.CrossShardOptimizer(
-            tf_xshard.AGNOptimizer(
-                keras.optimizers.SGD(1.0),
-                local_optimizer=keras.optimizers.SGD(0.5),
-                communication_period=2,
-                accumulate="updates",
-                normalize=False,
-                group_assignment=hosts.transposed(),
-            ),
-            group_assignment=hosts,
-            loss_normalization="replica",
-        )
-        optimizer.build([weight])
-
-    def on_replica(gradients):
-        own = tf.gather(gradients, replicas.replica_id_tensor())
-        optimizer.apply([own], [weight])
-
-    step = tf.function(
-        lambda gradients: strategy.run(on_replica, (gradients,)),
-        autograph=False,
-    )
-    rng = np.random.default_rng(0)
-    expected = np.tile([1.0, 2.0], [4, 1])
-    for number in range(4):
-        gradients = rng.normal(size=(4, 2)).astype("float32")
-        step(tf.constant(gradients))
-        for host in hosts:
-            expected[list(host)] -= 0.5 * gradients[list(host)].mean(0)
-        if number % 2:
-            expected[:] = (expected[[0]] + expected[[2]]) / 2
-        got = np.array(replicas.values(strategy, weight))
-        np.testing.assert_allclose(got, expected, rtol=1e-6)
-        assert (got[0] == got[1]).all() and (got[2] == got[3]).all()
-        assert np.array_equal(got[0], got[2]) == bool(number % 2)
 
 
 def test_needs_no_tensorflow():
