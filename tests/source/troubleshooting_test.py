@@ -121,8 +121,11 @@ def stale(texts, entries):
     """The fragments of no message, and those that could be of any."""
 
     def is_shown(fragment):
-        start, pattern = fragment.split("...")[0], _pattern(fragment)
-        return any(start in text and pattern.search(text) for text in texts)
+        parts, pattern = fragment.split("..."), _pattern(fragment)
+        return any(
+            all(part in text for part in parts) and pattern.search(text)
+            for text in texts
+        )
 
     return [
         f"{where} {fragment}"
