@@ -66,11 +66,30 @@ def tpu_permuted(num_replicas: int) -> tf.distribute.TPUStrategy:
     )
 
 
+@functools.cache
+def multi_worker(
+    num_replicas: int,
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """All replicas of one worker, this process."""
+    # Away from the keys of the strategies above.
+    tf.distribute.MultiWorkerMirroredStrategy._collective_key_base = 50_000_000
+    return tf.distribute.MultiWorkerMirroredStrategy._from_local_devices(
+        [f"/device:{KIND}:{device}" for device in range(num_replicas)]
+    )
+
+
 # Every path of the wrappers' numbers: a TPU's without and with an XLA numbering
 # that is not the strategy's.
-STRATEGIES = {"mirrored": mirrored, "tpu": tpu, "tpu_permuted": tpu_permuted}
+STRATEGIES = {
+    "mirrored": mirrored,
+    "multi_worker": multi_worker,
+    "tpu": tpu,
+    "tpu_permuted": tpu_permuted,
+}
 TPUS = ("tpu", "tpu_permuted")
-on_every_strategy = pytest.mark.parametrize("kind", STRATEGIES)
+on_every_strategy = pytest.mark.parametrize(
+    "kind", ["mirrored", "tpu", "tpu_permuted"]
+)
 in_full = pytest.mark.full
 # What does not depend on the numbering.
 on_mirrored_and_tpu = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
