@@ -1,6 +1,10 @@
-"""Training on N replicas equals one device with the same global batch."""
+"""Replicas, or those of a group, train as one device with their global batch.
+
+The reference is plain Keras on one device, with the mean of the gradients.
+"""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -8,50 +12,19 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import mutants
 from tests.support import replicas
+from tests.support import steps
+from tests.support import traced
 from tests.support import training
 from tests.support import versions
 
 O = keras.optimizers  # noqa: E741
-
-SETTINGS = {
-    "sgd": lambda: O.SGD(0.05),
-    "momentum": lambda: O.SGD(0.02, momentum=0.9),
-    "adam": lambda: O.Adam(0.01),
-    "adamw_decay": lambda: O.AdamW(0.01, weight_decay=0.05),
-    "clipnorm": lambda: O.SGD(0.2, clipnorm=0.1),
-    "global_clipnorm": lambda: O.SGD(0.2, global_clipnorm=0.1),
-    "clipvalue": lambda: O.SGD(0.2, clipvalue=0.05),
-    "ema": lambda: O.SGD(0.05, use_ema=True, ema_momentum=0.8),
-    "accumulation": lambda: O.SGD(0.1, gradient_accumulation_steps=4),
-    "schedule": lambda: O.SGD(
-        O.schedules.ExponentialDecay(0.1, decay_steps=3, decay_rate=0.7)
-    ),
-}
-OTHERS = {
-    "adadelta": lambda: O.Adadelta(1.0),
-    "adafactor": lambda: O.Adafactor(0.01),
-    "adagrad": lambda: O.Adagrad(0.05),
-    "adamax": lambda: O.Adamax(0.01),
-    "ftrl": lambda: O.Ftrl(0.05),
-    "lamb": lambda: O.Lamb(0.01),
-    "lion": lambda: O.Lion(0.001),
-    "loss_scale": lambda: O.LossScaleOptimizer(O.SGD(0.05)),
-    "multi": lambda: O.MultiOptimizer(
-        O.OptimizerMap(O.SGD(0.05), {".*/kernel": O.Adam(0.01)})
-    ),
-    "muon": lambda: O.Muon(0.005),
-    "nadam": lambda: O.Nadam(0.01),
-    "rmsprop": lambda: O.RMSprop(0.005),
-    "schedule_free": lambda: O.ScheduleFreeAdamW(0.05, warmup_steps=2),
-    "static_loss_scale": lambda: O.SGD(0.05, loss_scale_factor=64.0),
-    "user_subclass": lambda: TanhDescent(0.002),
-}
-if not hasattr(O, "MultiOptimizer"):  # Keras 3.12 has neither.
-    del OTHERS["multi"]
-if not hasattr(O, "ScheduleFreeAdamW"):
-    del OTHERS["schedule_free"]
+PAIRS = [[0, 3], [2, 1]]
+SHAPES = [(4, 3), (3,)]
+# Two updates of four accumulated gradients.
+NUM_STEPS = 8
+# Of the largest weight: the type's rounding, and XLA's square roots.
+TOLERANCE = 2e-6
 
 
 class TanhDescent(O.Optimizer):
@@ -61,187 +34,251 @@ class TanhDescent(O.Optimizer):
         self.assign_sub(variable, learning_rate * keras.ops.tanh(gradient))
 
 
-@functools.cache
-def _tolerance(optimizer_fn):
-    """How much the order of rows in a batch matters on one device."""
-    x, y = training.data()
-    order = np.concatenate(
-        [
-            start
-            + np.random.default_rng(start).permutation(training.BATCH_SIZE)
-            for start in range(0, len(x), training.BATCH_SIZE)
-        ]
+OPTIMIZERS = {
+    "momentum": lambda: O.SGD(0.02, momentum=0.9),
+    "adam": lambda: O.Adam(0.1),
+    "adamw": lambda: O.AdamW(0.1, weight_decay=0.5),
+    "clipnorm": lambda: O.SGD(0.2, momentum=0.9, clipnorm=0.5),
+    "global_clipnorm": lambda: O.SGD(0.2, momentum=0.9, global_clipnorm=0.5),
+    "clipvalue": lambda: O.SGD(0.2, momentum=0.9, clipvalue=0.5),
+    "average": lambda: O.SGD(0.05, use_ema=True, ema_momentum=0.8),
+    "overwritten": lambda: O.SGD(
+        0.05, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "accumulation": lambda: O.SGD(0.1, gradient_accumulation_steps=4),
+    "schedule": lambda: O.SGD(
+        O.schedules.ExponentialDecay(0.1, decay_steps=3, decay_rate=0.7)
+    ),
+    "adadelta": lambda: O.Adadelta(5.0),
+    "adafactor": lambda: O.Adafactor(0.01),
+    "adagrad": lambda: O.Adagrad(0.05),
+    "adamax": lambda: O.Adamax(0.01),
+    "ftrl": lambda: O.Ftrl(0.05),
+    "lamb": lambda: O.Lamb(0.01),
+    "lion": lambda: O.Lion(0.01),
+    "loss_scale": lambda: O.LossScaleOptimizer(O.SGD(0.05)),
+    "muon": lambda: O.Muon(0.02),
+    "nadam": lambda: O.Nadam(0.01),
+    "rmsprop": lambda: O.RMSprop(0.005),
+    "static_loss_scale": lambda: O.SGD(0.05, loss_scale_factor=64.0),
+    "user_subclass": lambda: TanhDescent(0.02),
+}
+if hasattr(O, "MultiOptimizer"):  # Keras 3.12 has neither.
+    OPTIMIZERS["multi"] = lambda: O.MultiOptimizer(
+        lambda variable: O.Adam(0.01) if variable.ndim == 2 else O.SGD(0.05)
     )
-    _, permuted = training.train(optimizer_fn, xy=(x[order], y[order]))
-    order_matters = training.deviation(permuted, training.alone(optimizer_fn))
-    return 3 * order_matters if order_matters > 3e-7 else 1e-6
-
-
-def _wrapped(optimizer_fn):
-    return lambda: tf_xshard.CrossShardOptimizer(optimizer_fn())
-
-
-@pytest.mark.parametrize(
-    "name, kind, num_replicas, options",
-    [
-        *(
-            (name, "mirrored", n, dict(fit=name in ("ema", "accumulation")))
-            for name, n in replicas.in_turn(SETTINGS, [4, 2])
-        ),
-        *replicas.in_turn(OTHERS, ["mirrored"], [2], [{}]),
-        ("sgd", "mirrored", 8, {}),
-        ("adam", "tpu_permuted", 8, {}),
-        ("ema", "tpu", 4, {}),
-        ("accumulation", "tpu_permuted", 4, {}),
-        ("global_clipnorm", "tpu", 4, {}),
-        ("adam", "mirrored", 2, dict(steps_per_execution=4)),
-        ("adam", "tpu", 2, dict(steps_per_execution=4)),
-        # A TPU never runs eagerly.
-        ("adam", "mirrored", 2, dict(run_eagerly=True)),
-    ],
-    ids=str,
-)
-def test_equal_to_one_device(name, kind, num_replicas, options, report):
-    """Some by `fit`, the others by the step that `fit` runs."""
-    if name == "muon" and keras.__version__.startswith("3.12."):
-        pytest.skip("Keras 3.12's Muon fails on one device")
-    optimizer_fn = (SETTINGS | OTHERS)[name]
-    strategy = replicas.STRATEGIES[kind](num_replicas)
-    _, got = training.train(_wrapped(optimizer_fn), strategy, **options)
-    reference = training.alone(optimizer_fn)
-    moved = training.deviation(reference, training.initial())
-    assert moved >= 1e-2, moved
-    difference = training.deviation(got, reference)
-    # Equal but for the order of rows in a batch.
-    tolerance = 1e-6 if difference <= 1e-6 else _tolerance(optimizer_fn)
-    report(
-        f"{name}, {num_replicas} on {kind}, {options}: moved {moved:.3f},"
-        f" tolerance {tolerance:.1e}; difference {difference:.1e}"
+if hasattr(O, "ScheduleFreeAdamW"):
+    OPTIMIZERS["schedule_free"] = lambda: O.ScheduleFreeAdamW(
+        0.05, warmup_steps=2
     )
-    assert difference <= tolerance
-
-
-@pytest.mark.parametrize(
-    "name", ["clipnorm", "global_clipnorm", "clipvalue", "momentum"]
-)
-def test_plain_keras_clips_before_the_sum(name, report):
-    """It fails the comparison above exactly where something is clipped."""
-    reference = training.alone(SETTINGS[name])
-    _, plain = training.train(SETTINGS[name], replicas.mirrored(2))
-    difference = training.deviation(plain, reference)
-    report(f"{name}, plain Keras on 2 replicas: {difference:.1e}")
-    # Keras mended this: remove the row.
-    assert (difference > 1e-3) == ("clip" in name)
 
 
 def test_no_keras_optimizer_is_left_out():
-    swept = {type(fn()).__name__ for fn in (SETTINGS | OTHERS).values()}
+    made = {type(make()).__name__ for make in OPTIMIZERS.values()}
     exported = {
         name
         for name, value in vars(O).items()
         if isinstance(value, type) and issubclass(value, O.Optimizer)
     }
-    assert exported - swept == {"Optimizer"}
+    assert exported - made == {"Optimizer"}
 
 
-def test_one_replica_is_plain_keras():
-    reference = training.alone(SETTINGS["adam"])
-    other = tf.distribute.OneDeviceStrategy(f"{replicas.KIND}:3")
-    for strategy in (None, other):
-        got = training.train(_wrapped(SETTINGS["adam"]), strategy)[1]
-        assert training.deviation(got, reference) <= replicas.REPEATED
+@functools.cache
+def _gradients(num_replicas):
+    """g_r of every step: small integers, larger from replica to replica."""
+    rng = np.random.default_rng(0)
+    return [
+        np.moveaxis(
+            rng.integers(-3, 4, size=[NUM_STEPS, *shape, num_replicas])
+            * 3.0 ** np.arange(num_replicas),
+            -1,
+            1,
+        )
+        for shape in SHAPES
+    ]
+
+
+@functools.cache
+def _one_device(name, num_replicas, members, wrap=None, strategy=None):
+    """The weights of one device that gets the mean of some g_r."""
+    strategy = strategy or tf.distribute.get_strategy()
+    with strategy.scope():
+        weights = [
+            keras.Variable(np.ones(shape), dtype="float32") for shape in SHAPES
+        ]
+        optimizer = OPTIMIZERS[name]()
+        optimizer = wrap(optimizer) if wrap else optimizer
+        optimizer.build(weights)
+    for step in zip(*_gradients(num_replicas), strict=True):
+        means = [np.mean(one[list(members)], axis=0) for one in step]
+        gradients = [
+            tf.constant(mean, tf.float32) * optimizer.scale_loss(1.0)
+            for mean in means
+        ]
+        strategy.run(optimizer.apply, (gradients, weights))
+    optimizer.finalize_variable_values(weights)
+    return [replicas.values(strategy, weight)[0] for weight in weights]
 
 
 @pytest.mark.parametrize(
-    "num_rows, per_shard, kind",
+    "name, kind, groups, graph",
     [
-        (40, 2, "mirrored"),
-        (46, 4, "mirrored"),
-        (33, 1, "mirrored"),
-        (46, 4, "tpu"),
-        (33, 1, "tpu_permuted"),
+        *replicas.in_turn(OPTIMIZERS, ["mirrored"], [[[0, 1]]], [True]),
+        ("adam", "mirrored", [[*range(4)]], False),
+        ("adam", "multi_worker", [[*range(4)]], True),
+        ("adam", "tpu", [[*range(4)]], True),
+        ("accumulation", "tpu_permuted", [[*range(4)]], True),
+        ("average", "tpu_permuted", PAIRS, True),
+        ("average", "multi_worker", PAIRS, True),
+        ("overwritten", "mirrored", PAIRS, True),
+        ("overwritten", "tpu", PAIRS, True),
+        ("momentum", "mirrored", PAIRS, False),
+        ("global_clipnorm", "mirrored", [[r] for r in range(4)], True),
+        ("global_clipnorm", "mirrored", [[0, 2, 4, 6], [1, 3, 5, 7]], True),
+        ("global_clipnorm", "multi_worker", PAIRS, False),
+        ("global_clipnorm", "tpu", [[6, 2], [0, 5], [7, 1], [4, 3]], True),
+        ("global_clipnorm", "tpu_permuted", PAIRS, True),
+        # No power of two: the factor is not exact.
+        ("global_clipnorm", "mirrored", [[5, 0], [1, 3], [2, 4]], True),
     ],
+    ids=str,
 )
-def test_last_batch(num_rows, per_shard, kind):
-    """Batches of 16 on 4 replicas: the last is 2 2 2 2, or 4 4 4 2, or 1 0 0 0.
+def test_equal_to_one_device(name, kind, groups, graph):
+    """The replicas of a group are equal, and the groups are different."""
+    if name == "muon" and keras.__version__.startswith("3.12."):
+        pytest.skip("Keras 3.12's Muon fails on one device")
+    is_one = len(groups) == 1
+    num_replicas = sum(map(len, groups))
+    one = traced.Traced(
+        lambda: tf_xshard.CrossShardOptimizer(
+            OPTIMIZERS[name](),
+            group_assignment=None if is_one else groups,
+            loss_normalization="global" if is_one else "replica",
+        ),
+        [np.ones(shape) for shape in SHAPES],
+        kind,
+        num_replicas,
+        graph=graph,
+    )
+    divisor = num_replicas if is_one else 1
+    one.run(*(each / divisor for each in _gradients(num_replicas)))
+    one.optimizer.finalize_variable_values(one.weights)
+    slots = [replicas.values(one.strategy, v) for v in one.optimizer.variables]
+    expected = [
+        _one_device(name, num_replicas, tuple(members)) for members in groups
+    ]
+    for number, of_replicas in enumerate([*one.values(), *slots]):
+        for members, wanted in zip(groups, expected, strict=True):
+            for r in members:
+                np.testing.assert_array_equal(
+                    of_replicas[r], of_replicas[members[0]]
+                )
+                if number < len(SHAPES):
+                    want = wanted[number]
+                    error = np.abs(of_replicas[r] - want).max()
+                    assert error <= TOLERANCE * np.abs(want).max(), error
+                    assert np.abs(want - 1).max() > 1e-2
+    for first, second in itertools.pairwise(expected):
+        assert np.abs(first[0] - second[0]).max() > 1e-2
 
-    The oracle is the mean of the replicas' losses; Keras' loss of no rows is 0,
-    finite everywhere.
+
+def test_one_replica_is_plain_keras():
+    for strategy in (None, tf.distribute.OneDeviceStrategy("CPU:3")):
+        for got, want in zip(
+            _one_device(
+                "adam", 2, (0, 1), tf_xshard.CrossShardOptimizer, strategy
+            ),
+            _one_device("adam", 2, (0, 1)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "num_rows, per_replica, kind, options",
+    [
+        (15, 4, "mirrored", {}),
+        (9, 1, "tpu_permuted", {}),
+        *(
+            pytest.param(*case, marks=replicas.in_full)
+            for case in (
+                (14, 3, "mirrored", {}),
+                (9, 1, "mirrored", dict(steps_per_execution=2)),
+                (14, 3, "mirrored", dict(run_eagerly=True)),
+                (15, 4, "multi_worker", {}),
+                (12, 2, "tpu", dict(steps_per_execution=2)),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_fit_with_a_last_batch(num_rows, per_replica, kind, options):
+    """Batches of 8 on 2 replicas: the last is 4 3, or 1 0, or 3 3.
+
+    The oracle is the mean of the replicas' losses; Keras' loss of no rows is 0.
     """
     x, y = training.data(num_rows)
-
-    def train():
-        return training.train(
-            _wrapped(SETTINGS["sgd"]),
-            replicas.STRATEGIES[kind](4),
-            (x, y),
-            batch_size=16,
-            num_steps=6,
-            fit=True,
-        )[1]
-
-    if num_rows == 46 and kind in replicas.TPUS and versions.KERAS >= (3, 16):
-        # Plain Keras fails in the same way.
-        with pytest.raises(TypeError, match="'int' and 'NoneType'"):
-            train()
-        return
-    got = train()
-    model = training.model()
-    optimizer = SETTINGS["sgd"]()
-    for start in (0, 16, 32, 0, 16, 32):
+    make = lambda: O.SGD(0.05, use_ema=True, ema_momentum=0.5)
+    _, got = training.train(
+        lambda: tf_xshard.CrossShardOptimizer(make()),
+        replicas.STRATEGIES[kind](2),
+        (x, y),
+        batch_size=8,
+        num_steps=4,
+        fit=True,
+        **options,
+    )
+    model, optimizer = training.model(), make()
+    for start in (0, 8, 0, 8):
+        size = per_replica if start else 4
+        shards = [slice(first, first + size) for first in (start, start + size)]
         with tf.GradientTape() as tape:
             losses = [
                 tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
-                for rows in (
-                    np.arange(first, min(first + size, num_rows))
-                    for size in [per_shard if start == 32 else 4]
-                    for first in range(start, start + 4 * size, size)
-                )
-                if len(rows)
+                for rows in shards
+                if len(x[rows])
             ]
-            loss = tf.add_n(losses) / 4
+            loss = tf.add_n(losses) / 2
         optimizer.apply(
             tape.gradient(loss, [v.value for v in model.trainable_variables]),
             model.trainable_variables,
         )
+    optimizer.finalize_variable_values(model.trainable_variables)
     assert training.deviation(got, training.weights(model)) <= 1e-6
-    if num_rows == 40:
-        one = training.train(
-            SETTINGS["sgd"], xy=(x, y), batch_size=16, num_steps=6
-        )[1]
-        assert training.deviation(got, one) <= 1e-6
-
-
-def test_two_levels_are_the_global_reduction():
-    """Rows, then columns, of a 2 x 4 grid of replicas."""
-
-    def two_levels():
-        columns = tf_xshard.CrossShardOptimizer(
-            SETTINGS["global_clipnorm"](),
-            group_assignment=tf_xshard.GroupAssignment.strided(8, 2),
-        )
-        return tf_xshard.CrossShardOptimizer(
-            columns,
-            group_assignment=tf_xshard.GroupAssignment.contiguous(8, 4),
-        )
-
-    reference = training.alone(SETTINGS["global_clipnorm"])
-    got = training.train(two_levels, replicas.mirrored(8))[1]
-    assert training.deviation(got, reference) <= 1e-6
 
 
 @pytest.mark.parametrize(
-    "mutant, kind, num_replicas",
+    "kind, graph",
     [
-        ("factor_2", "mirrored", 2),
-        ("factor_1_n", "tpu", 4),
-        ("no_reduction", "tpu_permuted", 4),
+        ("mirrored", True),
+        ("mirrored", False),
+        ("multi_worker", False),
+        ("tpu_permuted", True),
     ],
 )
-def test_the_assertion_fails_for_mutants(mutant, kind, num_replicas):
-    """The assertions above notice each mutant. groups_test.py has another."""
-    with mutants.mutant(mutant, num_replicas):
-        got = training.train(
-            _wrapped(SETTINGS["sgd"]), replicas.STRATEGIES[kind](num_replicas)
-        )[1]
-    assert training.deviation(got, training.alone(SETTINGS["sgd"])) > 1e-3
+def test_another_groups_overflow_stays_there(kind, graph):
+    [weights] = steps.stepped(
+        lambda: tf_xshard.CrossShardOptimizer(
+            O.SGD(1.0), group_assignment=[[0, 1], [2, 3]]
+        ),
+        lambda r: [tf.constant(np.inf if r == 3 else 1.0)],
+        kind=kind,
+        graph=graph,
+    )
+    # "global": what arrives is g / 4, so g is 4.
+    assert weights == [-4, -4, -np.inf, -np.inf]
+
+
+@versions.needs_multi_optimizer
+def test_a_multi_optimizer_may_group_each_variable_otherwise():
+    in_all, in_pairs = steps.stepped(
+        lambda: O.MultiOptimizer(
+            lambda variable: tf_xshard.CrossShardOptimizer(
+                O.SGD(1.0), group_assignment=PAIRS if variable.ndim else None
+            )
+        ),
+        lambda r: [tf.constant(10.0**r), tf.constant([10.0**r])],
+        [0.0, [0.0]],
+    )
+    assert in_all == [-1111] * 4
+    assert in_pairs == [-2002, -220, -220, -2002]

@@ -25,22 +25,18 @@ GROUPS = {
     8: [None, [[0, 2, 4, 6], [1, 3, 5, 7]], [[7, 1], [0, 4], [5, 2], [3, 6]]],
     12: [None, [[11, 0, 5, 7], [1, 9, 2, 10], [8, 4, 3, 6]]],
 }
-# Keras' warning where no replica of a group has a gradient.
-may_lack_gradients = pytest.mark.filterwarnings("ignore:Gradients do not exist")
+ORDERS = (replicas.REVERSED, replicas.MIXED, replicas.TWELVE)
+full = replicas.in_full
 
 
 def _oracle(own, groups, reduction):
     """What each replica applies. `own[replica]` is g_r in float64, or None."""
-    num_replicas = len(own)
-    reduced = [None] * num_replicas
-    for members in groups or [list(range(num_replicas))]:
+    reduced = [None] * len(own)
+    for members in groups or [list(range(len(own)))]:
         held = [own[r] for r in members if own[r] is not None]
-        if held:
+        for r in members if held else ():
             total = np.sum(held, axis=0)
-            for r in members:
-                reduced[r] = (
-                    total / len(members) if reduction == "mean" else total
-                )
+            reduced[r] = total / len(members) if reduction == "mean" else total
     return reduced
 
 
@@ -53,114 +49,28 @@ def _dense(gradient, shape):
     return None if gradient is None else gradient.astype(np.float64)
 
 
-class _Random:
-    """A random optimizer and variables; steps from zero must be NumPy's.
+def _random_gradient(rng, shape, dtype, may_be_none, is_sparse):
+    """A dense array, a pair of (rows, values), or None."""
+    if may_be_none and rng.random() < 0.25:
+        return None
+    if is_sparse and rng.random() < 0.9:
+        num_rows = int(rng.integers(0, 7))
+        rows = rng.integers(0, shape[0], size=num_rows)
+        return rows, rng.integers(-2, 3, size=[num_rows, *shape[1:]])
+    if dtype in ("float32", "float64"):
+        return rng.normal(size=shape).astype(NUMPY_TYPES[dtype])
+    return rng.integers(-2, 3, size=shape)
 
-    `devices` are the numbers of the replicas' devices, if not a random number
-    of devices in the order of the replicas.
-    """
 
-    def __init__(self, seed, graph, kind, shard_update, devices=None):
-        self._rng = rng = np.random.default_rng(seed)
-        self._graph, self._kind = graph, kind
-        is_mirrored = kind == "mirrored"
-        n = int(rng.choice([2, 4, 8] if is_mirrored else [4, 8]))
-        types = [t for t in NUMPY_TYPES if is_mirrored or t != "float64"]
-        self._strategy = replicas.STRATEGIES[kind](n)
-        if devices is not None:
-            n, self._strategy = len(devices), replicas.mirrored_on(devices)
-        if n not in (2, 4, 8):
-            types = [t for t in types if RELATIVE[t]]
-        self._dtype = str(rng.choice(types))
-        self._shapes = [
-            [int(size) for size in rng.integers(1, 6, size=rng.integers(0, 4))]
-            for _ in range(rng.integers(1, 6))
-        ]
-        self._sparse = [bool(s) and rng.random() < 0.4 for s in self._shapes]
-        self._groups = GROUPS[n][rng.integers(len(GROUPS[n]))]
-        self._reduction = str(rng.choice(["mean", "sum"]))
-        normalization = str(rng.choice(["global", "replica"]))
-        self._divisor = n if normalization == "global" else 1
-        if shard_update is None:
-            shard_update = rng.random() < 0.5
-        with self._strategy.scope():
-            self._variables = [
-                keras.Variable(
-                    np.zeros(shape), dtype=self._dtype, autocast=False
-                )
-                for shape in self._shapes
-            ]
-            self._optimizer = _optimizer(
-                self._groups,
-                self._reduction,
-                loss_normalization=normalization,
-                shard_update=shard_update,
-            )
-
-    def check(self):
-        """Applies random gradients."""
-        gradients = [self._of_replicas(i) for i in range(len(self._shapes))]
-        for variable in self._variables:
-            variable.assign(np.zeros(variable.shape))
-        replicas.apply_once(
-            self._strategy,
-            self._optimizer,
-            lambda r: [
-                self._arriving(of_replica[r], shape)
-                for of_replica, shape in zip(
-                    gradients, self._shapes, strict=True
-                )
-            ],
-            self._variables,
-            self._graph,
+def _arriving(gradient, shape, dtype, divisor):
+    if isinstance(gradient, tuple):
+        rows, row_values = gradient
+        return tf.IndexedSlices(
+            tf.constant(row_values / divisor, dtype),
+            tf.constant(rows),
+            tf.constant(shape),
         )
-        for variable, shape, of_replica in zip(
-            self._variables, self._shapes, gradients, strict=True
-        ):
-            self._compare(variable, [_dense(g, shape) for g in of_replica])
-
-    def _of_replicas(self, index):
-        """A dense array, a pair of (rows, values), or None, for each: g_r."""
-        n = self._strategy.num_replicas_in_sync
-        made = [self._gradient(index) for _ in range(n)]
-        # A TPU has one program for all replicas: all are None, or some zero.
-        is_none = made[0] is None and self._kind != "mirrored"
-        return [None] * n if is_none else made
-
-    def _gradient(self, index):
-        rng, shape = self._rng, self._shapes[index]
-        if rng.random() < 0.25 and index > 0:
-            return None
-        if self._sparse[index] and rng.random() < 0.9:
-            num_rows = int(rng.integers(0, 7))
-            rows = rng.integers(0, shape[0], size=num_rows)
-            return rows, rng.integers(-2, 3, size=[num_rows, *shape[1:]])
-        if self._dtype in ("float32", "float64"):
-            return rng.normal(size=shape).astype(NUMPY_TYPES[self._dtype])
-        return rng.integers(-2, 3, size=shape)
-
-    def _arriving(self, gradient, shape):
-        if gradient is None:
-            return None
-        if isinstance(gradient, tuple):
-            rows, row_values = gradient
-            return tf.IndexedSlices(
-                tf.constant(row_values / self._divisor, self._dtype),
-                tf.constant(rows),
-                tf.constant(shape),
-            )
-        return tf.constant(gradient / self._divisor, self._dtype)
-
-    def _compare(self, variable, own):
-        expected = _oracle(own, self._groups, self._reduction)
-        magnitude = sum(np.abs(g) for g in own if g is not None)
-        for value, wanted in zip(
-            replicas.values(self._strategy, variable), expected, strict=True
-        ):
-            want = 0 if wanted is None else -wanted
-            error = np.abs(value.astype(np.float64) - want)
-            limit = RELATIVE[variable.dtype] * magnitude
-            assert (error <= limit).all(), (value, want)
+    return None if gradient is None else tf.constant(gradient / divisor, dtype)
 
 
 def _optimizer(groups=None, reduction="sum", **kwargs):
@@ -169,59 +79,106 @@ def _optimizer(groups=None, reduction="sum", **kwargs):
     return tf_xshard.CrossShardOptimizer(inner, reduction, groups, **kwargs)
 
 
-@may_lack_gradients
+def _cases(kind, seeds, graph, devices=(None,), marks=()):
+    return [
+        pytest.param(kind, seed, graph, devices[i % len(devices)], marks=marks)
+        for i, seed in enumerate(seeds)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
-    "seed, graph, kind",
+    "kind, seed, graph, devices",
     [
-        *((seed, True, "mirrored") for seed in range(8)),
-        *((seed, False, "mirrored") for seed in range(1000, 1012)),
-        (3000, True, "tpu"),
-        (3001, True, "tpu_permuted"),
-        (3002, True, "tpu"),
-        (3000, True, "tpu_permuted"),
-    ],
-)
-def test_random_cases(seed, graph, kind):
-    _Random(seed, graph, kind, shard_update=None).check()
-
-
-@may_lack_gradients
-@pytest.mark.parametrize(
-    "devices, shard_update, graph",
-    replicas.pairwise(
-        [replicas.REVERSED, replicas.MIXED, replicas.TWELVE],
-        [False, True],
-        [True, False],
-    ),
-    ids=str,
-)
-def test_random_cases_on_devices_in_any_order(devices, shard_update, graph):
-    for seed in range(5000, 5002 if graph else 5006):
-        _Random(seed, graph, "mirrored", shard_update, devices).check()
-
-
-@replicas.in_full
-@may_lack_gradients
-@pytest.mark.parametrize(
-    "seeds, kind, shard_update",
-    [
-        (range(2000, 2200), "mirrored", None),
-        (range(4000, 4050), "tpu", None),
-        (range(4000, 4050), "tpu_permuted", None),
-        *(
-            (range(first, first + 160), "mirrored", True)
-            for first in range(10_000, 10_640, 160)
-        ),
+        *_cases("mirrored", range(4), True),
+        *_cases("mirrored", range(1000, 1008), False),
+        *_cases("mirrored", range(5000, 5006), False, ORDERS),
+        *_cases("mirrored", [5000], True, [replicas.MIXED]),
+        *_cases("multi_worker", [1, 3], True),
+        *_cases("multi_worker", range(1000, 1004), False),
+        *_cases("tpu", [3001], True),
+        *_cases("tpu_permuted", [3000], True),
+        *_cases("mirrored", range(2000, 2030), True, ORDERS, full),
+        *_cases("mirrored", range(10_000, 10_150), False, ORDERS, full),
+        *_cases("multi_worker", range(10_000, 10_050), False, (None,), full),
+        *_cases("tpu", range(4000, 4020), True, (None,), full),
+        *_cases("tpu_permuted", range(4000, 4020), True, (None,), full),
     ],
     ids=str,
 )
-def test_many_random_cases(seeds, kind, shard_update):
-    for seed in seeds:
-        # Few are traced; what runs eagerly costs little.
-        graph = seed % 4 == 0 or kind != "mirrored"
-        case = _Random(seed, graph, kind, shard_update)
-        for _ in range(1 if graph else 4):
-            case.check()
+def test_random_cases(kind, seed, graph, devices):
+    """A random optimizer and variables; a step from zero is NumPy's.
+
+    `devices` are the numbers of the replicas' devices, if not a random number
+    of devices in the order of the replicas.
+    """
+    rng = np.random.default_rng(seed)
+    is_tpu = kind in replicas.TPUS
+    if devices is None:
+        n = int(rng.choice([4, 8] if is_tpu else [2, 4, 8]))
+        strategy = replicas.STRATEGIES[kind](n)
+    else:
+        n, strategy = len(devices), replicas.mirrored_on(devices)
+    dtype = str(
+        rng.choice(
+            [
+                one
+                for one in NUMPY_TYPES
+                if not (is_tpu and one == "float64")
+                and (n in (2, 4, 8) or RELATIVE[one])
+            ]
+        )
+    )
+    shapes = [
+        [int(size) for size in rng.integers(1, 6, size=rng.integers(0, 4))]
+        for _ in range(rng.integers(1, 6))
+    ]
+    groups = GROUPS[n][rng.integers(len(GROUPS[n]))]
+    reduction = str(rng.choice(["mean", "sum"]))
+    normalization = str(rng.choice(["global", "replica"]))
+    own = []
+    for index, shape in enumerate(shapes):
+        is_sparse = bool(shape) and rng.random() < 0.4
+        made = [
+            _random_gradient(rng, shape, dtype, index > 0, is_sparse)
+            for _ in range(n)
+        ]
+        # A TPU has one program for all replicas: all are None, or some zero.
+        own.append([None] * n if is_tpu and made[0] is None else made)
+    with strategy.scope():
+        variables = [
+            keras.Variable(np.zeros(shape), dtype=dtype, autocast=False)
+            for shape in shapes
+        ]
+        optimizer = _optimizer(
+            groups,
+            reduction,
+            loss_normalization=normalization,
+            shard_update=bool(rng.random() < 0.5),
+        )
+    divisor = n if normalization == "global" else 1
+    replicas.apply_once(
+        strategy,
+        optimizer,
+        lambda r: [
+            _arriving(of_replicas[r], shape, dtype, divisor)
+            for of_replicas, shape in zip(own, shapes, strict=True)
+        ],
+        variables,
+        graph,
+    )
+    for variable, shape, of_replicas in zip(
+        variables, shapes, own, strict=True
+    ):
+        dense = [_dense(one, shape) for one in of_replicas]
+        limit = RELATIVE[dtype] * sum(np.abs(g) for g in dense if g is not None)
+        for value, wanted in zip(
+            replicas.values(strategy, variable),
+            _oracle(dense, groups, reduction),
+            strict=True,
+        ):
+            error = value.astype(np.float64) + (0 if wanted is None else wanted)
+            assert (np.abs(error) <= limit).all(), (value, wanted)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +238,7 @@ def test_gradients_travel_in_the_given_type(wire, kind, group_size):
 
 
 def test_several_buckets_keep_their_order():
-    shapes = [[3], [5, 2], [], [40], [2], [7, 3], [1]]
+    shapes = [[3], [5, 2], [], [3], [40], [2], [3], [7, 3], [1]]
     weights = steps.stepped(
         lambda: _optimizer(
             [[0, 3], [1, 2]],
@@ -333,12 +290,15 @@ def test_a_group_with_no_gradient_at_all_is_an_error_and_changes_nothing():
     assert replicas.values(strategy, weight) == [1.0] * 4
 
 
-def test_sparse_gradients_stay_sparse():
+@pytest.mark.parametrize("kind", ["mirrored", "multi_worker"])
+def test_sparse_gradients_stay_sparse(kind):
+    """The inner optimizer gets the rows that replicas have, and no others."""
     seen = []
 
     class Recorder(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
-            seen.append(gradient)
+            assert isinstance(gradient, tf.IndexedSlices)
+            seen.append(sorted(gradient.indices.numpy()))
             super().update_step(gradient, variable, learning_rate)
 
     [weights] = steps.stepped(
@@ -351,10 +311,11 @@ def test_sparse_gradients_stay_sparse():
             )
         ],
         [np.zeros([1000, 2])],
+        kind,
         num_replicas=2,
+        graph=False,
     )
-    assert len(seen) == 2
-    assert all(isinstance(g, tf.IndexedSlices) for g in seen)
+    assert seen == [[5, 9]] * 2
     for got in weights:
         assert got[5].tolist() == [-3, -3] and got[9].tolist() == [-1, -1]
 
@@ -373,73 +334,3 @@ def test_a_factor_of_one_is_no_multiplication(num_replicas):
     )
     for value in weights:
         np.testing.assert_array_equal(value, -own)
-
-
-@pytest.mark.parametrize(
-    "dtype, reduction, normalization, groups",
-    [
-        ("float16", "mean", "global", None),
-        ("bfloat16", "sum", "replica", None),
-        ("float32", "mean", "replica", [[0, 2], [3, 1]]),
-        ("float64", "sum", "global", [[0, 2], [3, 1]]),
-    ],
-)
-def test_fit(dtype, reduction, normalization, groups):
-    """One step of a linear model, from 0, exact in every type.
-
-    The gradient of replica r's loss, the mean of (w - y)^2 over its rows, is
-    -2 y_r. Keras divides it by the number of replicas, which "replica" leaves.
-    """
-    strategy = replicas.mirrored(4)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input((1,), dtype=dtype),
-                keras.layers.Dense(
-                    1, use_bias=False, kernel_initializer="zeros", dtype=dtype
-                ),
-            ]
-        )
-        model.compile(
-            loss=keras.losses.MeanSquaredError(dtype=dtype),
-            optimizer=_optimizer(
-                groups, reduction, loss_normalization=normalization
-            ),
-        )
-    x = np.ones([8, 1], NUMPY_TYPES[dtype])
-    y = x * np.repeat(2.0 ** np.arange(4), 2).astype(x.dtype)[:, np.newaxis]
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    divisor = 1 if normalization == "global" else 4
-    own = [np.array(-2.0 * 2.0**r / divisor) for r in range(4)]
-    expected = _oracle(own, groups, reduction)
-    got = replicas.values(strategy, model.trainable_variables[0])
-    for r in range(4):
-        assert got[r].astype(np.float64).item() == -expected[r]
-
-
-def test_custom_loop_with_a_loss_per_replica_is_one_device():
-    """Unscaled losses, loss_normalization="replica"."""
-    strategy = replicas.mirrored(2)
-    x = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
-    with strategy.scope():
-        weight = keras.Variable(np.ones(3), dtype="float32")
-        optimizer = _optimizer(
-            None, "mean", inner=keras.optimizers.SGD(0.1, momentum=0.9)
-        )
-        optimizer.build([weight])
-
-    def gradients_of(r):
-        with tf.GradientTape() as tape:
-            product = tf.linalg.matvec(x[8 * r : 8 * r + 8], weight.value)
-            loss = tf.reduce_mean(tf.square(product))
-        return [tape.gradient(loss, weight.value)]
-
-    step = replicas.applying(strategy, optimizer, gradients_of, [weight])
-    expected, velocity = np.ones(3), np.zeros(3)
-    for _ in range(5):
-        step()
-        gradient = 2 * x.T.astype(np.float64) @ (x @ expected) / 16
-        velocity = 0.9 * velocity - 0.1 * gradient
-        expected = expected + velocity
-    for got in replicas.values(strategy, weight):
-        np.testing.assert_allclose(got, expected, atol=1e-6)
