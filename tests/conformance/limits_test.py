@@ -1,4 +1,4 @@
-"""Limits of Keras that the pages name: true, and what tf_xshard does instead."""
+"""Limits of Keras that the pages name are true."""
 
 import keras
 import numpy as np

@@ -16,13 +16,13 @@ import tf_xshard
 from tests.support import fitting
 from tests.support import replicas
 from tests.support import seeds
-from tf_xshard.optimizers import stack
-from tf_xshard.private.keras import optimizer_state
+from tests.support import training
+from tests.support import versions
 
 Cross = tf_xshard.CrossShardOptimizer
 Tower = tf_xshard.TowerOptimizer
 AGN = tf_xshard.AGNOptimizer
-NUM_EPOCHS, NUM_BATCHES, BATCH_SIZE = 4, 3, 8
+NUM_EPOCHS, NUM_BATCHES, BATCH_SIZE = 2, 3, 8
 NUM_STEPS = NUM_EPOCHS * NUM_BATCHES
 
 
@@ -59,46 +59,54 @@ OPTIMIZERS = {
     ),
     "tower": lambda: Tower(Cross(adam(), communication=quick()), 2),
     "cross of towers": lambda: Cross(Tower(adam(), 2)),
-    "agn": lambda: AGN(sgd(), communication_period=4, communication=quick()),
+    "agn": lambda: AGN(sgd(), communication_period=2, communication=quick()),
 }
 
 
-def data(num_rows=NUM_BATCHES * BATCH_SIZE):
-    x = np.random.default_rng(1).normal(size=(num_rows, 4)).astype("float32")
-    return x, x[:, :1] * 2 - x[:, 1:2]
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 
-def batches(is_known, drop_remainder=True):
-    rows = tf.data.Dataset.from_tensor_slices(data())
+def batches(is_known=True):
+    """Batches of a size that TensorFlow does not know."""
+    x = np.random.default_rng(1).normal(size=(NUM_BATCHES * BATCH_SIZE, 4))
+    x = x.astype("float32")
+    rows = tf.data.Dataset.from_tensor_slices((x, x[:, :1] * 2 - x[:, 1:2]))
     if not is_known:
         rows = rows.filter(lambda x, y: True)
-    return fitting.untuned(rows.batch(BATCH_SIZE, drop_remainder))
+    return fitting.untuned(rows.batch(BATCH_SIZE))
 
 
-def fitted(strategy, make, dataset, loss="mse", **options):
+def compiled(strategy, make, dropout=0.0, **options):
     seeds.seed(3)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras.Sequential(
             [
                 keras.layers.Input((4,)),
                 keras.layers.Dense(3, "tanh"),
+                *([keras.layers.Dropout(dropout, seed=1)] if dropout else []),
                 keras.layers.Dense(1),
             ]
         )
-        model.compile(make(), loss, **options)
-    model.fit(dataset, epochs=NUM_EPOCHS, shuffle=False, verbose=0)
+        model.compile(make(), "mse", **options)
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def fit(model):
+    data = batches(is_known=False)
+    model.fit(data, epochs=NUM_EPOCHS, shuffle=False, verbose=0)
+    return model
 
 
-def state(strategy, model):
-    """The weights and the optimizer's variables, on every replica."""
-    return [
-        replicas.values(strategy, one)
-        for one in (*model.trainable_variables, *model.optimizer.variables)
-    ]
+def state(strategy, variables):
+    """The values of variables on every replica."""
+    return [replicas.values(strategy, one) for one in variables]
+
+
+def of_model(strategy, model):
+    return state(
+        strategy, [*model.trainable_variables, *model.optimizer.variables]
+    )
 
 
 def check_same(got, want):
@@ -116,175 +124,176 @@ def check_replicas_agree(got):
             np.testing.assert_array_equal(first, other)
 
 
-@pytest.mark.parametrize("kind", ["none", "mirrored"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fit_on_data_of_unknown_size(name, kind):
-    strategy = None if kind == "none" else replicas.mirrored(2)
-    got, want = (
-        state(strategy, fitted(strategy, OPTIMIZERS[name], batches(is_known)))
-        for is_known in (False, True)
-    )
-    check_same(got, want)
+STRATEGIES = {
+    "none": lambda: None,
+    "one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+    "mirrored": lambda: replicas.mirrored(2),
+    "multi_worker": lambda: replicas.multi_worker(2),
+    "tpu": lambda: replicas.tpu(2),
+}
+in_full = replicas.in_full
+
+
+@pytest.mark.parametrize(
+    "name, kind, options",
+    [
+        ("tower", "mirrored", {}),
+        ("averages", "none", {}),
+        ("tower", "one_device", {}),
+        *(
+            pytest.param(name, kind, {}, marks=in_full)
+            for name, kind in replicas.in_turn(
+                OPTIMIZERS, ["mirrored", "none", "multi_worker", "mirrored"]
+            )
+        ),
+        pytest.param("agn", "tpu", {}, marks=in_full),
+        pytest.param("tower", "tpu", {}, marks=in_full),
+        pytest.param(
+            "tower", "mirrored", {"steps_per_execution": 2}, marks=in_full
+        ),
+        pytest.param("cross", "mirrored", {"run_eagerly": True}, marks=in_full),
+    ],
+    ids=str,
+)
+def test_fit_on_data_of_unknown_size(name, kind, options):
+    """All variables, counters too, are those of a loop over the batches."""
+    strategy = STRATEGIES[kind]()
+    model = fit(compiled(strategy, OPTIMIZERS[name], **options))
+    reference = compiled(strategy, OPTIMIZERS[name])
+    known = [(x.numpy(), y.numpy()) for x, y in batches()]
+    training.run_steps(reference, known * NUM_EPOCHS)
+    got = of_model(strategy, model)
+    check_same(got, of_model(strategy, reference))
     if name not in ("agn", "int8"):
         check_replicas_agree(got)
 
 
-@pytest.mark.parametrize("name", ["cross", "tower", "agn"])
-def test_without_drop_remainder(name):
-    strategy = replicas.mirrored(2)
-    got, want = (
-        state(
-            strategy,
-            fitted(strategy, OPTIMIZERS[name], batches(is_known, False)),
-        )
-        for is_known in (False, True)
-    )
-    check_same(got, want)
-
-
-@pytest.mark.parametrize("name", ["cross", "tower"])
-@pytest.mark.parametrize(
-    "options",
-    [{"steps_per_execution": 2}, {"run_eagerly": True}],
-    ids=["steps_per_execution", "eager"],
-)
-def test_other_loops_of_fit(name, options):
-    strategy = replicas.mirrored(2)
-    got, want = (
-        state(
-            strategy,
-            fitted(strategy, OPTIMIZERS[name], batches(is_known), **options),
-        )
-        for is_known in (False, True)
-    )
-    check_same(got, want)
-
-
-@pytest.mark.parametrize("name", ["cross", "tower", "agn"])
-def test_on_a_simulated_tpu(name):
-    strategy = replicas.tpu(2)
-    got, want = (
-        state(strategy, fitted(strategy, OPTIMIZERS[name], batches(is_known)))
-        for is_known in (False, True)
-    )
-    check_same(got, want)
-
-
-@pytest.mark.parametrize("name", ["cross", "tower", "agn"])
-def test_one_replica_counts_the_batches(name):
-    for strategy in (
-        tf.distribute.OneDeviceStrategy("CPU:0"),
-        replicas.mirrored(1),
-    ):
-        model = fitted(strategy, OPTIMIZERS[name], batches(False))
-        num_updates = NUM_STEPS // (2 if name == "tower" else 1)
-        [count] = replicas.values(strategy, model.optimizer.iterations)
-        assert count == num_updates
-
-
+@in_full
 def test_plain_keras_counts_steps_without_data():
     # README and docs/uneven_batches.md say so.
-    model = fitted(None, adam, batches(False))
+    model = fit(compiled(None, adam))
     assert int(model.optimizer.iterations) == NUM_STEPS + NUM_EPOCHS, (
         f"Keras {keras.__version__} mended this: remove the row"
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+class Stepped:
+    """An optimizer and a weight of ones, whose state can be set back."""
+
+    def __init__(self, make, num_replicas=2):
+        self.strategy = replicas.mirrored(num_replicas)
+        with self.strategy.scope():
+            self.weight = keras.Variable(np.ones(3, "float32"))
+            self.optimizer = make()
+            self.optimizer.build([self.weight])
+        self._variables = [self.weight, *self.optimizer.variables]
+        self._initial = [one.numpy() for one in self._variables]
+
+    def apply(self, gradient):
+        self.optimizer.apply([gradient * self.weight.value], [self.weight])
+
+    def state(self, but=None):
+        return state(
+            self.strategy, [one for one in self._variables if one is not but]
+        )
+
+    def after(self, run):
+        """The state after a function, from the initial state."""
+        for variable, value in zip(self._variables, self._initial, strict=True):
+            variable.assign(value)
+        run()
+        return self.state()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cross", "sharded", "int8", "skip", "loss scale", "tower", "agn"),
+        *(
+            pytest.param(name, marks=in_full)
+            for name in ("accumulation", "averages", "cross of towers")
+        ),
+    ],
+)
 def test_next_in_the_step(name):
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight = keras.Variable(np.ones(3, "float32"))
-        optimizer = OPTIMIZERS[name]()
-        optimizer.build([weight])
+    one = Stepped(OPTIMIZERS[name])
 
     @tf.function(autograph=False)
     def step(iterator):
-        def on_replica(x):
-            optimizer.apply([x * weight.value], [weight])
+        one.strategy.run(one.apply, args=(next(iterator),))
 
-        strategy.run(on_replica, args=(next(iterator),))
-
-    for _ in range(2):
+    def elements(context):
         # Seven batches for two replicas: the fourth step has one.
-        iterator = iter(
-            strategy.distribute_datasets_from_function(
-                lambda context: fitting.untuned(
-                    tf.data.Dataset.range(7)
-                    .map(lambda i: tf.ones([3]))
-                    .filter(lambda x: True)
-                )
-            )
+        data = tf.data.Dataset.range(7).map(
+            lambda i: tf.ones([3]) / float(i + 1)
         )
+        return fitting.untuned(data.filter(lambda x: True))
+
+    def whole_steps():
+        iterator = iter(data)
+        for _ in range(3):
+            step(iterator)
+
+    def to_the_end():
+        iterator = iter(data)
         with pytest.raises(tf.errors.OutOfRangeError):
             for _ in range(10):
                 step(iterator)
-    inner = getattr(optimizer, "local_optimizer", stack.updating(optimizer)[-1])
-    counts = replicas.values(strategy, optimizer_state.counter(inner))
-    assert counts[0] == counts[1] == 6 // (2 if "tower" in name else 1)
-    if name != "int8":
-        check_replicas_agree([replicas.values(strategy, weight)])
+
+    data = one.strategy.distribute_datasets_from_function(elements)
+    check_same(one.after(to_the_end), one.after(whole_steps))
 
 
-def caught(make, graph=True):
-    """Replicas that take good steps and fail in others, on one replica."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight = keras.Variable(np.ones(3, "float32"))
-        optimizer = make()
-        optimizer.build([weight])
+@pytest.mark.parametrize(
+    "name, graph",
+    [
+        *(
+            (name, True)
+            for name in ("cross", "skip", "tower", "agn", "sharded")
+        ),
+        ("tower", False),
+    ],
+)
+def test_a_caught_failure_of_one_replica(name, graph):
+    """The good steps are those of a run without failures, on all replicas."""
+    one = Stepped(OPTIMIZERS[name])
 
     def step(fails):
         def on_replica():
-            gradient = tf.ones([3]) * weight.value
+            gradient = replicas.power_of_ten()
             if replicas.replica_id() == 1:
                 check = tf.debugging.Assert(tf.logical_not(fails), ["bad row"])
                 with tf.control_dependencies([check] if graph else []):
                     gradient = tf.identity(gradient)
-            optimizer.apply([gradient], [weight])
+            one.apply(gradient)
 
-        strategy.run(on_replica)
+        one.strategy.run(on_replica)
 
     step = tf.function(step, autograph=False) if graph else step
-    for _ in range(2):
-        step(tf.constant(False))
-        with pytest.raises(tf.errors.InvalidArgumentError, match="bad row"):
-            step(tf.constant(True))
-    step(tf.constant(False))
-    return [
-        replicas.values(strategy, one) for one in (weight, *optimizer.variables)
-    ]
+
+    def run(*failures):
+        for fails in failures:
+            with (
+                pytest.raises(tf.errors.InvalidArgumentError, match="bad row")
+                if fails
+                else contextlib.nullcontext()
+            ):
+                step(tf.constant(fails))
+
+    check_same(
+        one.after(lambda: run(False, True, False, True, False)),
+        one.after(lambda: run(False, False, False)),
+    )
 
 
-def undisturbed(make):
-    strategy, weight, optimizer, step = built(make, num_replicas=2)
-    for _ in range(3):
-        step()
-    return [
-        replicas.values(strategy, one) for one in (weight, *optimizer.variables)
-    ]
-
-
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-@pytest.mark.parametrize("name", ["cross", "skip", "tower", "agn", "sharded"])
-def test_a_caught_failure_of_one_replica(name, graph):
-    check_same(caught(OPTIMIZERS[name], graph), undisturbed(OPTIMIZERS[name]))
-
-
-def built(make, num_replicas=4):
-    strategy = replicas.mirrored(num_replicas)
-    with strategy.scope():
-        weight = keras.Variable(np.ones(3, "float32"))
-        optimizer = make()
-        optimizer.build([weight])
+def built(make, num_replicas=2):
+    one = Stepped(make, num_replicas)
 
     @tf.function(autograph=False)
     def step():
-        strategy.run(
-            lambda: optimizer.apply([tf.ones([3]) * weight.value], [weight])
-        )
+        one.strategy.run(lambda: one.apply(tf.ones([3])))
 
-    return strategy, weight, optimizer, step
+    return one, step
 
 
 def set_on(strategy, variable, value, replica):
@@ -306,45 +315,32 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_counts_are_refused(name):
-    make, counter = DIFFERENT[name]
-    strategy, weight, optimizer, step = built(make)
+    """Groups may be at different steps, but not the replicas of one."""
+    make, counter_of = DIFFERENT[name]
+    num_replicas = 4 if name == "groups" else 2
+    one, step = built(make, num_replicas)
+    counter = counter_of(one.optimizer)
     step()
-    before = [
-        replicas.values(strategy, one)
-        for one in (weight, *optimizer.variables)
-        if one is not counter(optimizer)
-    ]
-    set_on(strategy, counter(optimizer), 0, replica=2)
+    before = one.state(but=counter)
+    set_on(one.strategy, counter, 5, num_replicas - 1)
     with pytest.raises(
         tf.errors.InvalidArgumentError,
         match="replicas of this process have made different numbers",
     ):
         step()
-    after = [
-        replicas.values(strategy, one)
-        for one in (weight, *optimizer.variables)
-        if one is not counter(optimizer)
-    ]
-    check_same(after, before)
+    check_same(one.state(but=counter), before)
     # Follow the advice of the message.
     if name in ("tower", "agn"):
-        optimizer.reset()
+        one.optimizer.reset()
     else:
-        set_on(strategy, counter(optimizer), 1, replica=2)
+        set_on(one.strategy, counter, 5, num_replicas - 2)
     step()
-
-
-def test_groups_may_be_at_different_steps():
-    strategy, _, optimizer, step = built(of_pairs)
-    for replica in (2, 3):
-        set_on(strategy, optimizer.iterations, 5, replica)
-    step()
-    counts = replicas.values(strategy, optimizer.iterations)
-    assert [int(one) for one in counts] == [1, 1, 6, 6]
+    if name == "groups":
+        assert replicas.values(one.strategy, counter) == [2, 2, 6, 6]
 
 
 def test_reset_starts_a_period_from_the_center():
-    strategy, weight, optimizer, step = built(
+    one, step = built(
         lambda: AGN(
             keras.optimizers.SGD(0.5),
             communication_period=3,
@@ -352,41 +348,33 @@ def test_reset_starts_a_period_from_the_center():
         )
     )
     step()
-    optimizer.reset()
-    for value in replicas.values(strategy, weight):
+    one.optimizer.reset()
+    for value in replicas.values(one.strategy, one.weight):
         np.testing.assert_array_equal(value, 1.0)
     # Values that are assigned after it start the new period.
-    weight.assign([4.0, 4.0, 4.0])
+    one.weight.assign([4.0, 4.0, 4.0])
     for _ in range(3):
         step()
     # Gradients are 4, 2 and 1; the center moves by their mean.
-    for value in replicas.values(strategy, weight):
+    for value in replicas.values(one.strategy, one.weight):
         np.testing.assert_allclose(value, 4 - 0.5 * 7 / 3)
 
 
+@in_full
 def test_limit_layers_and_metrics_move_in_a_step_without_data():
     # Keras writes them in the forward pass: docs/how_it_works.md.
     strategy = replicas.mirrored(2)
-    seeds.seed(3)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input((4,)),
-                keras.layers.Dropout(0.5, seed=1),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile(Cross(sgd()), "mse")
-    before = int(model.layers[0].seed_generator.state.numpy()[1])
-    model.fit(batches(False), epochs=NUM_EPOCHS, shuffle=False, verbose=0)
-    moved = int(model.layers[0].seed_generator.state.numpy()[1]) - before
+    model = compiled(strategy, lambda: Cross(sgd()), dropout=0.5)
+    seed = model.layers[1].seed_generator.state
+    before = int(seed.numpy()[1])
+    fit(model)
+    moved = int(seed.numpy()[1]) - before
     counts = replicas.values(strategy, model.optimizer.iterations)
     assert counts[0] == counts[1] == NUM_STEPS < moved
 
 
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.15"
-)
+@in_full
+@versions.needs_multi_optimizer
 def test_limit_a_multi_optimizer_of_stacks_counts_itself():
     strategy = replicas.mirrored(2)
 
@@ -396,7 +384,7 @@ def test_limit_a_multi_optimizer_of_stacks_counts_itself():
         )
         return keras.optimizers.MultiOptimizer(leaves)
 
-    model = fitted(strategy, stacks, batches(False))
+    model = fit(compiled(strategy, stacks))
     for one in model.optimizer.optimizers:
         for count in replicas.values(strategy, one.iterations):
             assert count == NUM_STEPS

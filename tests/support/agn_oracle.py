@@ -12,12 +12,10 @@ class SGD:
         self.m = 0.0
 
     def step(self, g):
-        if not self.momentum:
-            return -self.rate * g
         self.m = self.momentum * self.m - self.rate * g
-        if self.nesterov:
-            return self.momentum * self.m - self.rate * g
-        return self.m
+        return (
+            self.momentum * self.m - self.rate * g if self.nesterov else self.m
+        )
 
 
 class Adam:
@@ -72,32 +70,24 @@ def history(
     reduction="mean",
 ):
     """(local, center) of each replica after every step."""
-    start = np.array([10.0, -2.0])
-    x = [start.copy() for _ in range(num_replicas)]
-    center = [start.copy() for _ in range(num_replicas)]
-    sums = [np.zeros(2) for _ in range(num_replicas)]
-    locals_ = [local() for _ in range(num_replicas)]
+    x = np.array([[10.0, -2.0]] * num_replicas)
+    center, sums = x.copy(), np.zeros_like(x)
+    locals_ = [local() for _ in x]
     inners = [inner() for _ in groups]
     result = []
     for step in range(1, num_steps + 1):
         for r in range(num_replicas):
             g = gradient(r, step)
             sums[r] += g
-            x[r] = x[r] + locals_[r].step(g)
+            x[r] += locals_[r].step(g)
         if step % period == 0:
+            own = sums if accumulate == "gradients" else center - x
+            combine = np.mean if reduction == "mean" else np.sum
             for one, members in zip(inners, groups, strict=True):
-                total = sum(
-                    sums[r] if accumulate == "gradients" else center[r] - x[r]
-                    for r in members
+                total = combine(own[members], axis=0)
+                center[members] += one.step(
+                    total / period if normalize else total
                 )
-                if normalize:
-                    total = total / period
-                if reduction == "mean":
-                    total = total / len(members)
-                moved = center[members[0]] + one.step(total)
-                for r in members:
-                    center[r] = moved
-            for r in range(num_replicas):
-                x[r], sums[r] = center[r].copy(), np.zeros(2)
-        result.append(([v.copy() for v in x], [v.copy() for v in center]))
+            x, sums = center.copy(), np.zeros_like(x)
+        result.append((x.copy(), center.copy()))
     return result

@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tf_xshard
 from tests.support import seeds
 
 L = keras.layers
@@ -69,73 +68,6 @@ def dense(*widths):
     return keras.Sequential(
         [L.Input((widths[0],)), *inner, L.Dense(widths[-1])]
     )
-
-
-class GraphLayer(L.Layer):
-    """Means of the neighbors' features, gathered and summed by segment."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.dense = L.Dense(width, activation="relu")
-        sources, targets = np.random.default_rng(3).integers(0, 30, (2, 90))
-        self.edges = (sources, targets)
-
-    def call(self, nodes):
-        sources, targets = self.edges
-        messages = ops.take(self.dense(nodes), sources, axis=0)
-        summed = ops.segment_sum(messages, targets, num_segments=30)
-        return ops.concatenate([nodes, summed / 3], axis=1)
-
-
-class GraphModel(keras.Model):
-    """Classifies the nodes of one graph, which every replica holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.features = self.add_weight(
-            shape=(30, 6), initializer="random_normal", name="features"
-        )
-        self.convolutions = [GraphLayer(5), GraphLayer(4)]
-        self.head = L.Dense(3)
-
-    def call(self, indices):
-        nodes = self.features
-        for convolution in self.convolutions:
-            nodes = convolution(nodes)
-        return self.head(ops.take(nodes, ops.cast(indices, "int64"), axis=0))
-
-
-class GraphConvolution(Script):
-    loss = CLASSES
-
-    def model(self):
-        model = GraphModel()
-        model(np.zeros([2], "int64"))
-        return model
-
-    def data(self):
-        return ints(30), ints(3)
-
-
-class Siamese(Script):
-    """A contrastive loss that returns one number."""
-
-    loss = tf_xshard.ScalarLoss(
-        lambda y, d: ops.mean(
-            (1 - y) * ops.square(d) + y * ops.square(ops.maximum(1 - d, 0))
-        )
-    )
-
-    def model(self):
-        pair = L.Input((2, 7))
-        tower = dense(7, 8, 4)
-        left = tower(L.Reshape((7,))(L.Cropping1D((0, 1))(pair)))
-        right = tower(L.Reshape((7,))(L.Cropping1D((1, 0))(pair)))
-        distance = L.Dot(1)([left, right])
-        return keras.Model(pair, L.Dense(1, activation="sigmoid")(distance))
-
-    def data(self):
-        return floats(2, 7), ints(2, 1).astype("float32")
 
 
 class ResidualNetwork(Script):
