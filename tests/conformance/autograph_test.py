@@ -143,7 +143,6 @@ def test_a_tensor_if_in_hooks_and_an_inner_optimizer(kind, how):
         )
         if how == "nested":
             optimizer = tf_xshard.TowerOptimizer(optimizer, 1)
-
     gradient = strategy.experimental_distribute_values_from_function(
         lambda c: tf.constant([10.0 ** int(c.replica_id_in_sync_group)])
     )

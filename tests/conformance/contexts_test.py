@@ -203,6 +203,22 @@ def test_tf_variables(kind):
     assert replicas.values(strategy, weight) == [-5.5, -5.5]
 
 
+@replicas.on_mirrored_and_tpu
+def test_a_local_variable_gets_its_own_replicas_gradient(kind):
+    """Of the group's loss: divided by the size of the group."""
+    strategy = replicas.STRATEGIES[kind](4)
+    with strategy.scope():
+        shared, own = keras.Variable(0.0), keras.Variable(0.0, name="own")
+        optimizer = tf_xshard.CrossShardOptimizer(
+            SGD(1.0), "mean", PAIRS, local=own, loss_normalization="replica"
+        )
+    replicas.apply_once(
+        strategy, optimizer, lambda r: [tf.constant(10.0**r)] * 2, [shared, own]
+    )
+    assert replicas.values(strategy, shared) == [-5.5, -5.5, -550, -550]
+    assert replicas.values(strategy, own) == [-0.5, -5, -50, -500]
+
+
 def test_an_optimizer_that_was_inside_another_one():
     """Alone it undoes 1/N again; inside others it takes their place."""
     strategy = replicas.mirrored(2)

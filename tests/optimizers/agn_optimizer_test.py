@@ -1,5 +1,7 @@
 """AGNOptimizer: oracles, identities, exchanges, the center, the end of fit."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -16,6 +18,12 @@ from tests.support import versions
 O = keras.optimizers  # noqa: E741
 START = [10.0, -2.0]
 PAIRS = [[0, 2], [3, 1]]
+ALL = [[0, 1]]
+VARIANTS = {
+    "updates": {"accumulate": "updates"},
+    "whole": {"normalize": False},
+    "sum": {"reduction": "sum"},
+}
 
 
 def _gradients(num_replicas, num_steps):
@@ -47,26 +55,25 @@ def _agn(inner, period, **kwargs):
 @pytest.mark.parametrize(
     "name, local, kind, groups, period, variant, graph",
     [
-        ("momentum", None, "mirrored", PAIRS, 3, {}, True),
-        ("nesterov", None, "tpu", PAIRS, 3, {}, True),
-        ("adagrad", None, "tpu_permuted", PAIRS, 3, {}, True),
-        ("sgd", None, "multi_worker", PAIRS, 3, {}, False),
-        ("momentum", "adam", "mirrored", [[0, 1]], 2, {}, True),
-        ("sgd", None, "mirrored", [[0, 1]], 1, {}, True),
-        *(
-            ("momentum", None, "mirrored", [[0, 1]], 2, variant, graph)
-            for variant, graph in (
-                (dict(accumulate="updates", reduction="sum"), True),
-                (dict(accumulate="updates", normalize=False), False),
-                (dict(reduction="sum"), False),
-                (dict(normalize=False, reduction="sum"), True),
-            )
-        ),
+        ("momentum", None, "mirrored", PAIRS, 3, "", True),
+        ("nesterov", None, "tpu", PAIRS, 3, "", True),
+        ("adagrad", None, "tpu_permuted", PAIRS, 3, "", True),
+        ("sgd", None, "multi_worker", PAIRS, 3, "", False),
+        ("momentum", "adam", "mirrored", ALL, 2, "", True),
+        ("sgd", None, "mirrored", ALL, 1, "", True),
+        ("momentum", None, "mirrored", ALL, 2, "updates sum", True),
+        ("momentum", None, "mirrored", ALL, 2, "updates whole", False),
+        ("momentum", None, "mirrored", ALL, 2, "sum", False),
+        ("momentum", None, "mirrored", ALL, 2, "sum whole", True),
     ],
-    ids=str,
+    ids=lambda one: {"": "plain", str(ALL): "all", str(PAIRS): "pairs"}.get(
+        str(one), str(one)
+    ),
 )
 def test_oracle(name, local, kind, groups, period, variant, graph):
     """Without a local optimizer, that is a copy of the center's."""
+    settings = [VARIANTS[word] for word in variant.split()]
+    variant = dict(itertools.chain(*(one.items() for one in settings)))
     num_replicas, num_steps = len(np.ravel(groups)), 3 * period + 1
     oracle, make = agn_oracle.OPTIMIZERS[name]
     local_oracle, make_local = agn_oracle.OPTIMIZERS[local or name]
