@@ -3,7 +3,6 @@
 import sys
 
 import keras
-import pytest
 import tensorflow as tf
 
 import tf_xshard
@@ -87,8 +86,7 @@ def test_compat_v1():
             return weights[0] * 3.0
 
         def on_replica():
-            pairs = cross.compute_gradients(loss, weights[:1])
-            cross.apply_gradients(pairs)
+            cross.apply_gradients(cross.compute_gradients(loss, weights[:1]))
             tower.minimize(loss, var_list=weights[1:])
 
         strategy.run(on_replica)
@@ -109,16 +107,8 @@ class _Halving(keras.optimizers.SGD):
         return super().apply_gradients([(gradient, variable)])
 
 
-@pytest.mark.parametrize(
-    "kind, how",
-    [
-        ("mirrored", "plain"),
-        ("tpu", "nested"),
-        # TPUStrategy.run takes no variables.
-        ("mirrored", "passed_to_run"),
-    ],
-)
-def test_a_tensor_if_in_hooks_and_an_inner_optimizer(kind, how):
+@replicas.on_mirrored_and_tpu
+def test_a_tensor_if_in_hooks_and_an_inner_optimizer(kind):
     def small_only(pairs):
         [(gradient, variable)] = pairs
         if tf.norm(gradient) > 5.0:
@@ -134,31 +124,28 @@ def test_a_tensor_if_in_hooks_and_an_inner_optimizer(kind, how):
     strategy = replicas.STRATEGIES[kind](2)
     with strategy.scope():
         weight = keras.Variable([0.0])
-        optimizer = tf_xshard.CrossShardOptimizer(
-            _Halving(1.0),
-            "sum",
-            pre_reduce=small_only,
-            post_reduce=negative_too,
-            loss_normalization="replica",
+        optimizer = tf_xshard.TowerOptimizer(
+            tf_xshard.CrossShardOptimizer(
+                _Halving(1.0),
+                "sum",
+                pre_reduce=small_only,
+                post_reduce=negative_too,
+                loss_normalization="replica",
+            ),
+            1,
         )
-        if how == "nested":
-            optimizer = tf_xshard.TowerOptimizer(optimizer, 1)
     gradient = strategy.experimental_distribute_values_from_function(
         lambda c: tf.constant([10.0 ** int(c.replica_id_in_sync_group)])
     )
 
     @tf.function
-    def step():
-        if how == "passed_to_run":
-            strategy.run(optimizer.apply, args=([gradient], [weight]))
+    def step(gradient):
+        if kind == "tpu":  # TPUStrategy.run takes no variables.
+            strategy.run(lambda g: optimizer.apply([g], [weight]), (gradient,))
         else:
-            strategy.run(
-                lambda: optimizer.apply(
-                    [replicas.power_of_ten()[None]], [weight]
-                )
-            )
+            strategy.run(optimizer.apply, args=([gradient], [weight]))
 
-    step()
+    step(gradient)
     # 1 + 0 (10 is too large), then -1, and half of it, which SGD subtracts.
     assert replicas.values(strategy, weight) == [[0.5]] * 2
 

@@ -131,7 +131,8 @@ def _places_in_turn():
     """Every accepted order, with one of the places of a loss scale."""
     for number, order in enumerate(dict(ACCEPTED)):
         places = [place for other, place in ACCEPTED if other == order]
-        marks = full if len(order) > 2 else ()
+        # Seeds above have the others.
+        marks = () if len(order) == len(set(order)) == 2 else full
         yield pytest.param(order, places[number % len(places)], marks=marks)
 
 
@@ -201,23 +202,18 @@ def test_wrappers_that_others_make(make, expected):
     assert state.num_groups == len(set(expected))
 
 
-@pytest.mark.parametrize("suffix", [".keras", ".h5"])
-def test_a_stack_is_saved_whole(suffix, tmp_path):
+def test_a_stack_is_saved_whole(tmp_path):
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    inner = keras.optimizers.SGD(1.0, momentum=0.5)
     model.compile(
-        _cross_of_towers(keras.optimizers.SGD(1.0, momentum=0.5)), "mse"
+        tf_xshard.CrossShardOptimizer(tf_xshard.TowerOptimizer(inner, 3)), "mse"
     )
     model.optimizer.build(model.trainable_variables)
     for number, variable in enumerate(model.optimizer.variables, 1):
         variable.assign(np.full(variable.shape, number))
-    path = tmp_path / f"model{suffix}"
-    model.save(path)
-    loaded = keras.models.load_model(path).optimizer
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras").optimizer
     for got, want in zip(
         loaded.variables, model.optimizer.variables, strict=True
     ):
         np.testing.assert_array_equal(got, want)
-
-
-def _cross_of_towers(inner):
-    return tf_xshard.CrossShardOptimizer(tf_xshard.TowerOptimizer(inner, 3))

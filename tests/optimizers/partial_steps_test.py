@@ -16,6 +16,7 @@ import tf_xshard
 from tests.support import fitting
 from tests.support import replicas
 from tests.support import seeds
+from tests.support import traced
 from tests.support import training
 from tests.support import versions
 
@@ -177,32 +178,18 @@ def test_plain_keras_counts_steps_without_data():
     )
 
 
-class Stepped:
-    """An optimizer and a weight of ones, whose state can be set back."""
+def of_ones(make, num_replicas=2):
+    """An optimizer of a weight of ones, whose gradient is a multiple of it."""
+    one = traced.Traced(make, [np.ones(3)], num_replicas=num_replicas)
+    [weight] = one.weights
+    return one, lambda x: one.optimizer.apply([x * weight.value], [weight])
 
-    def __init__(self, make, num_replicas=2):
-        self.strategy = replicas.mirrored(num_replicas)
-        with self.strategy.scope():
-            self.weight = keras.Variable(np.ones(3, "float32"))
-            self.optimizer = make()
-            self.optimizer.build([self.weight])
-        self._variables = [self.weight, *self.optimizer.variables]
-        self._initial = [one.numpy() for one in self._variables]
 
-    def apply(self, gradient):
-        self.optimizer.apply([gradient * self.weight.value], [self.weight])
-
-    def state(self, but=None):
-        return state(
-            self.strategy, [one for one in self._variables if one is not but]
-        )
-
-    def after(self, run):
-        """The state after a function, from the initial state."""
-        for variable, value in zip(self._variables, self._initial, strict=True):
-            variable.assign(value)
-        run()
-        return self.state()
+def after(one, run):
+    """The state after a function, from the initial state."""
+    one.reset()
+    run()
+    return state(one.strategy, one.variables)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +203,11 @@ class Stepped:
     ],
 )
 def test_next_in_the_step(name):
-    one = Stepped(OPTIMIZERS[name])
+    one, apply = of_ones(OPTIMIZERS[name])
 
     @tf.function(autograph=False)
     def step(iterator):
-        one.strategy.run(one.apply, args=(next(iterator),))
+        one.strategy.run(apply, args=(next(iterator),))
 
     def elements(context):
         # Seven batches for two replicas: the fourth step has one.
@@ -241,7 +228,7 @@ def test_next_in_the_step(name):
                 step(iterator)
 
     data = one.strategy.distribute_datasets_from_function(elements)
-    check_same(one.after(to_the_end), one.after(whole_steps))
+    check_same(after(one, to_the_end), after(one, whole_steps))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +243,7 @@ def test_next_in_the_step(name):
 )
 def test_a_caught_failure_of_one_replica(name, graph):
     """The good steps are those of a run without failures, on all replicas."""
-    one = Stepped(OPTIMIZERS[name])
+    one, apply = of_ones(OPTIMIZERS[name])
 
     def step(fails):
         def on_replica():
@@ -265,7 +252,7 @@ def test_a_caught_failure_of_one_replica(name, graph):
                 check = tf.debugging.Assert(tf.logical_not(fails), ["bad row"])
                 with tf.control_dependencies([check] if graph else []):
                     gradient = tf.identity(gradient)
-            one.apply(gradient)
+            apply(gradient)
 
         one.strategy.run(on_replica)
 
@@ -281,17 +268,17 @@ def test_a_caught_failure_of_one_replica(name, graph):
                 step(tf.constant(fails))
 
     check_same(
-        one.after(lambda: run(False, True, False, True, False)),
-        one.after(lambda: run(False, False, False)),
+        after(one, lambda: run(False, True, False, True, False)),
+        after(one, lambda: run(False, False, False)),
     )
 
 
 def built(make, num_replicas=2):
-    one = Stepped(make, num_replicas)
+    one, apply = of_ones(make, num_replicas)
 
     @tf.function(autograph=False)
     def step():
-        one.strategy.run(lambda: one.apply(tf.ones([3])))
+        one.strategy.run(lambda: apply(tf.ones([3])))
 
     return one, step
 
@@ -321,14 +308,15 @@ def test_different_counts_are_refused(name):
     one, step = built(make, num_replicas)
     counter = counter_of(one.optimizer)
     step()
-    before = one.state(but=counter)
+    others = [v for v in one.variables if v is not counter]
+    before = state(one.strategy, others)
     set_on(one.strategy, counter, 5, num_replicas - 1)
     with pytest.raises(
         tf.errors.InvalidArgumentError,
         match="replicas of this process have made different numbers",
     ):
         step()
-    check_same(one.state(but=counter), before)
+    check_same(state(one.strategy, others), before)
     # Follow the advice of the message.
     if name in ("tower", "agn"):
         one.optimizer.reset()
@@ -349,15 +337,14 @@ def test_reset_starts_a_period_from_the_center():
     )
     step()
     one.optimizer.reset()
-    for value in replicas.values(one.strategy, one.weight):
-        np.testing.assert_array_equal(value, 1.0)
+    np.testing.assert_array_equal(one.values(), np.ones([1, 2, 3]))
     # Values that are assigned after it start the new period.
-    one.weight.assign([4.0, 4.0, 4.0])
+    one.weights[0].assign([4.0, 4.0, 4.0])
     for _ in range(3):
         step()
     # Gradients are 4, 2 and 1; the center moves by their mean.
-    for value in replicas.values(one.strategy, one.weight):
-        np.testing.assert_allclose(value, 4 - 0.5 * 7 / 3)
+    expected = np.full([1, 2, 3], 4 - 0.5 * 7 / 3)
+    np.testing.assert_allclose(one.values(), expected, rtol=1e-6)
 
 
 @in_full

@@ -41,16 +41,11 @@ def _rows_as_columns(groups):
     )
 
 
-def _replaced(num_replicas):
+def _replaced():
     """Owner, attribute and what it is instead."""
     of = reducer.GradientReducer
     return {
         "factor_2": (gradients, "scaled", lambda g, f: _scaled(g, f * 2)),
-        "factor_1_n": (
-            gradients,
-            "scaled",
-            lambda g, f: _scaled(g, f / num_replicas),
-        ),
         "no_reduction": (of, "sum", lambda self, b, *_, **__: (b, None)),
         "groups_ignored": (of, "sum", _with_groups(_all)),
         "contiguous": (of, "sum", _with_groups(_contiguous)),
@@ -62,7 +57,7 @@ def _replaced(num_replicas):
 @contextlib.contextmanager
 def mutant(name, num_replicas=1):
     """Makes the reduction wrong until this is left."""
-    owner, attribute, wrong = _replaced(num_replicas)[name]
+    owner, attribute, wrong = _replaced()[name]
     right = getattr(owner, attribute)
     setattr(owner, attribute, wrong)
     try:

@@ -21,6 +21,7 @@ class Traced:
     Attributes:
       strategy: The strategy.
       weights: The variables.
+      variables: The weights and the optimizer's variables.
       optimizer: The optimizer.
     """
 
@@ -54,12 +55,12 @@ class Traced:
             self.strategy.run(on_replica, args=arriving)
 
         self._step = tf.function(step, autograph=False) if graph else step
-        self._variables = [*self.weights, *self.optimizer.variables]
-        self._initial = [one.numpy() for one in self._variables]
+        self.variables = [*self.weights, *self.optimizer.variables]
+        self._initial = [one.numpy() for one in self.variables]
 
     def reset(self):
         """Gives all variables, the optimizer's too, their initial values."""
-        for variable, value in zip(self._variables, self._initial, strict=True):
+        for variable, value in zip(self.variables, self._initial, strict=True):
             variable.assign(value)
 
     def step(self, *arriving):
