@@ -857,158 +857,125 @@ TOWER_AND_LOSSES: list[Promise] = [
 AGN_AND_STEPS: list[Promise] = [
     Promise(
         "An exchange divides by the steps of its period.",
-        O + "agn_optimizer_test.py::test_oracle[momentum-None-mirrored-pair"
-        "s-3-plain-True]",
+        _AGN + "test_oracle[momentum-None-mirrored-pairs-3-plain-True]",
         "optimizers/agn.py",
         "            divisor = divisor * num_steps",
         "            divisor = divisor",
     ),
     Promise(
         "All replicas go on from the center.",
-        O + "agn_optimizer_test.py::test_oracle[nesterov-None-tpu-pairs-3-p"
-        "lain-True]",
+        _AGN + "test_oracle[nesterov-None-tpu-pairs-3-plain-True]",
         "optimizers/agn.py",
         "            self._center_pairs.adopt_here()\n",
         "            pass\n",
     ),
     Promise(
         "Each group has its own center (tpu_permuted).",
-        O + "agn_optimizer_test.py::test_oracle[adagrad-None-tpu_permuted-p"
-        "airs-3-plain-True]",
-        "optimizers/agn.py",
-        "        groups = plan.groups(self, site)\n        self._seen",
-        "        groups = plan.groups(self, "
-        "site).single(site.num_replicas)\n"
-        "        self._seen",
+        _AGN + "test_oracle[adagrad-None-tpu_permuted-pairs-3-plain-True]",
+        *_ONE_CENTER,
     ),
     Promise(
         "Each group has its own center (MultiWorkerMirroredStrategy).",
-        O + "agn_optimizer_test.py::test_oracle[sgd-None-multi_worker-pairs"
-        "-3-plain-False]",
-        "optimizers/agn.py",
-        "        groups = plan.groups(self, site)\n        self._seen",
-        "        groups = plan.groups(self, "
-        "site).single(site.num_replicas)\n"
-        "        self._seen",
+        _AGN + "test_oracle[sgd-None-multi_worker-pairs-3-plain-False]",
+        *_ONE_CENTER,
     ),
     Promise(
         "Nothing crosses between exchanges.",
-        O + "agn_optimizer_test.py::test_nothing_crosses_between_exchanges["
-        "agn]",
+        _AGN + "test_nothing_crosses_between_exchanges[agn]",
         "optimizers/agn.py",
         "replica_variables.cond(pending + 1 >= self._period, exchange)",
         "replica_variables.cond(pending + 1 >= 1, exchange)",
     ),
     Promise(
         "fit ends with an early exchange (mirrored).",
-        O + "agn_optimizer_test.py::test_the_end_of_fit[mirrored]",
-        "optimizers/agn.py",
-        "                pending,\n"
-        "                optimizer_state.indices_of(self, var_list)",
-        "                self._period,\n"
-        "                optimizer_state.indices_of(self, var_list)",
+        _AGN + "test_the_end_of_fit[mirrored]",
+        *_A_WHOLE_PERIOD,
     ),
     Promise(
         "fit ends with an early exchange (tpu).",
-        O + "agn_optimizer_test.py::test_the_end_of_fit[tpu]",
-        "optimizers/agn.py",
-        "                pending,\n"
-        "                optimizer_state.indices_of(self, var_list)",
-        "                self._period,\n"
-        "                optimizer_state.indices_of(self, var_list)",
+        _AGN + "test_the_end_of_fit[tpu]",
+        *_A_WHOLE_PERIOD,
     ),
     Promise(
         "Updates and SGD are local SGD.",
-        O + "agn_optimizer_test.py::test_local_sgd_and_diloco[1.0-0.0-False"
-        "-mirrored]",
-        "optimizers/agn.py",
-        "            total = self._center_pairs.change_here(index)",
-        "            total = 0.5 * self._center_pairs.change_here(index)",
+        _AGN + "test_local_sgd_and_diloco[1.0-0.0-False-mirrored]",
+        *_HALF_OF_UPDATE,
     ),
     Promise(
         "Updates and Nesterov's momentum are DiLoCo.",
-        O + "agn_optimizer_test.py::test_local_sgd_and_diloco[0.7-0.9-False"
-        "-tpu_permuted]",
-        "optimizers/agn.py",
-        "            total = self._center_pairs.change_here(index)",
-        "            total = 0.5 * self._center_pairs.change_here(index)",
+        _AGN + "test_local_sgd_and_diloco[0.7-0.9-False-tpu_permuted]",
+        *_HALF_OF_UPDATE,
     ),
     Promise(
         "learning_rate is the local optimizer's.",
-        O + "agn_optimizer_test.py::test_learning_rates",
+        _AGN + "test_learning_rates",
         "optimizers/agn.py",
         "        self.local_optimizer.learning_rate = value",
         "        self.inner_optimizer.learning_rate = value",
     ),
     Promise(
         "show_center puts the center into the model.",
-        O + "agn_optimizer_test.py::test_the_model_shows_the_center_until_t"
-        "raining_goes_on",
+        _AGN + "test_the_model_shows_the_center_until_training_goes_on",
         "optimizers/agn.py",
         "            self._center_pairs.show(shown)",
         "            pass",
     ),
     Promise(
         "A config holds AGNOptimizer's settings.",
-        O + "agn_optimizer_test.py::test_config",
+        _AGN + "test_config",
         "optimizers/agn.py",
         '"accumulate": self._accumulate,',
         '"accumulate": "gradients",',
     ),
     Promise(
         "reset starts a period from the center.",
-        O + "partial_steps_test.py::test_reset_starts_a_period_from_the_center",
+        _PARTIAL + "test_reset_starts_a_period_from_the_center",
         "optimizers/agn.py",
         "        self._center_pairs.copy_into_model()\n        of_period",
         "        of_period",
     ),
     Promise(
         "Writes wait for gradients and reductions.",
-        O + "commit_test.py::test_writes_wait_for_all_replicas[tower]",
+        _COMMIT + "test_writes_wait_for_all_replicas[tower]",
         "optimizers/commit.py",
         "return tf.control_dependencies([tf.group(*flat)])",
         "return contextlib.nullcontext()",
     ),
     Promise(
         "Writes wait for the reductions of their call.",
-        O + "commit_test.py::test_writes_wait_for_all_replicas[hooks, clip, "
-        "decay, averages]",
+        _COMMIT
+        + "test_writes_wait_for_all_replicas[hooks, clip, decay, averages]",
         "optimizers/commit.py",
         "self._waits_for = (*before, *values)",
         "self._waits_for = before",
     ),
     Promise(
         "A step whose data ends on one replica changes none.",
-        O + "partial_steps_test.py::test_next_in_the_step[cross]",
-        "optimizers/commit.py",
-        "return [_merged(own, lambda every: tf.group(*every))]",
-        "return [own]",
+        _PARTIAL + "test_next_in_the_step[cross]",
+        *_OWN_ARRIVAL,
     ),
     Promise(
         "A step that fails on one replica changes none.",
-        O + "partial_steps_test.py::test_a_caught_failure_of_one_replica[sk"
-        "ip-True]",
-        "optimizers/commit.py",
-        "return [_merged(own, lambda every: tf.group(*every))]",
-        "return [own]",
+        _PARTIAL + "test_a_caught_failure_of_one_replica[skip-True]",
+        *_OWN_ARRIVAL,
     ),
     Promise(
         "A wrapper's own writes wait, too.",
-        O + "commit_test.py::test_writes_wait_for_all_replicas[int8, skip]",
+        _COMMIT + "test_writes_wait_for_all_replicas[int8, skip]",
         "optimizers/base.py",
         "            with plan.commit.writing():\n                update()",
         "            with contextlib.nullcontext():\n                update()",
     ),
     Promise(
         "Replicas with different counts do not step.",
-        O + "partial_steps_test.py::test_different_counts_are_refused[cross]",
+        _PARTIAL + "test_different_counts_are_refused[cross]",
         "optimizers/commit.py",
         "tf.reduce_all(tf.equal(values, expected))",
         "tf.constant(True)",
     ),
     Promise(
         "Rounds that differ by replica do not step.",
-        O + "partial_steps_test.py::test_different_counts_are_refused[agn]",
+        _PARTIAL + "test_different_counts_are_refused[agn]",
         "optimizers/base.py",
         "            *(one for w in stack.wrappers(self) for one in "
         "w._counts()),\n",
@@ -1016,8 +983,7 @@ AGN_AND_STEPS: list[Promise] = [
     ),
     Promise(
         "fit on data of unknown size counts the batches.",
-        O + "partial_steps_test.py::test_fit_on_data_of_unknown_size[averag"
-        "es-none-{}]",
+        _PARTIAL + "test_fit_on_data_of_unknown_size[averages-none-{}]",
         "optimizers/commit.py",
         "        own = tf.zeros([])",
         "        pass\n    own = tf.zeros([])",

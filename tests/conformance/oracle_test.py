@@ -238,7 +238,7 @@ def test_gradients_travel_in_the_given_type(wire, kind, group_size):
 
 
 def test_several_buckets_keep_their_order():
-    shapes = [[3], [5, 2], [], [3], [40], [2], [3], [7, 3], [1]]
+    shapes = [[3], [3], [5, 2], [], [40], [2], [2], [7, 3], [1]]
     weights = steps.stepped(
         lambda: _optimizer(
             [[0, 3], [1, 2]],
@@ -256,8 +256,11 @@ def test_several_buckets_keep_their_order():
     assert [list(one[0].shape) for one in weights] == shapes
 
 
-@pytest.mark.parametrize("graph", [True, False], ids=["function", "eager"])
-def test_none_stays_none_in_a_group_without_a_gradient(graph):
+@pytest.mark.parametrize(
+    "kind, graph",
+    [("mirrored", True), ("mirrored", False), ("multi_worker", False)],
+)
+def test_none_stays_none_in_a_group_without_a_gradient(kind, graph):
     """Weight decay shows whether a zero gradient was applied."""
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         first, second = steps.stepped(
@@ -268,6 +271,7 @@ def test_none_stays_none_in_a_group_without_a_gradient(graph):
             ),
             lambda r: [tf.constant(0.0), tf.constant(4.0) if r == 1 else None],
             [1.0, 1.0],
+            kind,
             graph=graph,
         )
     assert first == [0.5] * 4

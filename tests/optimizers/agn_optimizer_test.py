@@ -12,7 +12,6 @@ from tests.support import agn_oracle
 from tests.support import collective_counts
 from tests.support import replicas
 from tests.support import traced
-from tests.support import training
 from tests.support import versions
 
 O = keras.optimizers  # noqa: E741
@@ -208,31 +207,6 @@ def test_the_model_shows_the_center_until_training_goes_on():
         np.testing.assert_array_equal([*one.values(), found], values)
     for got, want in zip(_steps(one, gradients[5:]), plain[5:], strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.full
-def test_two_fits_equal_one_on_a_period_boundary():
-    x, y = training.data()
-
-    def trained(*parts, steps_per_execution=1):
-        strategy = replicas.mirrored(2)
-        with strategy.scope():
-            model = training.model()
-            model.compile(
-                tf_xshard.AGNOptimizer(
-                    O.SGD(0.1, momentum=0.9), communication_period=3
-                ),
-                "mse",
-                steps_per_execution=steps_per_execution,
-            )
-        for start, end in parts:
-            rows = slice(16 * start, 16 * end)
-            model.fit(x[rows], y[rows], batch_size=16, shuffle=False, verbose=0)
-        return training.weights(model, strategy)
-
-    one = trained((0, 12), steps_per_execution=4)
-    assert training.deviation(trained((0, 6), (6, 12)), one) <= 1e-6
-    assert training.deviation(trained((0, 5), (5, 12)), one) > 1e-6
 
 
 def test_config():

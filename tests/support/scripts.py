@@ -87,27 +87,6 @@ class ResidualNetwork(Script):
         return floats(8, 8, 3), ints(4)
 
 
-class FineTuning(Script):
-    """A frozen base, then all of it with another optimizer."""
-
-    def model(self):
-        self.base = dense(6, 9, 5)
-        self.base.trainable = False
-        return keras.Sequential([L.Input((6,)), self.base, L.Dense(1)])
-
-    def train(self, wrap):
-        model = super().train(wrap)
-        self.base.trainable = True
-        optimizer = wrap(keras.optimizers.SGD(0.01, momentum=0.9))
-        model.compile(optimizer=optimizer, loss=self.loss)
-        model.optimizer.build(model.trainable_variables)
-        self.fit(model)
-        return model
-
-    def data(self):
-        return floats(6), floats(1)
-
-
 class WideAndDeep(Script):
     """An optimizer for each part, chosen by the variables' names."""
 
