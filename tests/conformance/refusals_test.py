@@ -502,6 +502,7 @@ def test_replicas_that_apply_something_else_or_nothing():
         lambda pairs: [(g,) for g, _ in pairs],
         lambda pairs: [(v, g) for g, v in pairs],
     ],
+    ids=["none", "reversed", "alone", "swapped"],
 )
 def test_a_hook_that_returns_something_else(returned):
     variables = [keras.Variable(1.0), keras.Variable(2.0)]

@@ -1,6 +1,4 @@
-"""AGNOptimizer: oracles, identities, exchanges, the center, the end of fit."""
-
-import itertools
+"""AGNOptimizer: its oracle, exchanges, the center, the end of fit."""
 
 import keras
 import numpy as np
@@ -8,38 +6,26 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import agn_oracle
 from tests.support import collective_counts
+from tests.support import random_stacks
 from tests.support import replicas
+from tests.support import stacks
 from tests.support import traced
 from tests.support import versions
 
 O = keras.optimizers  # noqa: E741
 START = [10.0, -2.0]
 PAIRS = [[0, 2], [3, 1]]
-ALL = [[0, 1]]
-VARIANTS = {
-    "updates": {"accumulate": "updates"},
-    "whole": {"normalize": False},
-    "sum": {"reduction": "sum"},
-}
+MOMENTUM = ("sgd", {"rate": 0.1, "momentum": 0.5})
+NESTEROV = ("sgd", {"rate": 0.7, "momentum": 0.9, "nesterov": True})
 
 
-def _gradients(num_replicas, num_steps):
-    return np.array(
-        [
-            [agn_oracle.gradient(r, step) for r in range(num_replicas)]
-            for step in range(1, num_steps + 1)
-        ]
+def _gradients(num_steps, num_replicas=2):
+    """g_r of every step, tenfold from replica to replica."""
+    rng = np.random.default_rng(0)
+    return random_stacks.random_gradients(
+        rng, num_steps, num_replicas, "float32"
     )
-
-
-def _steps(one, gradients):
-    """The local and center values of each replica after every step."""
-    [center] = one.optimizer.center_variables
-    for arriving in gradients:
-        one.step(arriving)
-        yield *one.values(), np.stack(replicas.values(one.strategy, center))
 
 
 def _agn(inner, period, **kwargs):
@@ -52,53 +38,82 @@ def _agn(inner, period, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "name, local, kind, groups, period, variant, graph",
+    "kind, graph, options, center",
     [
-        ("momentum", None, "mirrored", PAIRS, 3, "", True),
-        ("nesterov", None, "tpu", PAIRS, 3, "", True),
-        ("adagrad", None, "tpu_permuted", PAIRS, 3, "", True),
-        ("sgd", None, "multi_worker", PAIRS, 3, "", False),
-        ("momentum", "adam", "mirrored", ALL, 2, "", True),
-        ("sgd", None, "mirrored", ALL, 1, "", True),
-        ("momentum", None, "mirrored", ALL, 2, "updates sum", True),
-        ("momentum", None, "mirrored", ALL, 2, "updates whole", False),
-        ("momentum", None, "mirrored", ALL, 2, "sum", False),
-        ("momentum", None, "mirrored", ALL, 2, "sum whole", True),
+        pytest.param(kind, graph, {"period": 3, **options}, center, id=name)
+        for name, kind, graph, options, center in (
+            ("mirrored", "mirrored", True, {"groups": PAIRS}, MOMENTUM),
+            ("eager", "mirrored", False, {"groups": PAIRS}, MOMENTUM),
+            ("tpu", "tpu", True, {"groups": PAIRS}, NESTEROV),
+            ("permuted", "tpu_permuted", True, {"groups": PAIRS}, MOMENTUM),
+            ("workers", "multi_worker", False, {"groups": PAIRS}, MOMENTUM),
+            # With SGD, this is CrossShardOptimizer.
+            ("every_step", "mirrored", True, {"period": 1}, ("sgd", {})),
+            ("sum", "mirrored", False, {"reduction": "sum"}, MOMENTUM),
+            ("whole", "mirrored", True, {"normalize": False}, MOMENTUM),
+            (
+                "local_sgd",
+                "mirrored",
+                True,
+                {
+                    "accumulate": "updates",
+                    "normalize": False,
+                    "local": MOMENTUM,
+                },
+                ("sgd", {"rate": 1.0}),
+            ),
+            # arXiv 2311.08105.
+            (
+                "diloco",
+                "tpu_permuted",
+                True,
+                {
+                    "accumulate": "updates",
+                    "normalize": False,
+                    "local": MOMENTUM,
+                },
+                NESTEROV,
+            ),
+            (
+                "updates_sum",
+                "mirrored",
+                False,
+                {"accumulate": "updates", "reduction": "sum"},
+                MOMENTUM,
+            ),
+        )
     ],
-    ids=lambda one: {"": "plain", str(ALL): "all", str(PAIRS): "pairs"}.get(
-        str(one), str(one)
-    ),
 )
-def test_oracle(name, local, kind, groups, period, variant, graph):
-    """Without a local optimizer, that is a copy of the center's."""
-    settings = [VARIANTS[word] for word in variant.split()]
-    variant = dict(itertools.chain(*(one.items() for one in settings)))
-    num_replicas, num_steps = len(np.ravel(groups)), 3 * period + 1
-    oracle, make = agn_oracle.OPTIMIZERS[name]
-    local_oracle, make_local = agn_oracle.OPTIMIZERS[local or name]
+def test_oracle(kind, graph, options, center):
+    """Within and after each period, on all replicas.
+
+    Without a local optimizer, that is a copy of the center's.
+    """
+    stack = ("agn", options, center)
+    num_replicas = 4 if "groups" in options else 2
     one = traced.Traced(
-        lambda: _agn(
-            make,
-            period,
-            group_assignment=None if len(groups) == 1 else groups,
-            local_optimizer=make_local() if local else None,
-            **variant,
-        )(),
-        [START],
+        lambda: stacks.optimizer_of(stack, loss_normalization="replica"),
+        [np.zeros(stacks.SIZE)],
         kind,
         num_replicas,
         graph=graph,
     )
-    found = _steps(one, _gradients(num_replicas, num_steps))
-    expected = agn_oracle.history(
-        oracle, local_oracle, num_replicas, groups, period, num_steps, **variant
-    )
-    for got, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
-    counts = replicas.values(one.strategy, one.optimizer.iterations)
-    assert counts == [num_steps] * num_replicas
-    exchanges = replicas.values(one.strategy, one.optimizer.exchanges)
-    assert exchanges == [num_steps // period] * num_replicas
+    period = options["period"]
+    gradients = _gradients(3 * period + 1, num_replicas)
+    for num_steps in (period, 2 * period + 1, 3 * period + 1):
+        [got] = one.run(gradients[:num_steps])
+        stacks.check(got, stack, gradients[:num_steps], num_steps)
+        for count, want in (
+            (one.optimizer.iterations, num_steps),
+            (one.optimizer.exchanges, num_steps // period),
+        ):
+            found = replicas.values(one.strategy, count)
+            assert found == [want] * num_replicas
+
+
+def _center(one):
+    [center] = one.optimizer.center_variables
+    return np.stack(replicas.values(one.strategy, center))
 
 
 def test_learning_rates():
@@ -108,47 +123,6 @@ def test_learning_rates():
     optimizer.learning_rate = 0.25
     assert float(optimizer.local_optimizer.learning_rate.numpy()) == 0.25
     assert float(optimizer.inner_optimizer.learning_rate.numpy()) == 0.5
-
-
-@pytest.mark.parametrize(
-    "rate, outer_momentum, normalize, kind",
-    [
-        (1.0, 0.0, False, "mirrored"),  # Local SGD: averages of models.
-        (1.0, 0.0, True, "mirrored"),
-        (0.7, 0.9, False, "tpu_permuted"),  # DiLoCo.
-    ],
-)
-def test_local_sgd_and_diloco(rate, outer_momentum, normalize, kind):
-    """Nesterov's momentum on the mean update, as in arXiv 2311.08105.
-
-    The outer step is PyTorch's: b <- 0.9 b + d; center <- center - 0.7 (d +
-    0.9 b). Normalized, the outer rate is times the period.
-    """
-    gradients = _gradients(2, 9)
-    outer = rate * (3.0 if normalize else 1.0)
-    one = traced.Traced(
-        lambda: _agn(
-            lambda: O.SGD(outer, outer_momentum, nesterov=True),
-            3,
-            local_optimizer=O.SGD(0.05, momentum=0.9),
-            accumulate="updates",
-            normalize=normalize,
-        )(),
-        [START],
-        kind,
-        2,
-    )
-    models, momenta = np.array([START, START]), np.zeros([2, 2])
-    center, buffer = np.array(START), np.zeros(2)
-    for step, (got, _) in enumerate(_steps(one, gradients), 1):
-        momenta = 0.9 * momenta - 0.05 * gradients[step - 1]
-        models = models + momenta
-        if step % 3 == 0:
-            update = center - np.mean(models, axis=0)
-            buffer = outer_momentum * buffer + update
-            center = center - rate * (update + outer_momentum * buffer)
-            models = np.array([center, center])
-        np.testing.assert_allclose(got, models, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,17 +150,16 @@ def test_the_end_of_fit(kind):
     """An early exchange, divided by the pending steps; then the center."""
     momentum = lambda: O.SGD(0.1, momentum=0.9)
     one = traced.Traced(_agn(momentum, 3), [START], kind, 2)
-    gradients = _gradients(2, 5)
-    *_, (_, before) = _steps(one, gradients)
+    gradients = _gradients(5)
+    one.run(gradients)
     [slot] = one.optimizer.inner_optimizer.momentums
     velocity = np.stack(replicas.values(one.strategy, slot))
-    expected = before + 0.9 * velocity - 0.1 * np.mean(gradients[3:], (0, 1))
-    [center] = one.optimizer.center_variables
+    mean = np.mean(gradients[3:], (0, 1))
+    expected = _center(one) + 0.9 * velocity - 0.1 * mean
     for _ in range(2):  # Again, nothing is pending.
         one.optimizer.finalize_variable_values(one.weights)
-        found = np.stack(replicas.values(one.strategy, center))
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-        np.testing.assert_array_equal(found, *one.values())
+        np.testing.assert_allclose(_center(one), expected, rtol=1e-5)
+        np.testing.assert_array_equal(_center(one), *one.values())
         exchanges = replicas.values(one.strategy, one.optimizer.exchanges)
         assert exchanges == [2, 2]
 
@@ -194,19 +167,18 @@ def test_the_end_of_fit(kind):
 def test_the_model_shows_the_center_until_training_goes_on():
     """All replicas swap, and training continues with the local values."""
     one = traced.Traced(_agn(lambda: O.SGD(0.1), 3), [START], "mirrored", 2)
-    gradients = _gradients(2, 7)
-    plain = list(_steps(one, gradients))
-    one.reset()
-    *_, (local, center) = _steps(one, gradients[:5])
-    assert np.abs(local[0] - local[1]).max() > 1e-2
-    [variable] = one.optimizer.center_variables
+    gradients = _gradients(7)
+    [expected] = one.run(gradients)
+    [local] = one.run(gradients[:5])
+    center = _center(one)
+    assert np.abs(local[0] - local[1]).max() > 1e-3
     for shown, values in ((True, [center, local]), (False, [local, center])):
         one.optimizer.show_center(shown)
         assert one.optimizer.center_is_shown == shown
-        found = replicas.values(one.strategy, variable)
-        np.testing.assert_array_equal([*one.values(), found], values)
-    for got, want in zip(_steps(one, gradients[5:]), plain[5:], strict=True):
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal([*one.values(), _center(one)], values)
+    for arriving in gradients[5:]:
+        one.step(arriving)
+    np.testing.assert_array_equal(*one.values(), expected)
 
 
 def test_config():

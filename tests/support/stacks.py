@@ -41,6 +41,7 @@ def optimizer_of(stack, **kwargs):
         return kind(
             options.get("rate", 1.0),
             momentum=options.get("momentum", 0.0),
+            nesterov=options.get("nesterov", False),
             gradient_accumulation_steps=options.get("accumulation"),
         )
     inner = optimizer_of(*inner)
@@ -58,6 +59,10 @@ def optimizer_of(stack, **kwargs):
             communication_period=options["period"],
             reduction=reduction,
             group_assignment=groups,
+            accumulate=options.get("accumulate", "gradients"),
+            normalize=options.get("normalize", True),
+            local_optimizer=options.get("local")
+            and optimizer_of(options["local"]),
             **kwargs,
         )
     clip = options.get("clip")
@@ -103,6 +108,7 @@ class _SGD:
         _, options = stack
         self._rate = options.get("rate", 1.0)
         self._momentum = options.get("momentum", 0.0)
+        self._nesterov = options.get("nesterov", False)
         self._steps = options.get("accumulation") or 1
         self._weights = weights
         self._velocity = np.zeros_like(weights)
@@ -117,7 +123,10 @@ class _SGD:
         mean = self._sum / self._steps
         self._sum[:] = 0
         self._velocity = self._momentum * self._velocity - self._rate * mean
-        self._weights += self._velocity
+        step = self._velocity
+        if self._nesterov:
+            step = self._momentum * self._velocity - self._rate * mean
+        self._weights += step
 
 
 class _Scale:
@@ -186,7 +195,8 @@ class _AGN:
         self._weights = weights
         self._center = weights.copy()
         self._of_center = oracle_of(inner, self._center, None, True)
-        self._local = oracle_of(inner, weights, None, True)
+        local = self._options.get("local") or inner
+        self._local = oracle_of(local, weights, None, True)
         self._sum = np.zeros_like(weights)
         self._calls = 0
 
@@ -199,13 +209,13 @@ class _AGN:
         period = self._options["period"]
         if self._calls % period:
             return
-        self._of_center.apply(
-            _reduced(
-                self._sum / period,
-                self._groups,
-                self._options.get("reduction", "mean"),
-            )
-        )
+        total = self._sum
+        if self._options.get("accumulate") == "updates":
+            total = self._center - self._weights
+        if self._options.get("normalize", True):
+            total = total / period
+        reduction = self._options.get("reduction", "mean")
+        self._of_center.apply(_reduced(total, self._groups, reduction))
         self._sum[:] = 0
         self._weights[:] = self._center
 
