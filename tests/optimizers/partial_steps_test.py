@@ -144,7 +144,8 @@ in_full = replicas.in_full
         *(
             pytest.param(name, kind, {}, marks=in_full)
             for name, kind in replicas.in_turn(
-                OPTIMIZERS, ["mirrored", "none", "multi_worker", "mirrored"]
+                [one for one in OPTIMIZERS if one != "tower"],
+                ["mirrored", "none", "multi_worker", "mirrored"],
             )
         ),
         pytest.param("agn", "tpu", {}, marks=in_full),

@@ -57,6 +57,7 @@ def _replaced():
 @contextlib.contextmanager
 def mutant(name, num_replicas=1):
     """Makes the reduction wrong until this is left."""
+    del num_replicas  # No mutant depends on it.
     owner, attribute, wrong = _replaced()[name]
     right = getattr(owner, attribute)
     setattr(owner, attribute, wrong)
