@@ -983,14 +983,19 @@ AGN_AND_STEPS: list[Promise] = [
         "self._waits_for = before",
     ),
     Promise(
-        "A step whose data ends on one replica changes none.",
-        _PARTIAL + "test_next_in_the_step[tower]",
+        "A tower's call that fails on one replica changes none.",
+        _COMMIT + "test_writes_wait_for_all_replicas[tower]",
         *_OWN_ARRIVAL,
     ),
     Promise(
-        "A step that fails on one replica changes none.",
-        _PARTIAL + "test_a_caught_failure_of_one_replica[agn-True]",
+        "An AGN step that fails on one replica changes none.",
+        _COMMIT + "test_writes_wait_for_all_replicas[AGN, groups]",
         *_OWN_ARRIVAL,
+    ),
+    Promise(
+        "A step whose data ends on one replica changes none.",
+        _PARTIAL + "test_next_in_the_step[cross]",
+        *_NO_GATE,
     ),
     Promise(
         "A wrapper's own writes wait, too.",
