@@ -35,7 +35,7 @@ def _traced(stack, num_replicas, dtype, kind, normalization=None):
 @pytest.mark.parametrize(
     "kind, seed",
     [
-        *(("mirrored", seed) for seed in (0, 1, 4, 5, 8)),
+        *(("mirrored", seed) for seed in (1, 4, 5, 8)),
         # These have a loss scale and a sharded update of one group.
         ("tpu", 22_040),
         ("multi_worker", 22_040),

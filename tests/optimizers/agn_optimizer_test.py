@@ -43,7 +43,6 @@ def _agn(inner, period, **kwargs):
         pytest.param(kind, graph, {"period": 3, **options}, center, id=name)
         for name, kind, graph, options, center in (
             ("mirrored", "mirrored", True, {"groups": PAIRS}, MOMENTUM),
-            ("eager", "mirrored", False, {"groups": PAIRS}, MOMENTUM),
             ("tpu", "tpu", True, {"groups": PAIRS}, NESTEROV),
             ("permuted", "tpu_permuted", True, {"groups": PAIRS}, MOMENTUM),
             ("workers", "multi_worker", False, {"groups": PAIRS}, MOMENTUM),
