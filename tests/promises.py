@@ -498,6 +498,248 @@ CROSS_SHARD: list[Promise] = [
         "        if lost and self._has_warned:\n",
     ),
     Promise(
+        "N replicas clip the gradient of the global batch.",
+        _EQUAL + "[global_clipnorm-mirrored-two-True]",
+        *_NOT_REDUCED,
+    ),
+    Promise(
+        "N replicas accumulate gradients of the global batch.",
+        _EQUAL + "[accumulation-mirrored-two-True]",
+        *_NOT_REDUCED,
+    ),
+    Promise(
+        "N replicas average weights, like one device.",
+        _EQUAL + "[average-mirrored-two-True]",
+        *_NOT_REDUCED,
+    ),
+    Promise(
+        "N replicas update Adam's state like one device.",
+        _EQUAL + "[adam-mirrored-two-True]",
+        *_NOT_REDUCED,
+    ),
+    Promise(
+        "N replicas scale the loss like one device.",
+        _EQUAL + "[loss_scale-mirrored-two-True]",
+        *_NOT_REDUCED,
+    ),
+    Promise(
+        "Groups train apart under MirroredStrategy.",
+        _EQUAL + "[overwritten-mirrored-pairs-True]",
+        *_ALL_MEMBERS,
+    ),
+    Promise(
+        "Groups train apart under MultiWorkerMirroredStrategy.",
+        _EQUAL + "[average-multi_worker-pairs-True]",
+        *_ALL_MEMBERS,
+    ),
+    Promise(
+        "Groups train apart in eager steps.",
+        _EQUAL + "[momentum-mirrored-pairs-False]",
+        "collectives/merge_call.py",
+        "return tf.identity(combined[self.groups.group_of(replica_id)])",
+        "return tf.identity(combined[0])",
+    ),
+    Promise(
+        "Groups train apart under TPUStrategy.",
+        _EQUAL + "[average-tpu-pairs-True]",
+        "collectives/cross_replica_sum.py",
+        "group_assignment=self.channel.groups.to_list()",
+        "group_assignment=[sum(self.channel.groups.to_list(), [])]",
+    ),
+    Promise(
+        "Groups train apart on TPUs without a device assignment.",
+        _EQUAL + "[average-tpu_permuted-pairs-True]",
+        "collectives/one_hot.py",
+        "return [tf.gather(total, index) for total in sums]",
+        "return [tf.gather(total, 0) for total in sums]",
+    ),
+    Promise(
+        "An overflow of one group does not reach another.",
+        C + "equality_with_one_device_test.py::test_another_groups_overflow"
+        "_stays_there[multi_worker-False]",
+        "collectives/one_hot.py",
+        "return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))",
+        "return tf.cast(slots, tensor.dtype) * tensor[tf.newaxis]",
+    ),
+    Promise(
+        '"mean" is the mean over the group.',
+        _ORACLE + "test_powers_of_two_are_exact[float16-mean-global-True]",
+        "reductions.py",
+        "    return count\n\n\ndef _one",
+        "    return 1\n\n\ndef _one",
+    ),
+    Promise(
+        '"sum" is the sum over the group.',
+        _ORACLE + "test_powers_of_two_are_exact[bfloat16-sum-replica-True]",
+        "optimizers/arguments.py",
+        "return reductions.checked(reduction)",
+        'return reductions.checked("mean")',
+    ),
+    Promise(
+        'loss_normalization="global" undoes 1/N.',
+        _ORACLE + "test_powers_of_two_are_exact[float64-mean-global-True]",
+        *_NOT_UNDONE,
+    ),
+    Promise(
+        "float64 keeps all of its digits.",
+        _NESTING + "test_random_cases[mirrored-1]",
+        "reduction/gradients.py",
+        "    return tf.constant(number, dtype)",
+        "    return tf.cast(tf.constant(number, tf.float32), dtype)",
+    ),
+    Promise(
+        "A group without a gradient of a variable does not update it.",
+        _ORACLE
+        + "test_none_stays_none_in_a_group_without_a_gradient[multi_worke"
+        "r-False]",
+        "reduction/presence.py",
+        "any(pattern[index].kind != NONE for pattern in group)",
+        "any(pattern[index].kind != NONE for pattern in patterns)",
+    ),
+    Promise(
+        "Gradients of equal shapes stay apart in buckets.",
+        _ORACLE + "test_several_buckets_keep_their_order",
+        "reduction/buckets.py",
+        "            parts = _unpacked(total, shapes, num_zeros(pack))\n"
+        "            for i, part in zip(pack, parts, strict=True):\n"
+        "                result[i] = part",
+        "            parts = _unpacked(total, shapes, num_zeros(pack))\n"
+        "            for i, part in zip(pack, parts, strict=True):\n"
+        "                result[i] = next(p for p in parts if p.shape == "
+        "part.shape)",
+    ),
+    Promise(
+        "The inner optimizer gets only the rows that replicas have.",
+        _ORACLE + "test_sparse_gradients_stay_sparse[function]",
+        "collectives/subgroups.py",
+        "gathered.append(tf.boolean_mask(blocks, is_row))",
+        "gathered.append(blocks)",
+    ),
+    Promise(
+        "A row that occurs several times is summed first.",
+        C + "limits_test.py::test_an_embedding_is_one_hot_rows_and_a_dense_"
+        "layer[Adam]",
+        "distribute/indexed_slices.py",
+        "    values = tf.math.unsorted_segment_sum(\n",
+        "    values = tf.math.unsorted_segment_mean(\n",
+    ),
+    Promise(
+        "fit ends with the averages of all replicas in the model.",
+        _EQUAL + "[average-mirrored-two-True]",
+        "optimizers/base.py",
+        "            self.inner_optimizer.finalize_variable_values(var_list)",
+        "            pass",
+    ),
+    Promise(
+        "pre_reduce gets each replica's own gradient.",
+        _CONTEXTS + "test_clipping_before_and_after[pre_reduce-mirrored]",
+        *_NO_PRE_HOOK,
+    ),
+    Promise(
+        "pre_reduce gets each replica's own gradient on a TPU.",
+        _CONTEXTS + "test_clipping_before_and_after[pre_reduce-tpu]",
+        *_NO_PRE_HOOK,
+    ),
+    Promise(
+        "post_reduce gets the group's gradient.",
+        _CONTEXTS + "test_clipping_before_and_after[post_reduce-mirrored]",
+        "optimizers/cross_shard.py",
+        "        batch = self._post_hook(batch, inner.scale_loss)\n"
+        "        if self._sharded",
+        "        if self._sharded",
+    ),
+    Promise(
+        "Hooks get gradients without the loss scale.",
+        _CONTEXTS + "test_hooks_see_unscaled_gradients[global]",
+        "optimizers/hooks.py",
+        "return values * (batch.scale / as_dtype(loss_scale, values.dtype))",
+        "return values * batch.scale",
+    ),
+    Promise(
+        "What a hook returns is scaled again.",
+        _CONTEXTS + "test_hooks_see_unscaled_gradients[global]",
+        "optimizers/hooks.py",
+        "factor = as_dtype(loss_scale, values.dtype) / batch.scale",
+        "factor = as_dtype(loss_scale, values.dtype)",
+    ),
+    Promise(
+        "A local variable gets the gradient of the group's loss.",
+        _CONTEXTS
+        + "test_a_local_variable_gets_its_own_replicas_gradient[mirrored]",
+        "optimizers/cross_shard.py",
+        "                divisor = "
+        "self._reduction.of_sum(groups.group_size)\n"
+        "        batch",
+        "                divisor = 1\n        batch",
+    ),
+    Promise(
+        "A local variable's gradient is not reduced.",
+        _CONTEXTS + "test_a_local_variable_gets_its_own_replicas_gradient[tpu]",
+        "optimizers/local_variables.py",
+        "        if variable in self:\n"
+        "            return variable_role.UNREDUCED",
+        "        if not self:\n            return variable_role.UNREDUCED",
+    ),
+    Promise(
+        "All groups skip a step in which one overflows.",
+        _NESTING + "test_an_order_is_right[('cross', 'tower')-0]",
+        "optimizers/cross_shard.py",
+        "                loss_scaling.nan_unless(finite, reduced.values)",
+        "                reduced.values",
+    ),
+    Promise(
+        "Only the outermost wrapper undoes 1/N.",
+        _NESTING + "test_wrappers_that_others_make[loaded]",
+        "optimizers/stack.py",
+        "if wrapper is self.root and self.loss_normalization",
+        "if self.loss_normalization",
+    ),
+    Promise(
+        "A tower inside follows the groups around it.",
+        _NESTING + "test_wrappers_that_others_make[loaded]",
+        "optimizers/stack.py",
+        "            return _Part(wrapper, False, around.group_assignment)",
+        "            return _Part(wrapper, True, None)",
+    ),
+    Promise(
+        "Wrappers that a MultiOptimizer makes keep their groups.",
+        _NESTING + "test_wrappers_that_others_make[groups_in_multi]",
+        "optimizers/stack.py",
+        "        if wrappers(wrapper.inner_optimizer):\n"
+        "            return _Part(wrapper, False, own)",
+        "        if wrappers(wrapper.inner_optimizer):\n"
+        "            return _Part(wrapper, True, own)",
+    ),
+    Promise(
+        "AGNOptimizer without groups takes the groups around it.",
+        _CONTEXTS + "test_an_optimizer_that_was_inside_another_one",
+        "optimizers/stack.py",
+        "        return _Part(wrapper, True, around.group_assignment)",
+        "        return _Part(wrapper, True, own)",
+    ),
+    Promise(
+        "A loaded optimizer has the groups that were saved.",
+        _NESTING + "test_wrappers_that_others_make[loaded]",
+        "optimizers/base.py",
+        '"group_assignment": groups and groups.to_list()',
+        '"group_assignment": None',
+    ),
+    Promise(
+        "A Keras file holds the state of all wrappers.",
+        _NESTING + "test_a_stack_is_saved_whole",
+        "optimizers/saving.py",
+        "        store[str(index)] = variable.numpy()",
+        "        store[str(index)] = variable.numpy() * 0",
+    ),
+    Promise(
+        "A call outside the strategy is refused and changes nothing.",
+        C + "refusals_test.py::test_a_step_in_another_context[cross]",
+        "optimizers/base.py",
+        "        if own.num_replicas_in_sync > 1 and not "
+        "tf.distribute.has_strategy():",
+        "        if False:",
+    ),
+    Promise(
         'loss_normalization="replica" leaves the loss as it is.',
         _ORACLE + "test_powers_of_two_are_exact[bfloat16-sum-replica-True]",
         "optimizers/stack.py",
