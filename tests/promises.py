@@ -35,6 +35,63 @@ C = "tests/conformance/"
 O = "tests/optimizers/"  # noqa: E741
 V = "tests/compat/v1/"
 K = "tests/tf_keras/aggregation_test.py::"
+_EQUAL = C + "equality_with_one_device_test.py::test_equal_to_one_device"
+_ORACLE = C + "oracle_test.py::"
+_NESTING = C + "nesting_test.py::"
+_CONTEXTS = C + "contexts_test.py::"
+_AGN = O + "agn_optimizer_test.py::"
+_COMMIT = O + "commit_test.py::"
+_PARTIAL = O + "partial_steps_test.py::"
+_NOT_REDUCED = (
+    "optimizers/cross_shard.py",
+    "batch, carry = reduce(batch, site, groups, self._reduction, carry)",
+    "batch = batch.multiplied()",
+)
+_ALL_MEMBERS = (
+    "collectives/subgroups.py",
+    "self._members = tuple(groups)[groups.group_of(site.replica_id)]",
+    "self._members = tuple(range(groups.num_replicas))",
+)
+_NOT_UNDONE = (
+    "optimizers/stack.py",
+    "            return site.num_replicas\n        return 1",
+    "            return 1\n        return 1",
+)
+_NO_PRE_HOOK = (
+    "optimizers/cross_shard.py",
+    "        batch = self._pre_hook(batch, inner.scale_loss)\n",
+    "",
+)
+_ONE_CENTER = (
+    "optimizers/agn.py",
+    "        groups = plan.groups(self, site)\n        self._seen",
+    "        groups = plan.groups(self, "
+    "site).single(site.num_replicas)\n"
+    "        self._seen",
+)
+_A_WHOLE_PERIOD = (
+    "optimizers/agn.py",
+    "                pending,\n"
+    "                optimizer_state.indices_of(self, var_list)",
+    "                self._period,\n"
+    "                optimizer_state.indices_of(self, var_list)",
+)
+_HALF_OF_UPDATE = (
+    "optimizers/agn.py",
+    "            total = self._center_pairs.change_here(index)",
+    "            total = 0.5 * self._center_pairs.change_here(index)",
+)
+_NO_GATE = (
+    "optimizers/commit.py",
+    "return tf.control_dependencies([tf.group(*flat)])",
+    "return contextlib.nullcontext()",
+)
+_OWN_ARRIVAL = (
+    "optimizers/commit.py",
+    "return [_merged(own, lambda every: tf.group(*every))]",
+    "return [own]",
+)
+
 
 COLLECTIVES_AND_REDUCTION: list[Promise] = [
     Promise(
