@@ -1,23 +1,28 @@
 """Applies the mutants of `tests/promises.py`; each has to fail its test.
 
-Run: python -m tests.programs.mutation_check [--only groups_test]
+Run: python -m tests.programs.mutation_check [--only oracle_test]
 
 First the tests of all rows must pass without a mutant. A mutant is killed if
 pytest then ends with 1 and the row's own test has failed: an error of
 collection or of a fixture, a timeout, or a text that does not occur once fails
 the check. The last line is `N killed, 0 survived`.
+
+TensorFlow and Keras are imported once: each run of pytest is a copy of this
+process, which imports the package and the tests anew.
 """
 
 import concurrent.futures
+import importlib
 import os
 import pathlib
 import queue
 import shutil
-import subprocess
+import sys
 import tempfile
 import time
 import xml.etree.ElementTree
 
+import pytest
 from absl import app
 from absl import flags
 
@@ -38,24 +43,34 @@ PASSED, FAILED = "passed", "failed"
 def _results(folder, tests, seconds):
     """The exit code, and what became of each test; `timeout` for both."""
     report = pathlib.Path(folder, "report.xml")
+    output = pathlib.Path(folder, "output")
     report.unlink(missing_ok=True)
-    command = processes.python(
-        *("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"),
-        *("--tb", "no", "--durations", "0", f"--junitxml={report}", *tests),
+    code = processes.forked(
+        lambda: _pytest(folder, report, tests), output, seconds
     )
-    environment = {
-        **os.environ,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": str(folder),
-    }
-    try:
-        ended = processes.run(command, seconds, cwd=folder, env=environment)
-    except subprocess.TimeoutExpired:
+    if code is None:
         return "timeout", ["timeout"]
     if not report.exists():
-        return ended.returncode, [ended.stdout[-2000:] + ended.stderr[-2000:]]
+        return code, [output.read_text(errors="replace")[-2000:]]
     cases = xml.etree.ElementTree.parse(report).iter("testcase")
-    return ended.returncode, [_result(case) for case in cases]
+    return code, [_result(case) for case in cases]
+
+
+def _pytest(folder, report, tests):
+    """Runs tests of a copy of the project, in this copy of the process."""
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("tests", "tf_xshard"):
+            del sys.modules[name]
+    os.chdir(folder)
+    sys.path[:] = [str(folder), *sys.path]
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.dont_write_bytecode = True
+    return pytest.main(
+        [
+            *("-q", "-n", "0", "-p", "no:cacheprovider", "--tb", "no"),
+            *("--durations", "0", f"--junitxml={report}", *tests),
+        ]
+    )
 
 
 def _result(case):
@@ -128,8 +143,17 @@ class _Check:
         )
 
 
+def _import():
+    """Imports what all runs of pytest need, as tests/conftest.py would."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    importlib.import_module("tensorflow")
+    importlib.import_module("keras")
+
+
 def main(argv):
     del argv
+    _import()
     rows = [
         row
         for row in promises.PROMISES

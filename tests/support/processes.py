@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from tests.support import paths
 
@@ -84,3 +85,40 @@ def run(command, seconds=540, check=False, given=None, **options):
         f"{(output or '')[-3000:]}\n{(errors or '')[-3000:]}"
     )
     return ended
+
+
+def forked(function, output, seconds):
+    """Calls a function in a copy of this process, and kills it in time.
+
+    Args:
+      function: What to call. Its result, an int, is the exit code.
+      output: The path that both outputs are written to.
+      seconds: The limit.
+
+    Returns:
+      The exit code, or None if the limit was reached.
+    """
+    process = os.fork()
+    if not process:
+        code = 70  # What an exception ends with.
+        try:
+            os.setsid()
+            with open(output, "wb") as file:
+                for descriptor in (1, 2):
+                    os.dup2(file.fileno(), descriptor)
+            code = int(function())
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + seconds
+    status = None
+    while status is None and time.monotonic() < deadline:
+        ended, found = os.waitpid(process, os.WNOHANG)
+        if ended:
+            status = os.waitstatus_to_exitcode(found)
+        else:
+            time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    if status is None:
+        os.waitpid(process, 0)
+    return status
