@@ -1,7 +1,9 @@
-"""Sums over MPI: against NumPy, on four processes; and what goes wrong."""
+"""Sums over MPI: against NumPy, on real processes; and what goes wrong."""
 
 import re
+import sys
 import time
+import types
 
 import keras
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.multi_worker import four_processes_test
 from tests.programs import mpi_program as program
 from tests.programs import multi_worker_program as cases
+from tests.support import cluster
 from tests.support import mpiexec
 from tests.support import random_stacks
 from tests.support import replicas
@@ -18,23 +22,22 @@ from tests.support import stacks
 from tf_xshard.collectives import mpi
 from tf_xshard.distribute import engines
 
-NUM_WORKERS = cases.NUM_WORKERS
 _PROGRAM = "tests.programs.mpi_program"
 
 
 @pytest.fixture(scope="module")
-def results():
-    """What the processes hold, by rank."""
-    ended = mpiexec.run(NUM_WORKERS, _PROGRAM)
-    assert ended.returncode == 0, ended.stderr[-5000:]
-    found = sorted(mpiexec.printed(ended), key=lambda one: one["rank"])
-    assert len(found) == NUM_WORKERS
-    return found
+def results_of():
+    """A function: what so many processes hold, by rank."""
 
+    def run(number):
+        ended = mpiexec.run(number, _PROGRAM)
+        assert ended.returncode == 0, ended.stderr[-5000:]
+        found = sorted(mpiexec.printed(ended), key=lambda one: one["rank"])
+        assert len(found) == number
+        return found
 
-def _members(rank):
-    [members] = [group for group in program.GROUPS if rank in group]
-    return members
+    outcomes = {n: cluster.once(lambda n=n: run(n)) for n in program.GROUPS}
+    return lambda number: outcomes[number]()
 
 
 def _of(members, shape, dtype):
@@ -43,11 +46,12 @@ def _of(members, shape, dtype):
     ]
 
 
-def _expected(rank):
+def _expected(rank, groups):
     """What each operation gives to a process, by NumPy."""
-    members = _members(rank)
+    [members] = [group for group in groups if rank in group]
+    # MPI's own order of a group's processes.
     position = members.index(rank)
-    found = {"path": "MPI"}
+    found = {"alone": _of([rank], [3], "float32")}
     for dtype in program.SUMMED:
         found[f"sum {dtype}"] = [
             sum(_of(members, shape, dtype)) for shape in ([3, 5], [], [0])
@@ -66,76 +70,103 @@ def _expected(rank):
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_operations(results, mode):
-    for rank, result in enumerate(results):
-        expected = _expected(rank)
-        assert result[mode].keys() == expected.keys()
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=replicas.in_full)])
+def test_operations(results_of, number, mode):
+    for rank, result in enumerate(results_of(number)):
+        expected = _expected(rank, program.GROUPS[number])
+        got = result[mode]
+        assert got.pop("path") == "MPI"
+        assert got.keys() == expected.keys()
         for name, values in expected.items():
-            got = result[mode][name]
-            if name == "path":
-                assert got == values
-                continue
-            for one, value in zip(got, values, strict=True):
+            for one, value in zip(got[name], values, strict=True):
                 np.testing.assert_array_equal(one, value, err_msg=name)
 
 
-def _check_oracle(name, rank, got):
-    members = _members(rank) if cases.GROUPS[name] == cases.CROSSED else None
-    if members is None:
-        [members] = [
-            group
-            for group in cases.GROUPS[name] or [[0, 1, 2, 3]]
-            if rank in group
-        ]
-    dense, partly_none, table = got[name]
-    rows = sum((r + 1) * 10**r for r in members)
-    return (
-        dense == [-sum(10**r for r in members)] * 3
-        and partly_none == -sum(10**r for r in members if r != 2)
-        and table == [[0, 0], [-rows, -rows], [0, 0], [0, 0]]
+@pytest.mark.full
+def test_oracle_and_nested_optimizers(results_of):
+    """Dense, sparse, and None on one worker; all kinds of wrappers."""
+    every = results_of(4)
+    for name, groups in cases.GROUPS.items():
+        got = [one["oracle"][name] for one in every]
+        four_processes_test.check_oracle(got, groups)
+    for seed in every[0]["nesting"]:
+        stack, gradients = random_stacks.random_case(int(seed), 4)
+        got = np.stack([one["nesting"][seed] for one in every])
+        stacks.check(got, stack, gradients, f"seed {seed}")
+
+
+# What goes wrong: first with requests that MPI never completes.
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Of ranks 1 and 3, of which this is 1 and 3 takes no part."""
+    deadline = time.monotonic() + 20
+    requests = types.SimpleNamespace(
+        Testall=lambda requests: time.monotonic() > deadline
     )
+    fake = types.SimpleNamespace(Request=requests)
+    monkeypatch.setattr(mpi, "_mpi", lambda: fake)
+    for name in ("_failures", "_open_requests"):
+        monkeypatch.setattr(mpi, name, [])
+    monkeypatch.setattr(mpi, "_ended", lambda ranks: [])
+    monkeypatch.setattr(mpi.atexit, "register", lambda *_: None)
+    result = mpi._Group((1, 3), 1, None)
+    waits = []
+    for name, function in {
+        "say_waits": lambda key, rank: waits.append((key, rank)),
+        "silent": lambda key, ranks: [
+            r for r in ranks if (key, r) not in waits
+        ],
+        "named": lambda ranks: f"Worker {ranks}",
+    }.items():
+        monkeypatch.setattr(mpi.silent_workers, name, function)
+    return result
 
 
-@pytest.mark.parametrize("name", cases.GROUPS)
-def test_oracle(results, name):
-    """Dense, sparse, and None on one worker; wrong reductions differ."""
-    for rank, result in enumerate(results):
-        assert _check_oracle(name, rank, result["oracle"])
-        for mutant, got in result["wrong"].items():
-            ignores = mutant == "groups_ignored" and cases.GROUPS[name] is None
-            assert _check_oracle(name, rank, got) == ignores, mutant
+def test_a_rank_that_is_missing_is_an_error_after_the_timeout(
+    group, monkeypatch
+):
+    """Then nothing more is sent, since MPI may still write to the arrays."""
+    start = time.monotonic()
+    text = (
+        r"MPI's sum waited longer than 1 seconds"
+        r" \(Communication.timeout_seconds\) for ranks \[3\] of \[1, 3\]\."
+    )
+    with pytest.raises(TimeoutError, match=text):
+        group.wait(["request"], "sum", 1.0)
+    assert 1 <= time.monotonic() - start < 10
+    assert mpi._open_requests == ["request"]
+    monkeypatch.setattr(mpi, "_group", lambda *_: group)
+    with pytest.raises(TimeoutError, match=text):
+        mpi._run(None, "sum", (1, 3), 1, 1.0, np.ones(3))
 
 
-def test_a_worker_that_traces_again_by_itself(results):
-    for rank, result in enumerate(results):
-        assert result["retrace"] == [-33 if rank < 2 else -3300]
+def test_a_rank_that_has_ended_is_an_error_at_once(group, monkeypatch):
+    monkeypatch.setattr(mpi, "_ended", lambda ranks: [3])
+    text = r"can't be completed: ranks \[3\] of \[1, 3\] have ended\."
+    with pytest.raises(TimeoutError, match=text):
+        group.wait(["request"], "sum", 300.0)
 
 
-def test_group_reduce(results):
-    """The gradient is the sum of the group's upstream gradients."""
-    for rank, result in enumerate(results):
-        want = [[1010, 6], [101, 4]][rank % 2 == 0]
-        assert result["group_reduce"] == [want] * 3
+def test_an_error_ends_the_job(monkeypatch):
+    """After it was printed; the others would wait for this process."""
+    happened = []
+    world = types.SimpleNamespace(Abort=lambda code: happened.append(code))
+    fake = types.SimpleNamespace(COMM_WORLD=world)
+    start = mpi._mpi.__wrapped__
+    monkeypatch.setattr(mpi, "_mpi", lambda: fake)
+    monkeypatch.setattr(mpi.importlib, "import_module", lambda name: fake)
+    monkeypatch.setattr(sys, "excepthook", lambda *a: happened.append(a[0]))
+    assert start() is fake
+    sys.excepthook(ValueError, ValueError("the cause"), None)
+    assert happened == [ValueError, 1]
 
 
-def test_nested_optimizers(results):
-    assert len(results[0]["nesting"]) > 5
-    for seed in range(len(results[0]["nesting"])):
-        stack, gradients = random_stacks.random_case(seed, NUM_WORKERS)
-        stacks.check(
-            np.stack([result["nesting"][seed] for result in results]),
-            stack,
-            gradients,
-            f"seed {seed}",
-        )
-
-
-# What goes wrong.
-
-
+@pytest.mark.full
 def test_a_process_that_is_missing():
     """An error that names it, soon after the timeout."""
-    ended = mpiexec.run(NUM_WORKERS, _PROGRAM, "absent")
+    ended = mpiexec.run(4, _PROGRAM, "absent")
     errors = [one["absent"] for one in mpiexec.printed(ended) if one["absent"]]
     assert len(errors) == 3, ended.stderr[-5000:]
     for text, seconds in errors:
@@ -147,6 +178,7 @@ def test_a_process_that_is_missing():
         assert 2 <= seconds < 20
 
 
+@pytest.mark.full
 def test_a_process_that_fails_ends_the_job():
     """Its error comes at once, and the others do not wait 300 seconds."""
     start = time.monotonic()
@@ -157,6 +189,7 @@ def test_a_process_that_fails_ends_the_job():
     assert not mpiexec.printed(ended)
 
 
+@pytest.mark.full
 def test_a_process_that_ends_too_early():
     """The others say so, long before their timeout."""
     ended = mpiexec.run(2, _PROGRAM, "leaves")
@@ -165,22 +198,30 @@ def test_a_process_that_ends_too_early():
     assert seconds < 60
 
 
+def test_mpi_tells_where_rank_0_is():
+    """Where the launcher does not say that all are on one host."""
+    # Without TensorFlow, as `launch`, and as if each were on its own host.
+    code = (
+        "import os, sys; sys.argv[0] = 'tf-xshard';"
+        " os.environ['MPI_LOCALNRANKS'] = '1';"
+        " from tf_xshard.multi_worker import connect; connect.connect(60);"
+        " print(os.environ['TF_CONFIG'], flush=True)"
+    )
+    command = [*mpiexec.command(2, "x")[:-2], "-c", code]
+    ended = mpiexec.run_command(command, tensorflow=0)
+    found = mpiexec.printed(ended)
+    assert sorted(one["task"]["index"] for one in found) == [0, 1], (
+        ended.stderr[-3000:]
+    )
+    assert found[0]["cluster"] == found[1]["cluster"]
+
+
 def test_a_session_does_not_use_mpi():
     chosen = tf_xshard.Communication(transport="mpi")
     with tf.Graph().as_default():
         with pytest.raises(ValueError, match="a TF1 session runs this graph"):
             mpi.is_chosen(None, chosen)
         assert not mpi.is_chosen(None, tf_xshard.Communication())
-
-
-def test_mpi_tells_where_rank_0_is():
-    """Where the launcher does not say that all are on one host."""
-    ended = mpiexec.run(2, _PROGRAM, "hosts")
-    found = mpiexec.printed(ended)
-    assert sorted(one["task"]["index"] for one in found) == [0, 1], (
-        ended.stderr[-3000:]
-    )
-    assert found[0]["cluster"] == found[1]["cluster"]
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "tpu"])

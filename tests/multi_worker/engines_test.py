@@ -16,7 +16,7 @@ import pytest
 
 import tf_xshard
 from tests.support import mpiexec
-from tests.support import paths
+from tests.support import processes as processes_lib
 from tf_xshard.distribute import engines
 from tf_xshard.multi_worker import connect
 from tf_xshard.multi_worker import exchange
@@ -204,37 +204,67 @@ def test_all_get_the_same_addresses(port):
     assert {one.host for one in results[0]} == {socket.gethostname()}
 
 
-def test_a_missing_rank(port):
+def test_addresses_are_in_the_order_of_ranks(port):
+    """Whoever comes first: TensorFlow takes the order for the ranks."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        leader = pool.submit(exchange.exchange, _place(0, 4, port), 30.0)
+        with contextlib.ExitStack() as stack:
+            peers = [stack.enter_context(_connected(port)) for _ in range(3)]
+            for rank, peer in zip((3, 1, 2), peers, strict=True):
+                own = {"rank": rank, "size": 4, "port": 4000 + rank}
+                own |= {"host": f"host{rank}", "cores": [rank]}
+                peer.sendall(json.dumps(_HELLO | own).encode() + b"\n")
+            answers = [json.loads(peer.recv(1 << 16)) for peer in peers]
+        members = leader.result()
+    assert members[1:] == [
+        exchange.Member(f"127.0.0.1:{4000 + r}", f"host{r}", (r,))
+        for r in (1, 2, 3)
+    ]
+    told = [[one.address, one.host, [*one.cores]] for one in members]
+    assert [answer["members"] for answer in answers] == [told] * 3
+
+
+@pytest.mark.parametrize(
+    "processes, addresses, text",
+    [
+        pytest.param(
+            [(0, 4), (1, 4), (3, 4)],
+            None,
+            "ranks [2] of 4 did not connect to rank 0 (127.0.0.1:{port})"
+            " within 3 s; came: 1 from 127.0.0.1 ({host}), 3 from",
+            id="missing",
+        ),
+        *(
+            pytest.param(
+                [(0, 4), (1, 4), (2, 4), (twice, 4)],
+                None,
+                f"two processes have rank {twice}: on {{host}} and on {{host}}.",
+                id=f"twice {twice}",
+            )
+            for twice in (0, 2)
+        ),
+        pytest.param(
+            [(0, 3), (1, 3), (2, 4)],
+            None,
+            "was started as one of 4 processes, but rank 0",
+            id="sizes",
+        ),
+        pytest.param(
+            [(0, 2), (1, 2)],
+            [["a:1", "b:1"], ["a:1", "c:1"]],
+            "was given the addresses ['a:1', 'c:1']",
+            id="addresses",
+        ),
+    ],
+)
+def test_all_say_what_is_wrong(processes, addresses, text, port):
+    """Soon after the timeout, or at once."""
     results, seconds = _exchanged(
-        [_place(rank, 4, port) for rank in (0, 1, 3)], 4.0
+        [_place(*one, port) for one in processes], 3.0, addresses
     )
-    assert 4 <= seconds < 20
-    host = socket.gethostname()
-    for text in results:
-        assert (
-            f"ranks [2] of 4 did not connect to rank 0 (127.0.0.1:{port})"
-            f" within 4 s; came: 1 from 127.0.0.1 ({host}), 3 from"
-        ) in text
-
-
-@pytest.mark.parametrize("twice", [0, 2])
-def test_two_processes_with_one_rank(twice, port):
-    results, seconds = _exchanged(
-        [_place(rank, 4, port) for rank in (0, 1, 2, twice)]
-    )
-    assert seconds < 30
-    host = socket.gethostname()
-    told = f"two processes have rank {twice}: on {host} and on {host}."
-    assert all(told in text for text in results)
-
-
-def test_sizes_that_disagree(port):
-    results, seconds = _exchanged(
-        [_place(0, 3, port), _place(1, 3, port), _place(2, 4, port)]
-    )
-    assert seconds < 30
-    told = "was started as one of 4 processes, but rank 0"
-    assert all(told in text for text in results)
+    assert seconds < 20
+    told = text.format(port=port, host=socket.gethostname())
+    assert [told in one for one in results] == [True] * len(processes), results
 
 
 def test_a_leader_that_is_not_there(port):
@@ -244,15 +274,6 @@ def test_a_leader_that_is_not_there(port):
         f"rank 1 of 2 did not reach rank 0 at 127.0.0.1:{port} within 1 s:"
         " Connection refused"
     ) in text
-
-
-def test_addresses_that_disagree(port):
-    results, _ = _exchanged(
-        [_place(rank, 2, port) for rank in (0, 1)],
-        addresses=[["a:1", "b:1"], ["a:1", "c:1"]],
-    )
-    for text in results:
-        assert "was given the addresses ['a:1', 'c:1']" in text
 
 
 def test_a_port_that_is_taken(port):
@@ -335,34 +356,23 @@ _HELLO = {
 }
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"rank": "1"},
-        {"rank": True},
-        {"rank": -1},
-        {"rank": 2},
-        {"rank": [1]},
-        {"size": None},
-        {"addresses": "a:1"},
-        {"addresses": [1, 2]},
-        {"port": "4000"},
-        {"port": 1 << 16},
-        {"host": None},
-        {"cores": 3},
-        {"cores": ["0"]},
-        {"token": ["0"]},
-    ],
-    ids=str,
+_WRONG = (
+    *({"rank": rank} for rank in ("1", True, -1, 2, [1])),
+    *({"size": None}, {"addresses": "a:1"}, {"addresses": [1, 2]}),
+    *({"port": "4000"}, {"port": 1 << 16}, {"host": None}),
+    *({"cores": 3}, {"cores": ["0"]}, {"token": ["0"]}),
 )
-def test_fields_that_no_process_sends(wrong, port):
+
+
+def test_fields_that_no_process_sends(port):
     """They neither join nor end the job, even with its token."""
     assert exchange._hello_of(json.dumps(_HELLO).encode()) is not None
     with futures.ThreadPoolExecutor(1) as pool:
         leader = pool.submit(exchange.exchange, _place(0, 2, port), 60.0)
-        with _connected(port) as stranger:
-            stranger.sendall(json.dumps(_HELLO | wrong).encode() + b"\n")
-            assert stranger.recv(99) == b""
+        for wrong in _WRONG:
+            with _connected(port) as stranger:
+                stranger.sendall(json.dumps(_HELLO | wrong).encode() + b"\n")
+                assert stranger.recv(99) == b"", wrong
         results, _ = _exchanged([_place(1, 2, port)])
         assert results == [leader.result()] and len(results[0]) == 2
 
@@ -409,17 +419,18 @@ def no_engine(monkeypatch):
                 monkeypatch.delenv(name, raising=False)
 
 
-def _from_env(script, variables, *options):
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tf_xshard", "launch", "--from-env"),
-            *("--connect-timeout", "60", *options, script),
-        ],
-        env={**os.environ, **variables},
-        cwd=paths.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def _from_env(stack, script, variables):
+    return stack.enter_context(
+        processes_lib.started(
+            processes_lib.python(
+                *("-m", "tf_xshard", "launch", "--from-env"),
+                *("--connect-timeout", "60", script),
+            ),
+            tensorflow=0,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
     )
 
 
@@ -447,28 +458,37 @@ def _of_rank(engine, rank, port):
     }[engine]
 
 
-@pytest.mark.parametrize("engine", ["Slurm", "torchrun", "Open MPI"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "torchrun",
+        pytest.param("Slurm", marks=pytest.mark.full),
+        pytest.param("Open MPI", marks=pytest.mark.full),
+    ],
+)
 def test_four_processes_of_an_engine(engine, script, port):
     """They share this machine's cores."""
-    processes = [
-        _from_env(script, _of_rank(engine, rank, port)) for rank in range(4)
-    ]
     configs = []
-    for process in processes:
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err
-        config, threads, trim = json.loads(out)
-        assert threads == str(max(1, len(local_cluster.cores()) // 4))
-        assert int(trim) > 1 << 30
-        configs.append(json.loads(config))
+    with contextlib.ExitStack() as stack:
+        started = [
+            _from_env(stack, script, _of_rank(engine, rank, port))
+            for rank in range(4)
+        ]
+        for process in started:
+            out, err = process.communicate(timeout=90)
+            assert process.returncode == 0, err
+            config, threads, trim = json.loads(out)
+            assert threads == str(max(1, len(local_cluster.cores()) // 4))
+            assert int(trim) > 1 << 30
+            configs.append(json.loads(config))
     assert [one["task"]["index"] for one in configs] == [0, 1, 2, 3]
     clusters = [one["cluster"]["worker"] for one in configs]
     assert len(set(clusters[0])) == 4 and clusters == [clusters[0]] * 4
 
 
 def test_a_process_of_no_engine(script):
-    process = _from_env(script, {})
-    out, err = process.communicate(timeout=500)
+    with contextlib.ExitStack() as stack:
+        _, err = _from_env(stack, script, {}).communicate(timeout=90)
     assert "this is the only process of its job, so it trains alone" in err
     assert "KeyError: 'TF_CONFIG'" in err
 
@@ -493,20 +513,45 @@ def test_connect_refuses(arguments, variables, message, monkeypatch):
         tf_xshard.connect(**arguments)
 
 
-def test_connect_leaves_tf_config(monkeypatch):
-    config = local_cluster.tf_config(["a:1", "b:2"], 1)
-    for name, value in {**TORCHRUN, "TF_CONFIG": config}.items():
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"TF_CONFIG": local_cluster.tf_config(["a:1", "b:2"], 1)},
+        # However many the engine started.
+        {"TF_XSHARD_ALONE": "1"},
+    ],
+    ids=["TF_CONFIG", "alone"],
+)
+def test_connect_leaves_a_process_as_it_is(variables, monkeypatch):
+    for name, value in {**TORCHRUN, **variables}.items():
         monkeypatch.setenv(name, value)
     tf_xshard.connect()
-    assert os.environ["TF_CONFIG"] == config
+    assert os.environ.get("TF_CONFIG") == variables.get("TF_CONFIG")
 
 
-def test_connect_leaves_a_process_alone(monkeypatch):
-    """However many the engine started."""
-    for name, value in {**TORCHRUN, "TF_XSHARD_ALONE": "1"}.items():
+@pytest.mark.parametrize("rank", [0, 1])
+def test_connect_joins_the_engine_s_processes(rank, port, monkeypatch):
+    """TF_CONFIG has this process's rank; what the user set is kept."""
+    variables = {
+        **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        **{"MASTER_PORT": str(port), "TF_NUM_INTRAOP_THREADS": "7"},
+    }
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    tf_xshard.connect()
-    assert "TF_CONFIG" not in os.environ
+    for name in ("TF_CONFIG", "TF_XSHARD_CONNECTED", "TF_XSHARD_RESTART"):
+        monkeypatch.setenv(name, "")
+    other = engines.place({**variables, "RANK": str(1 - rank)})
+    with futures.ThreadPoolExecutor(1) as pool:
+        members = pool.submit(exchange.exchange, other, 30.0)
+        tf_xshard.connect(timeout_seconds=30.0)
+        addresses = [one.address for one in members.result()]
+    config = json.loads(os.environ["TF_CONFIG"])
+    assert config == {
+        "cluster": {"worker": addresses},
+        "task": {"type": "worker", "index": rank},
+    }
+    assert os.environ["TF_NUM_INTRAOP_THREADS"] == "7"
+    assert os.environ["TF_XSHARD_CONNECTED"] == str(os.getpid())
 
 
 def test_a_process_that_was_started_again(port):
@@ -531,7 +576,7 @@ def test_a_script_between_the_launcher_and_python():
     code = f"import sys; sys.argv[0] = 'tf-xshard'; {code}"
     command = mpiexec.command(2, "x")[:3]
     script = ["bash", "-c", '"$0" -c "$1"; true', sys.executable, code]
-    ended = mpiexec.run_command([*command, *script])
+    ended = mpiexec.run_command([*command, *script], tensorflow=0)
     lines = ended.stdout.splitlines()
     assert len(lines) == 2 and lines[0] == lines[1], ended.stderr
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent import futures
@@ -16,13 +15,15 @@ import numpy as np
 import pytest
 
 from tests.programs import launched_job
+from tests.support import cluster
 from tests.support import group_training
 from tests.support import namespaces
 from tests.support import paths
+from tests.support import processes
 from tf_xshard.multi_worker import local_cluster
 
 NUM_WORKERS = launched_job.NUM_WORKERS
-_LIMIT_SECONDS = 500
+_LIMIT_SECONDS = 240
 # What TensorFlow says of a worker that is gone: its heartbeat stopped, or its
 # connection was closed, or, of the leader, that it can't be reached.
 CAUSE = (
@@ -47,25 +48,24 @@ _ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 class _Launched:
     """A finished launch: its lines, and when each came."""
 
-    def __init__(self, command):
+    def __init__(self, command, num_processes):
         self.lines = []
-        process = subprocess.Popen(
+        with processes.started(
             command,
+            num_processes,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             errors="replace",
-            cwd=paths.ROOT,
             env=_ENVIRONMENT,
-        )
-        # A launch that hangs fails, and the test with it.
-        limit = threading.Timer(_LIMIT_SECONDS, process.terminate)
-        limit.start()
-        with process.stdout:
+        ) as process:
+            # A launch that hangs fails, and the test with it. It ends workers,
+            # which have a process group of their own.
+            limit = threading.Timer(_LIMIT_SECONDS, process.terminate)
+            limit.start()
             for line in process.stdout:
                 self.lines.append((time.time(), line.rstrip()))
-        self.code = process.wait()
-        limit.cancel()
+            self.code = process.wait()
+            limit.cancel()
 
     def text(self):
         return "\n".join(line for _, line in self.lines)
@@ -75,9 +75,9 @@ class _Launched:
         lines = (line for _, line in self.lines[after:])
         return "\n".join(re.sub(r"^\[\d\] ", "", line) for line in lines)
 
-    def finals(self):
+    def finals(self, word="final"):
         """What every worker of this launch holds at the end, by rank."""
-        found = re.findall(r"^\[\d\] final (.*)$", self.text(), re.M)
+        found = re.findall(rf"^\[\d\] {word} (.*)$", self.text(), re.M)
         return {rank: rest for rank, *rest in map(json.loads, found)}
 
     def faults(self):
@@ -88,29 +88,30 @@ class _Launched:
 
 
 def _launch(directory, *faults):
+    """Trains through faults; what is left is what undisturbed training has."""
     launched = _Launched(
-        [
-            *(sys.executable, "-m", "tf_xshard", "launch"),
+        processes.python(
+            *("-m", "tf_xshard", "launch", "--grace", "5"),
             *("--workers", str(NUM_WORKERS)),
             *("--max-restarts", str(len(faults))),
             *("-m", "tests.programs.launched_job", str(directory), *faults),
-        ]
+        ),
+        NUM_WORKERS * (1 + len(faults)),
     )
     assert launched.code == 0, launched.text()[-5000:]
     assert len(list(launched.faults())) == len(faults), launched.text()[-5000:]
+    _check_finals(launched.finals(), launched.finals("undisturbed"))
     return launched
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    finals = _launch(tmp_path_factory.mktemp("saves")).finals()
+def _check_finals(finals, undisturbed):
     assert sorted(finals) == list(range(NUM_WORKERS))
+    assert finals == undisturbed
     # Equal weights; batch statistics differ by replica.
     [first, *_], [other, *_] = finals.values()
     assert [a == b for a, b in zip(first[:8], other[:8], strict=True)] == [
         "moving" not in v.path for v in group_training.network().weights
     ]
-    return finals
 
 
 def _schedule(rng, kinds):
@@ -148,43 +149,77 @@ def _check_times(launched, report):
             assert re.search(cause, said), said[:3000]
 
 
-def _check(directory, uninterrupted, kinds, rng, report):
+def _check(directory, kinds, rng, report):
     faults = _schedule(rng, kinds)
     report(f"faults: {faults}")
-    launched = _launch(directory, *faults)
-    assert launched.finals() == uninterrupted
-    _check_times(launched, report)
+    _check_times(_launch(directory, *faults), report)
 
 
-def test_workers_that_fail(tmp_path, uninterrupted, report):
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """A function: a launch whose chief is killed in the second epoch."""
+    directory = tmp_path_factory.mktemp("saves") / "saves"
+    return cluster.once(lambda: _launch(directory, "kill:0:12"))
+
+
+def test_the_chief_is_killed(launched, report):
+    """All start again, and go on where they were."""
+    ended = launched()
+    _check_times(ended, report)
+    started = re.findall(r"^started (\d) \[(.*)\]$", ended.said(), re.M)
+    assert started == [("0", "")] * 2 + [("1", "1, 4")] * 2
+    assert "worker 0 was ended by SIGKILL" in ended.text()
+
+
+def test_a_worker_is_preempted(launched):
+    """All save the same step and end with 143; then the bits are the same."""
+    ended = launched()
+    preempted = ended.finals("preempted")
+    [code, epoch, step] = preempted[0][0]
+    # The workers ask each other after a few batches, and after an epoch.
+    assert code == 143 and (0, 5) <= (epoch, step) <= (1, 0)
+    undisturbed = ended.finals("undisturbed")
+    for rank, (position, *held) in preempted.items():
+        assert position == [code, epoch, step]
+        assert held == undisturbed[rank]
+
+
+@pytest.mark.full
+def test_workers_that_fail(tmp_path, report):
     """Of one training, data do not come; the chief is killed; two stand still.
 
     A worker that hangs or waits for data still sends heartbeats.
     """
-    rng = np.random.default_rng(int(time.time()))
     # A loader counts batches from the start of its process: before a restart.
-    kinds = ["load", "kill", *rng.permutation(["stop", "hang"])]
-    _check(tmp_path, uninterrupted, kinds, rng, report)
+    kinds = ["load", "kill", "stop", "hang"]
+    _check(tmp_path, kinds, np.random.default_rng(0), report)
 
 
+@pytest.mark.full
+def test_many_killed_workers(tmp_path, report):
+    _check(tmp_path, ["kill"] * 4, np.random.default_rng(1), report)
+
+
+@pytest.mark.full
 def test_a_worker_is_killed(tmp_path, report):
     """Without the launcher, which would end the other one."""
     program = ["-m", "tests.programs.launched_job", str(tmp_path / "saves")]
+    processes.count(NUM_WORKERS)
     with contextlib.ExitStack() as stack:
         files = [
             stack.enter_context(open(tmp_path / f"{rank}.txt", "w"))
             for rank in range(NUM_WORKERS)
         ]
-        processes = local_cluster.start(
+        workers = local_cluster.start(
             [*program, "kill:1:5"],
             [(file, file) for file in files],
             {"TF_XSHARD_RESTART": "0"},
             cwd=paths.ROOT,
         )
-        for process in processes:
+        for process in workers:
             stack.enter_context(process)
             stack.callback(process.kill)
-        other, killed = processes
+        other, killed = workers
         assert killed.wait(_LIMIT_SECONDS) == -signal.SIGKILL
         start = time.monotonic()
         assert other.wait(launched_job.TIMEOUT_SECONDS + 10) > 0
@@ -193,10 +228,10 @@ def test_a_worker_is_killed(tmp_path, report):
     assert re.search(CAUSE.format(1), said), said[-3000:]
 
 
-def test_a_worker_is_preempted(tmp_path, uninterrupted, report):
+@pytest.mark.full
+def test_a_preempted_worker_is_started_again(tmp_path, report):
     """SIGTERM to one worker: all save the same step, and go on from there."""
     launched = _launch(tmp_path, "preempt:1:7")
-    assert launched.finals() == uninterrupted
     saved = re.findall(
         r"All have saved (epoch \d, step \d) .* exit code 143", launched.said()
     )
@@ -211,14 +246,7 @@ def test_a_worker_is_preempted(tmp_path, uninterrupted, report):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(3))
-def test_many_killed_workers(number, tmp_path, uninterrupted, report):
-    rng = np.random.default_rng(number)
-    _check(tmp_path, uninterrupted, ["kill"] * 4, rng, report)
-
-
-@pytest.mark.full
-def test_a_worker_that_is_cut_off(tmp_path, uninterrupted, report):
+def test_a_worker_that_is_cut_off(tmp_path, report):
     """Two hosts, each with its launcher; one loses its network for a while."""
     if not namespaces.are_allowed():
         pytest.skip("needs root")
@@ -234,12 +262,13 @@ def test_a_worker_that_is_cut_off(tmp_path, uninterrupted, report):
                 lambda rank: _Launched(
                     [
                         *namespaces.inside(names[rank]),
-                        *(sys.executable, "-m", "tf_xshard", "launch"),
+                        *processes.python("-m", "tf_xshard", "launch"),
                         *("--hosts", hosts, "--rank", str(rank)),
                         *("--max-restarts", "4"),
                         *("-m", "tests.programs.launched_job"),
                         *(str(tmp_path / "saves"), "cut:1:13"),
                     ],
+                    NUM_WORKERS,
                 ),
                 range(NUM_WORKERS),
             )
@@ -247,16 +276,17 @@ def test_a_worker_that_is_cut_off(tmp_path, uninterrupted, report):
     logs = [one.text() for one in launches]
     assert [one.code for one in launches] == [0] * NUM_WORKERS, logs
     [(_, _, at)] = launches[1].faults()
-    finals, seconds = {}, []
+    finals, undisturbed, seconds = {}, {}, []
     for rank, launched in enumerate(launches):
         finals |= launched.finals()
+        undisturbed |= launched.finals("undisturbed")
         seconds.append(_ended(launched, at) - at)
         assert seconds[-1] < 2 * launched_job.TIMEOUT_SECONDS + 20, seconds
         if rank == 0:
             said = launched.said()
             cause = f"{CAUSE}|waited longer than"
             assert re.search(cause.format(1), said), said[-3000:]
-    assert finals == uninterrupted
+    _check_finals(finals, undisturbed)
     report(
         f"cut off: workers had ended {[round(s, 1) for s in seconds]} s later,"
         f" {[log.count('launch: restart ') for log in logs]} restarts"

@@ -1,10 +1,13 @@
-"""MPI and Slurm start the processes: one device's numbers, on each."""
+"""MPI and Slurm start the processes: one device's numbers, on each.
 
+`engines_test` has each engine's variables without starting it.
+"""
+
+import contextlib
 import json
 import os
 import re
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -13,35 +16,18 @@ import pytest
 from tests.programs import engine_program
 from tests.support import mpiexec
 from tests.support import namespaces
-from tests.support import paths
+from tests.support import processes
 from tests.support import slurm
 from tf_xshard.multi_worker import local_cluster
 
+pytestmark = pytest.mark.full
 _ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 _PROGRAM = "tests.programs.engine_program"
 _SUBGROUPS = "subgroup collectives (CollectiveReduceV2)"
 
 
-def _finals(command, environment=None):
-    """What every process holds at the end, by rank."""
-    ended = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        env=environment or _ENVIRONMENT,
-        timeout=mpiexec.TIMEOUT_SECONDS,
-    )
-    return _read_ended(ended)
-
-
-def _read_ended(ended):
-    text = ended.stdout + ended.stderr
-    assert ended.returncode == 0, text[-5000:]
-    return _read(text)
-
-
 def _read(text):
+    """What every process holds at the end, by rank."""
     return [rest for _, *rest in sorted(_printed(text))]
 
 
@@ -93,16 +79,11 @@ def _check(finals, groups, path, report):
     report(f"{len(finals)} processes, {path}: {difference:.1e} from one device")
 
 
-@pytest.mark.parametrize(
-    "number, groups, transport, path",
-    [
-        (2, None, "mpi", "MPI"),
-        (4, [[0, 2], [1, 3]], "auto", "MPI"),
-    ],
-)
-def test_mpiexec(number, groups, transport, path, report):
-    ended = mpiexec.run(number, _PROGRAM, json.dumps(groups), transport)
-    _check(_read_ended(ended), groups, path, report)
+def test_mpiexec(report):
+    groups = [[0, 2], [1, 3]]
+    ended = mpiexec.run(4, _PROGRAM, json.dumps(groups), "auto")
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    _check(_read(ended.stdout), groups, "MPI", report)
 
 
 @pytest.fixture(scope="module")
@@ -116,23 +97,26 @@ def hosts():
 
 def _on_hosts(hosts, command_of, variables_of=lambda rank: {}):
     """Runs a command on each host (None: this one); what they print."""
-    processes = [
-        subprocess.Popen(
-            [*(namespaces.inside(host) if host else ()), *command_of(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=paths.ROOT,
-            env=_ENVIRONMENT | variables_of(rank),
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    texts = [
-        process.communicate(timeout=mpiexec.TIMEOUT_SECONDS)[0]
-        for process in processes
-    ]
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * len(hosts), "".join(texts)[-5000:]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                processes.started(
+                    [
+                        *(namespaces.inside(host) if host else ()),
+                        *command_of(rank),
+                    ],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=_ENVIRONMENT | variables_of(rank),
+                )
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        texts = [
+            process.communicate(timeout=mpiexec.TIMEOUT_SECONDS)[0]
+            for process in started
+        ]
+    assert not any(one.returncode for one in started), "".join(texts)[-5000:]
     return "".join(texts)
 
 
@@ -141,9 +125,11 @@ def test_launch_on_two_hosts(hosts, report):
     addresses = ",".join(f"{namespaces.address(r)}:4000" for r in range(2))
 
     def command_of(rank):
-        launch = (sys.executable, "-m", "tf_xshard", "launch")
         options = ("--hosts", addresses, "--rank", str(rank))
-        return [*launch, *options, "-m", _PROGRAM, "null", "auto"]
+        return processes.python(
+            *("-m", "tf_xshard", "launch", *options),
+            *("-m", _PROGRAM, "null", "auto"),
+        )
 
     _check(_read(_on_hosts(hosts, command_of)), None, _SUBGROUPS, report)
 
@@ -180,35 +166,27 @@ def test_torchrun_variables(report):
         }
 
     groups = [[0, 3], [1, 2]]
-    command = [sys.executable, "-m", _PROGRAM, json.dumps(groups), "auto"]
+    command = processes.python("-m", _PROGRAM, json.dumps(groups), "auto")
     text = _on_hosts([None] * 4, lambda rank: command, variables_of)
     _check(_read(text), groups, _SUBGROUPS, report)
 
 
-@pytest.mark.parametrize("has_chief", [False, True])
-def test_the_environment_of_ray(has_chief, report):
+def test_the_environment_of_ray(report):
     """Ray sets TF_CONFIG, and calls the training function in a thread.
 
-    Others call the first worker the chief.
+    As others do, it calls the first worker the chief here.
     """
     addresses = local_cluster.local_addresses(2)
-    chief = {
-        "cluster": {"chief": addresses[:1], "worker": addresses[1:]},
-        "task": {"index": 0},
-    }
+    cluster = {"chief": addresses[:1], "worker": addresses[1:]}
 
     def variables_of(rank):
-        chief["task"]["type"] = "worker" if rank else "chief"
+        task = {"index": 0, "type": "worker" if rank else "chief"}
         return {
-            "TF_CONFIG": (
-                json.dumps(chief)
-                if has_chief
-                else local_cluster.tf_config(addresses, rank)
-            ),
+            "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
             "TF_USE_LEGACY_KERAS": "1",
         }
 
-    command = [sys.executable, "-m", _PROGRAM, "null", "auto", "--thread"]
+    command = processes.python("-m", _PROGRAM, "null", "auto", "--thread")
     text = _on_hosts([None] * 2, lambda rank: command, variables_of)
     _check(_read(text), None, _SUBGROUPS, report)
 
@@ -220,8 +198,9 @@ def shown(tmp_path):
     script.write_text(
         "import os; print('final', '[%s]' % os.environ['TF_CONFIG'])"
     )
-    launch = (sys.executable, "-m", "tf_xshard", "launch")
-    return [*launch, "--from-env", str(script)]
+    return processes.python(
+        "-m", "tf_xshard", "launch", "--from-env", str(script)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -232,10 +211,20 @@ def slurm_environment():
         yield {**environment, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
+def _srun(environment, number, command):
+    return processes.run(
+        ["srun", "-n", str(number), *command],
+        mpiexec.TIMEOUT_SECONDS,
+        tensorflow=number,
+        env=environment,
+    )
+
+
 def test_srun(slurm_environment, report):
-    command = ["srun", "-n", "2", sys.executable, "-m", _PROGRAM]
-    command += ["null", "auto"]
-    _check(_finals(command, slurm_environment), None, _SUBGROUPS, report)
+    command = processes.python("-m", _PROGRAM, "null", "auto")
+    ended = _srun(slurm_environment, 2, command)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    _check(_read(ended.stdout), None, _SUBGROUPS, report)
 
 
 def test_tensorflow_s_own_resolver(slurm_environment):
@@ -252,14 +241,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    ended = subprocess.run(
-        ["srun", "-n", "2", sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        env=slurm_environment,
-        timeout=mpiexec.TIMEOUT_SECONDS,
-    )
+    ended = _srun(slurm_environment, 2, processes.python("-c", code))
     found = sorted(re.findall(r"rank (\d \w+)", ended.stdout))
     assert found == ["0 True", "1 False"], ended.stderr[-3000:]
     assert ended.stdout.count("2 processes (Slurm) would act alone") == 2
@@ -267,15 +249,9 @@ except ValueError as error:
 
 def test_srun_from_env(slurm_environment, shown):
     """A script that does not call connect()."""
-    ended = subprocess.run(
-        ["srun", "-n", "4", *shown],
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        env=slurm_environment,
-        timeout=mpiexec.TIMEOUT_SECONDS,
-    )
-    found = [one[0] for one in _printed(ended.stdout)]
+    found = [
+        one for [one] in _printed(_srun(slurm_environment, 4, shown).stdout)
+    ]
     assert sorted(one["task"]["index"] for one in found) == [0, 1, 2, 3]
     assert len({str(one["cluster"]) for one in found}) == 1
 
@@ -291,32 +267,25 @@ exit $code
 
 def _run_batch(environment, tmp_path, *faults):
     """Runs a batch job to its end; returns what it printed."""
-    directory = tmp_path / f"saves{len(faults)}"
-    script, output = tmp_path / "job.sh", tmp_path / f"out{len(faults)}"
-    job = f"{sys.executable} -m tests.programs.launched_job"
+    script, output = tmp_path / "job.sh", tmp_path / "out"
     script.write_text(
-        _BATCH.format(job=job, directory=directory, faults=" ".join(faults))
+        _BATCH.format(
+            job=" ".join(processes.python("-m", "tests.programs.launched_job")),
+            directory=tmp_path / "saves",
+            faults=" ".join(faults),
+        )
     )
-    submitted = subprocess.run(
-        [
-            *("sbatch", "--parsable", "--requeue", "--open-mode=append"),
-            *("-n", "2", "-o", str(output), str(script)),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        env=environment,
-        check=True,
-    )
-    number = submitted.stdout.strip()
-    deadline = time.monotonic() + mpiexec.TIMEOUT_SECONDS
+
+    def run(*command):
+        return processes.run(command, 60, tensorflow=0, env=environment).stdout
+
+    number = run(
+        *("sbatch", "--parsable", "--requeue", "--open-mode=append"),
+        *("-n", "2", "-o", str(output), str(script)),
+    ).strip()
+    deadline = time.monotonic() + 2 * mpiexec.TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        shown = subprocess.run(
-            ["scontrol", "show", "job", number],
-            capture_output=True,
-            text=True,
-            env=environment,
-        ).stdout
+        shown = run("scontrol", "show", "job", number)
         [state] = re.findall(r"JobState=(\w+)", shown) or [None]
         if state in ("COMPLETED", "FAILED", "CANCELLED"):
             return output.read_text() + shown
@@ -324,18 +293,13 @@ def _run_batch(environment, tmp_path, *faults):
             # Slurm waits two minutes before it starts a requeued job; one
             # that starts while its last run is being cleaned up fails.
             time.sleep(5)
-            subprocess.run(
-                ["scontrol", "update", f"job={number}", "starttime=now"],
-                capture_output=True,
-                env=environment,
-            )
+            run("scontrol", "update", f"job={number}", "starttime=now")
         time.sleep(0.5)
     raise AssertionError(output.read_text()[-5000:])
 
 
 def test_preempted_on_slurm(slurm_environment, tmp_path):
     """SIGTERM to one worker, then a requeue: the undisturbed job's bits."""
-    undisturbed = _run_batch(slurm_environment, tmp_path)
     text = _run_batch(
         slurm_environment, tmp_path, "preempt:1:7", "requeue:0:15"
     )
@@ -343,12 +307,9 @@ def test_preempted_on_slurm(slurm_environment, tmp_path):
     codes = re.findall(r"All have saved .*exit code (\d+)", text)
     assert len(codes) >= 2 and set(codes) == {"143"}
     assert set(re.findall(r"started (\d)", text)) >= {"0", "2"}, text[-3000:]
-    finals = [
-        {
-            rank: rest
-            for rank, *rest in map(json.loads, re.findall(r"final (.*)", one))
-        }
-        for one in (undisturbed, text)
-    ]
-    assert sorted(finals[0]) == [0, 1], undisturbed[-5000:]
-    assert finals[0] == finals[1]
+    finals, undisturbed = (
+        sorted(json.loads(one) for one in re.findall(rf"{word} (\[.*)", text))
+        for word in ("final", "undisturbed")
+    )
+    assert [rank for rank, *_ in finals] == [0, 1], text[-5000:]
+    assert finals == undisturbed

@@ -8,6 +8,7 @@ import pytest
 
 from tests.programs import two_workers_program as program
 from tests.support import cluster
+from tests.support import replicas
 
 
 @pytest.fixture(scope="module")
@@ -17,19 +18,32 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(directory):
-    """The workers' values after all cases, from one launch."""
-    return cluster.results_of(
-        "tests.programs.two_workers_program", program.NUM_WORKERS, [directory]
+def results(directory, request):
+    """A function: the workers' values after all cases, of one launch."""
+    full = request.config.getoption("--full")
+    return cluster.once(
+        lambda: cluster.results_of(
+            "tests.programs.two_workers_program",
+            program.NUM_WORKERS,
+            [str(directory), *["--full"] * full],
+        )
     )
 
 
-def test_each_row_is_trained_on_once_without_a_seed(results):
-    for result in results:
-        weights, seed = result["unseeded"]
-        np.testing.assert_allclose(weights, np.ones(32), rtol=1e-6)
-        # `fit` leaves the program without one.
-        assert seed is None
+def test_each_row_is_trained_on_once(results):
+    """However the processes are seeded, or not; `fit` leaves that as it is."""
+    for result in results():
+        seeded, _ = result["shuffled"]
+        for counts, is_kept in seeded:
+            np.testing.assert_allclose(counts, np.ones(32), rtol=1e-6)
+            assert is_kept
+
+
+def test_freed_memory_is_kept_in_fit(results):
+    """TensorFlow undoes the settings of `launch` when it reads the data."""
+    for result in results():
+        _, faults = result["shuffled"]
+        assert faults < program.NUM_ARRAYS * 256 / 4
 
 
 def _steps():
@@ -64,11 +78,18 @@ def one_device():
     return model.get_weights(), history
 
 
-@pytest.mark.parametrize("name", ["fit", "in_twos", "undivided"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fit",
+        pytest.param("in_twos", marks=replicas.in_full),
+        pytest.param("undivided", marks=replicas.in_full),
+    ],
+)
 def test_fit_on_different_numbers_of_batches(results, one_device, name):
     """One device's numbers, for the validation data as well."""
     weights, history = one_device
-    for result in results:
+    for result in results():
         got = result["different_batches"][name]
         assert got["steps"] == 8
         for value, expected in zip(got["weights"], weights, strict=True):
@@ -87,7 +108,7 @@ def test_fit_on_data_of_unknown_size(results):
         for start in range(0, 24, 8):
             rows = slice(start, start + 8)
             model.train_on_batch(x[rows], y[rows])
-    for result in results:
+    for result in results():
         found = result["unknown_size"]
         steps = {name: one["steps"] for name, one in found.items()}
         assert steps == {"cross": 9, "tower": 4, "agn": 9}
@@ -97,12 +118,12 @@ def test_fit_on_data_of_unknown_size(results):
             np.testing.assert_allclose(got, want, atol=1e-6)
     # AGN's center, after the early exchange at the end, and the tower's update.
     for name in ("tower", "agn"):
-        first, second = (one["unknown_size"][name] for one in results)
+        first, second = (one["unknown_size"][name] for one in results())
         assert first["weights"] == second["weights"]
 
 
 def test_different_counts_are_refused_on_all_workers(results):
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(results()):
         error, count = result["different_counts"]
         assert "made different numbers of steps" in error
         assert "by worker: [[3], [4]]. Restore" in error
@@ -113,7 +134,7 @@ def test_evaluate_and_predict_on_different_numbers_of_batches(results):
     model = program.model(program.sgd())
     loss = model.evaluate(*program.data(), verbose=0)
     outputs = np.concatenate([model.predict(x, verbose=0) for x, _ in _steps()])
-    for result in results:
+    for result in results():
         got = result["different_batches"]
         np.testing.assert_allclose(got["evaluate"], loss, rtol=1e-5)
         np.testing.assert_allclose(got["predict"], outputs.ravel(), rtol=1e-5)
@@ -144,7 +165,7 @@ def test_evaluate_and_predict_on_different_numbers_of_batches(results):
     ],
 )
 def test_different_data_are_refused_on_all_workers(results, name, text):
-    for result in results:
+    for result in results():
         error, seed = result["refused"][name]
         assert error is not None and text in error
         assert seed is None
@@ -152,8 +173,8 @@ def test_different_data_are_refused_on_all_workers(results, name, text):
 
 def test_the_chiefs_files_are_whole(results, directory):
     """Each that all workers save, by the code in the guide."""
-    expected = results[0]["saved"]
-    assert results[1]["saved"] == expected
+    expected = results()[0]["saved"]
+    assert results()[1]["saved"] == expected
     assert len(os.listdir(directory)) == 2 * program.NUM_SAVES
     for number in range(program.NUM_SAVES):
         loaded = keras.saving.load_model(directory / f"{number}.keras")

@@ -3,7 +3,8 @@
 `python -m tf_xshard launch ... -m tests.programs.launched_job DIRECTORY
 [FAULT:RANK:STEP ...]`. One group of two workers, whose moving statistics and
 dropout are their own. In the n-th start the worker RANK has the n-th fault, at
-a step. Prints digests of all that the worker holds at the end.
+a step. Prints digests of all that the worker holds at the end. In the last
+start it trains twice more: without saves, and with a signal to worker 1.
 """
 
 import hashlib
@@ -111,11 +112,8 @@ def _hanging_loader(dataset, step):
     return dataset.map(of_batch)
 
 
-def main(directory, *faults):
-    tf_xshard.connect(60)
-    restart = int(os.environ["TF_XSHARD_RESTART"])
-    print("started", restart, flush=True)
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+def _trained(strategy, callbacks=(), changed=lambda dataset: dataset):
+    """Digests of all that this worker holds after training, and its metrics."""
     communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
     with strategy.scope():
         model = group_training.network()
@@ -127,36 +125,70 @@ def main(directory, *faults):
             loss="binary_crossentropy",
             metrics=["accuracy"],
         )
-    callbacks = [
-        tf_xshard.GroupCheckpoint(directory, every=3, on_preemption=True)
-    ]
-    x, y = group_training.data(16 * STEPS_PER_EPOCH)
-    dataset = (
-        tf.data.Dataset.from_tensor_slices((x, y))
-        .shuffle(1000, seed=5, reshuffle_each_iteration=False)
-        .batch(16)
+    dataset = tf.data.Dataset.from_tensor_slices(
+        group_training.data(16 * STEPS_PER_EPOCH)
     )
-    own = strategy.cluster_resolver.task_id
-    if restart < len(faults):
-        fault, rank, step = faults[restart].split(":")
-        if own == int(rank) and fault == "load":
-            dataset = _hanging_loader(dataset, int(step))
-        elif own == int(rank):
-            callbacks.append(_Fault(fault, int(step)))
+    dataset = dataset.shuffle(1000, seed=5, reshuffle_each_iteration=False)
     with tf_xshard.multi_worker_fit(communication):
         history = model.fit(
-            dataset,
+            changed(dataset.batch(16)),
             epochs=NUM_EPOCHS,
             shuffle=False,
             verbose=0,
-            callbacks=callbacks,
+            callbacks=[*callbacks],
         )
     digests = [
         hashlib.sha256(np.asarray(v).tobytes()).hexdigest()
         for v in [*model.weights, *model.optimizer.variables]
     ]
-    last = {k: v[-1] for k, v in history.history.items()}
-    print("final", json.dumps([own, digests, last]), flush=True)
+    return digests, {k: v[-1] for k, v in history.history.items()}
+
+
+def _preempted(strategy, directory):
+    """How training ends by a signal to worker 1, and what it goes on to."""
+    own = strategy.cluster_resolver.task_id
+
+    def checkpoint():
+        return tf_xshard.GroupCheckpoint(directory, on_preemption=True)
+
+    def ask(batch, logs=None):
+        if own == 1 and batch == 4:
+            preempt()
+
+    asking = keras.callbacks.LambdaCallback(on_train_batch_begin=ask)
+    code = None
+    try:
+        _trained(strategy, [checkpoint(), asking])
+    except SystemExit as ended:
+        code = ended.code
+    position = tf_xshard.GroupCheckpoint.position(directory)
+    return [[code, *position], *_trained(strategy, [checkpoint()])]
+
+
+def main(directory, *faults):
+    tf_xshard.connect(60)
+    restart = int(os.environ["TF_XSHARD_RESTART"])
+    position = tf_xshard.GroupCheckpoint.position(directory)
+    print("started", restart, [*(position or ())], flush=True)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    callbacks = [
+        tf_xshard.GroupCheckpoint(directory, every=3, on_preemption=True)
+    ]
+    own, changed = strategy.cluster_resolver.task_id, lambda dataset: dataset
+    if restart < len(faults):
+        fault, rank, step = faults[restart].split(":")
+        if own == int(rank) and fault == "load":
+            changed = lambda dataset: _hanging_loader(dataset, int(step))
+        elif own == int(rank):
+            callbacks.append(_Fault(fault, int(step)))
+
+    def say(word, values):
+        print(word, json.dumps([own, *values]), flush=True)
+
+    say("final", _trained(strategy, callbacks, changed))
+    if restart >= len(faults):
+        say("undisturbed", _trained(strategy))
+        say("preempted", _preempted(strategy, f"{directory}_preempted"))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""What each process of four_processes_test.py runs.
+"""What each process of four_processes_test.py runs, by `support/cluster.py`.
 
-`python -m tests.programs.multi_worker_program DIRECTORY [--full]`, with
-TF_CONFIG set. Prints one JSON line with what this process's replica holds.
+`main` returns what this process's replica holds after each case.
 """
 
 import functools
-import json
 import os
-import sys
 import time
 
 import keras
@@ -19,7 +16,6 @@ from tests.programs import multi_worker_fit_cases
 from tests.programs import multi_worker_group_state
 from tests.programs import multi_worker_ledger
 from tests.programs import multi_worker_sharded
-from tests.support import counting
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
@@ -31,10 +27,10 @@ GROUPS = {
 }
 # `oracle` has all groups; the other cases, of these, go through the same.
 CROSSED = GROUPS["crossed"]
-FULL = "--full" in sys.argv
 PATIENCE_SECONDS = 120  # The machine may be busy.
 NUM_WORKERS = 4
-NUM_FLOATS = 1 << 20
+# Of random stacks: among them are all kinds of wrappers.
+SEEDS = (0, 1, 2)
 
 
 def _optimizer(groups):
@@ -51,13 +47,14 @@ def _values(variables):
     return [np.asarray(v.numpy(), np.float64).tolist() for v in variables]
 
 
-ORACLE_CASES = replicas.in_turn(GROUPS, ["function", "eager"])
+# Of groups, and whether in a tf.function; the first needs --full.
+ORACLE_CASES = replicas.in_turn(GROUPS, [True, False])
 
 
-def oracle(strategy):
+def oracle(strategy, full=True):
     """Powers of ten, dense, sparse, and None on worker 2."""
     result = {}
-    for name, mode in ORACLE_CASES:
+    for name, graph in ORACLE_CASES[0 if full else 1 :]:
         with strategy.scope():
             variables = [
                 keras.Variable(np.zeros(shape), dtype="float32")
@@ -77,7 +74,6 @@ def oracle(strategy):
                 rows,
             ]
 
-        graph = mode == "function"
         replicas.apply_once(strategy, optimizer, gradients, variables, graph)
         result[name] = _values(variables)
     return result
@@ -185,21 +181,16 @@ def global_mean(strategy):
     sgd = functools.partial(keras.optimizers.SGD, 0.1)
     rank = strategy.cluster_resolver.task_id
     calls = [rows_of(rank, call) for call in range(2)]
+    mean = tf_xshard.GlobalMean("mse")
     return [
         linear_training(optimizer, loss, calls, strategy)
         for optimizer, loss in (
-            (
-                lambda: tf_xshard.CrossShardOptimizer(sgd()),
-                tf_xshard.GlobalMean("mse"),
-            ),
+            (lambda: tf_xshard.CrossShardOptimizer(sgd()), mean),
             (
                 lambda: tf_xshard.CrossShardOptimizer(sgd()),
                 keras.losses.MeanSquaredError(),
             ),
-            (
-                lambda: tf_xshard.TowerOptimizer(sgd(), 2),
-                tf_xshard.GlobalMean("mse"),
-            ),
+            (lambda: tf_xshard.TowerOptimizer(sgd(), 2), mean),
         )
     ]
 
@@ -250,60 +241,23 @@ def local_variables(strategy):
     return _values([shared, own])
 
 
-def wire(strategy):
-    """Bytes that the cluster sends around each of four calls, four times.
-
-    One group of all, whose sum also keeps the workers together.
-    """
-    result = {}
-    for name, make in {
-        "towers": lambda: tf_xshard.TowerOptimizer(_optimizer(None), 4),
-        "agn": lambda: tf_xshard.AGNOptimizer(
-            keras.optimizers.SGD(1.0), communication_period=4
-        ),
-    }.items():
-        with strategy.scope():
-            weight = keras.Variable(np.zeros(NUM_FLOATS), dtype="float32")
-            optimizer = make()
-            optimizer.build([weight])
-
-        @tf.function(autograph=False)
-        def step():
-            strategy.run(
-                lambda: optimizer.apply([tf.ones([NUM_FLOATS])], [weight])
-            )
-
-        for _ in range(4):
-            step()
-        sent = np.zeros([4, 4])
-        for call in range(16):
-            before = counting.loopback_bytes()
-            step()
-            # The others may be later than this one.
-            tf_xshard.barrier(strategy)
-            time.sleep(0.1)
-            sent[call // 4, call % 4] = counting.loopback_bytes() - before
-        result[name] = sent.tolist()
-    return result
-
-
-def processes(strategy):
+def processes(strategy, directory):
     """The chief is the last at the barrier, and all see what it wrote."""
     rank = tf_xshard.rank(strategy)
     time.sleep(0 if rank else 1.0)
-    with open(os.path.join(sys.argv[1], f"process_{rank}"), "w"):
+    with open(os.path.join(directory, f"process_{rank}"), "w"):
         pass
     tf_xshard.barrier(strategy)
-    found = [n for n in os.listdir(sys.argv[1]) if n.startswith("process_")]
+    found = [n for n in os.listdir(directory) if n.startswith("process_")]
     return [rank, tf_xshard.is_chief(strategy), len(found)]
 
 
-def nesting(strategy):
+def nesting(strategy, seeds):
     """Random nested optimizers of all kinds, with an overflow on a worker."""
-    return [
-        _nested(strategy, *random_stacks.random_case(seed, NUM_WORKERS))
-        for seed in range(60 if FULL else 6)
-    ]
+    return {
+        seed: _nested(strategy, *random_stacks.random_case(seed, NUM_WORKERS))
+        for seed in seeds
+    }
 
 
 def _nested(strategy, stack, gradients):
@@ -328,16 +282,16 @@ def _nested(strategy, stack, gradients):
 
 def absent(strategy):
     """Worker 3 never traces the step, saves, nor calls a barrier."""
+    seconds = 2
     with strategy.scope():
         dense = keras.layers.Dense(1, use_bias=False, name="the_weight")
         model = keras.Sequential([keras.layers.Input([1]), dense])
         optimizer = tf_xshard.CrossShardOptimizer(
             keras.optimizers.SGD(1.0),
-            communication=tf_xshard.Communication(timeout_seconds=3),
+            communication=tf_xshard.Communication(timeout_seconds=seconds),
         )
         model.compile(optimizer, "mse")
     if strategy.cluster_resolver.task_id == 3:
-        time.sleep(16)
         return None
     errors = []
     for call in (
@@ -345,39 +299,35 @@ def absent(strategy):
             strategy, optimizer, lambda r: [tf.ones([1, 1])], [dense.kernel]
         ),
         lambda: tf_xshard.GroupState(model).divergence(),
-        lambda: tf_xshard.barrier(strategy, timeout_seconds=3),
-        lambda: tf_xshard.barrier(strategy, timeout_seconds=3),
+        lambda: tf_xshard.barrier(strategy, timeout_seconds=seconds),
+        lambda: tf_xshard.barrier(strategy, timeout_seconds=seconds),
     ):
         began = time.time()
         try:
             call()
         except (RuntimeError, tf.errors.OpError) as error:
-            seconds = time.time() - began
-            errors.append([type(error).__name__, str(error), seconds])
-    # Others that are later still wait, and would see this process end.
-    time.sleep(3)
+            took = time.time() - began
+            errors.append([type(error).__name__, str(error), took])
     return errors
 
 
-def cases(strategy):
-    directory = sys.argv[1]
+def main(directory, *options):
+    """All cases; `--full` has more of them."""
+    full = "--full" in options
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
     own = (
-        *(oracle, compat_v1, retrace, group_reduce, global_mean),
-        *(skipped_steps, local_variables, wire, processes, nesting),
+        *(compat_v1, retrace, group_reduce, global_mean),
+        *(skipped_steps, local_variables),
     )
     return {
         **{case.__name__: case(strategy) for case in own},
-        "fit": multi_worker_fit_cases.run(strategy),
-        "group_state": multi_worker_group_state.run(strategy, directory),
-        "ledger": multi_worker_ledger.run(strategy),
-        "sharded": multi_worker_sharded.run(strategy, directory),
+        "oracle": oracle(strategy, full),
+        "processes": processes(strategy, directory),
+        "nesting": nesting(strategy, range(20) if full else SEEDS),
+        "fit": multi_worker_fit_cases.run(strategy, full),
+        "group_state": multi_worker_group_state.run(strategy, directory, full),
+        "ledger": multi_worker_ledger.run(strategy, full),
+        "sharded": multi_worker_sharded.run(strategy, directory, full),
         # The last: workers have traced different numbers of functions then.
         "absent": absent(strategy),
     }
-
-
-if __name__ == "__main__":
-    made = tf.distribute.MultiWorkerMirroredStrategy()
-    print(json.dumps(cases(made)), flush=True)
-    # The peers may be gone; leaving in order would wait for them.
-    os._exit(0)

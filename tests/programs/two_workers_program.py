@@ -1,26 +1,26 @@
-"""What each process of two_processes_test.py runs.
+"""What each process of two_processes_test.py runs, by `support/cluster.py`.
 
-`python -m tests.programs.two_workers_program DIRECTORY`, with TF_CONFIG set.
-Prints one JSON line. The program sets no seed before `fit` has shuffled.
+No case before `shuffled`, the first, sets a seed.
 """
 
-import json
 import os
 import re
-import sys
+import resource
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import fitting
 from tests.support import paths
 from tf_xshard.private.tensorflow import runtime
 
 NUM_WORKERS = 2
 NUM_ROWS = 61  # 31 and 30 rows, so that the workers have 4 and 3 batches.
 BATCH_SIZE = 10  # Of a worker.
-NUM_SAVES = 8
+NUM_SAVES = 2
+NUM_ARRAYS = 20  # Of 1 MiB, each with 256 pages.
 TIMEOUT_SECONDS = 60
 
 
@@ -55,8 +55,24 @@ def _compiled(strategy, **options):
         )
 
 
-def unseeded(strategy):
-    """How often `fit` has trained on each of 32 rows, and the seed then."""
+class _PageFaults(keras.callbacks.Callback):
+    """Counts what clearing new memory costs, in `fit`."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(NUM_ARRAYS):
+            np.ones(1 << 18, np.float32)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        self.number = after - before
+
+
+def shuffled(strategy):
+    """How often `fit` has trained on each of 32 rows, in its own order.
+
+    Returns:
+      For no seed, and for one of each process: the rows' counts, and whether
+      `fit` has left the seed as it was. And the page faults of a batch.
+    """
     with strategy.scope():
         trained = keras.Sequential(
             [
@@ -70,16 +86,33 @@ def unseeded(strategy):
             tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(8.0)),
             loss=lambda y, outputs: -outputs,
         )
-    trained.fit(np.eye(32), np.zeros(32), batch_size=8, verbose=0)
-    return [trained.get_weights()[0].ravel().tolist(), _seed()]
+    before, result, faults = runtime.GlobalSeed(), [], _PageFaults()
+    for seed in (None, tf_xshard.rank(strategy) + 7):
+        if seed is not None:
+            tf.random.set_seed(seed)
+        trained.set_weights([np.zeros([32, 1])])
+        trained.fit(
+            *(np.eye(32), np.zeros(32)),
+            batch_size=8,
+            verbose=0,
+            callbacks=[faults],
+        )
+        counts = trained.get_weights()[0].ravel().tolist()
+        result.append([counts, _seed() == seed])
+    before.restore()
+    return result, faults.number
 
 
 def _seed():
     return runtime.GlobalSeed().seed
 
 
+def _rows():
+    return fitting.untuned(tf.data.Dataset.from_tensor_slices(data()))
+
+
 def _pipeline(strategy):
-    whole = tf.data.Dataset.from_tensor_slices(data())
+    whole = _rows()
     return strategy.distribute_datasets_from_function(
         lambda context: whole.shard(
             context.num_input_pipelines, context.input_pipeline_id
@@ -93,7 +126,7 @@ def _undivided(strategy):
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
     )
-    whole = tf.data.Dataset.from_tensor_slices(data())
+    whole = _rows()
     own = whole.shard(NUM_WORKERS, tf_xshard.rank(strategy))
     # TensorFlow divides the batches by the number of workers.
     return own.batch(BATCH_SIZE * NUM_WORKERS).with_options(options)
@@ -115,14 +148,14 @@ def _fit(strategy, pipeline, **options):
     }
 
 
-def different_batches(strategy):
+def different_batches(strategy, full):
     """The workers' pipelines have 4 and 3 batches."""
     pipeline = _pipeline(strategy)
     untrained = _compiled(strategy)
     return {
         "fit": _fit(strategy, pipeline),
-        "in_twos": _fit(strategy, pipeline, steps_per_execution=2),
-        "undivided": _fit(strategy, _undivided(strategy)),
+        "in_twos": full and _fit(strategy, pipeline, steps_per_execution=2),
+        "undivided": full and _fit(strategy, _undivided(strategy)),
         "evaluate": float(untrained.evaluate(pipeline, verbose=0)),
         "predict": np.ravel(untrained.predict(pipeline, verbose=0)).tolist(),
     }
@@ -138,7 +171,7 @@ UNKNOWN_SIZE = {
 def unknown_size(strategy, optimizer):
     """Three epochs of three batches, whose number Keras does not know."""
     x, y = data()
-    rows = tf.data.Dataset.from_tensor_slices((x[:24], y[:24]))
+    rows = fitting.untuned(tf.data.Dataset.from_tensor_slices((x[:24], y[:24])))
     with strategy.scope():
         trained = model(optimizer())
     trained.fit(
@@ -170,8 +203,8 @@ def refused(strategy):
     rank = tf_xshard.rank(strategy)
     x, y = (one[: (61, 60)[rank]] for one in data())
     arrays = {"x": x, "y": y, "batch_size": 16}
-    dataset = tf.data.Dataset.from_tensor_slices(data()).take((61, 40)[rank])
-    pipeline = tf.data.Dataset.from_tensor_slices(data()).batch(4)
+    dataset = _rows().take((61, 40)[rank])
+    pipeline = _rows().batch(4)
     infinite = strategy.distribute_datasets_from_function(
         lambda _: pipeline.repeat() if rank else pipeline
     )
@@ -231,13 +264,17 @@ def saves(strategy, directory):
     return [np.float64(v).tolist() for v in trained.get_weights()]
 
 
-def cases(strategy, directory):
+def main(directory, *options):
+    """All cases; `--full` has more of them."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with tf_xshard.multi_worker_fit(
         tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
     ):
         return {
-            "unseeded": unseeded(strategy),
-            "different_batches": different_batches(strategy),
+            "shuffled": shuffled(strategy),
+            "different_batches": different_batches(
+                strategy, "--full" in options
+            ),
             "unknown_size": {
                 name: unknown_size(strategy, optimizer)
                 for name, optimizer in UNKNOWN_SIZE.items()
@@ -246,8 +283,3 @@ def cases(strategy, directory):
             "refused": refused(strategy),
             "saved": saves(strategy, directory),
         }
-
-
-if __name__ == "__main__":
-    made = tf.distribute.MultiWorkerMirroredStrategy()
-    print(json.dumps(cases(made, sys.argv[1])), flush=True)

@@ -5,14 +5,13 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 
-from tests.support import paths
+from tests.support import processes
 
-TIMEOUT_SECONDS = 400
+TIMEOUT_SECONDS = 150
 # Open MPI as root, and with more processes than cores.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -41,10 +40,10 @@ def command(number, module, *arguments):
 
 def run(number, module, *arguments):
     """Runs a module in so many processes, as `run_command` does."""
-    return run_command(command(number, module, *arguments))
+    return run_command(command(number, module, *arguments), number)
 
 
-def run_command(launch):
+def run_command(launch, tensorflow):
     """Runs it to its end; each process prints into a file of its own.
 
     `mpiexec` itself may put the lines of two processes into one.
@@ -56,13 +55,11 @@ def run_command(launch):
             if is_open_mpi()
             else [f"-outfile-pattern={directory}/%r"]
         )
-        ended = subprocess.run(
+        ended = processes.run(
             [launcher, *files, *rest],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=paths.ROOT,
+            TIMEOUT_SECONDS,
+            tensorflow=tensorflow,
             env={**OPEN_MPI, **os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-            timeout=TIMEOUT_SECONDS,
         )
         ended.stdout = ""
         for file in pathlib.Path(directory).iterdir():

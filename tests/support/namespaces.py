@@ -3,7 +3,8 @@
 import contextlib
 import os
 import shutil
-import subprocess
+
+from tests.support import processes
 
 
 def address(rank):
@@ -20,8 +21,8 @@ def inside(name):
 def made(number):
     """Yields the names of so many hosts, on one bridge."""
 
-    def ip(*arguments):
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+    def ip(*arguments, check=True):
+        processes.run(["ip", *arguments], 60, check, tensorflow=0)
 
     names = [f"tfx{os.getpid() % 10000}n{r}" for r in range(number)]
     bridge = f"tfx{os.getpid() % 10000}b"
@@ -44,8 +45,8 @@ def made(number):
         yield names
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-        subprocess.run(["ip", "link", "del", bridge], check=False)
+            ip("netns", "del", name, check=False)
+        ip("link", "del", bridge, check=False)
 
 
 def are_allowed():
@@ -55,5 +56,5 @@ def are_allowed():
     try:
         with made(1):
             return True
-    except subprocess.CalledProcessError:
+    except AssertionError:
         return False

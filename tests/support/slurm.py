@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 
+from tests.support import processes
 from tf_xshard.multi_worker import local_cluster
 
 _NUM_TASKS = 4
@@ -72,12 +73,12 @@ def running():
             )
         )
         environment = {**os.environ, "SLURM_CONF": str(config)}
-        daemons = []
-        try:
+        with contextlib.ExitStack() as stack:
             for daemon in ("slurmctld", "slurmd"):
-                daemons.append(
-                    subprocess.Popen(
+                stack.enter_context(
+                    processes.started(
                         [_daemon(daemon), "-D"],
+                        tensorflow=0,
                         env=environment,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
@@ -85,23 +86,12 @@ def running():
                 )
             _wait_for_node(environment, folder)
             yield environment
-        finally:
-            for daemon in reversed(daemons):
-                daemon.terminate()
-            for daemon in daemons:
-                try:
-                    daemon.wait(10)
-                except subprocess.TimeoutExpired:
-                    daemon.kill()
 
 
 def _wait_for_node(environment, folder):
     for _ in range(300):
-        found = subprocess.run(
-            ["sinfo", "-h", "-o", "%T"],
-            env=environment,
-            capture_output=True,
-            text=True,
+        found = processes.run(
+            ["sinfo", "-h", "-o", "%T"], tensorflow=0, env=environment
         )
         if "idle" in found.stdout:
             return
