@@ -173,6 +173,7 @@ def test_all_end_well(launch):
         (2, "7", 7),
         (1, None, None),
     ],
+    ids=["shared", "own", "alone"],
 )
 def test_workers_share_cores_and_keep_freed_memory(
     number, own, threads, launch, monkeypatch

@@ -1,8 +1,10 @@
 """One of several processes does not train alone, unless the user wants it."""
 
 import json
+import os
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -11,127 +13,136 @@ from tests.multi_worker import engines_test
 from tests.support import replicas
 from tf_xshard.multi_worker import local_cluster
 
-_ALONE = [
-    (engines_test.TORCHRUN, "2 processes .torchrun."),
-    (engines_test.SLURM, "4 processes .Slurm."),
-    (engines_test.PMI, "2 processes .MPI."),
-    (engines_test.OPEN_MPI, "4 processes .Open MPI."),
-    (
+
+def _config(cluster, task):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+_ALONE = {
+    "torchrun": (engines_test.TORCHRUN, "2 processes .torchrun."),
+    "slurm": (engines_test.SLURM, "4 processes .Slurm."),
+    "mpi": (engines_test.PMI, "2 processes .MPI."),
+    "open_mpi": (engines_test.OPEN_MPI, "4 processes .Open MPI."),
+    "worker": (
         {"TF_CONFIG": local_cluster.tf_config(["a:1", "b:2"], 1)},
         "2 processes .TF_CONFIG.",
     ),
-    (
-        {
-            "TF_CONFIG": json.dumps(
-                {
-                    "cluster": {"chief": ["a:1"], "worker": ["b:2"]},
-                    "task": {"type": "chief", "index": 0},
-                }
-            )
-        },
+    "chief": (
+        _config(
+            {"chief": ["a:1"], "worker": ["b:2"]},
+            {"type": "chief", "index": 0},
+        ),
         "2 processes .TF_CONFIG.",
     ),
-]
-_EVALUATOR = json.dumps(
-    {
-        "cluster": {"worker": ["a:1", "b:2"]},
-        "task": {"type": "evaluator", "index": 0},
-    }
+}
+_EVALUATOR = _config(
+    {"worker": ["a:1", "b:2"]}, {"type": "evaluator", "index": 0}
 )
 
 
-def _dense():
-    return keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+class _Calls:
+    """What would train alone, and how its error begins."""
 
-
-def _model(strategy):
-    with strategy.scope():
-        model = keras.Sequential(
+    def __init__(self, directory):
+        self.saves = str(directory / "saves")
+        self.epochs = str(directory / "epochs")
+        strategy = replicas.mirrored(2)
+        with strategy.scope():
+            self.weight = keras.Variable(0.0)
+            optimizer = tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(1.0),
+                "sum",
+                loss_normalization="replica",
+            )
+            optimizer.build([self.weight])
+        self.model = keras.Sequential(
             [keras.layers.Input((2,)), keras.layers.Dense(1)]
         )
-        model.compile(
-            tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.1)), "mse"
-        )
-    return model
+        self.model.compile("sgd", "mse")
+        self.by_error = {
+            "CrossShardOptimizer applies gradients": lambda: (
+                replicas.apply_once(
+                    strategy,
+                    optimizer,
+                    lambda r: [tf.constant(10.0**r)],
+                    [self.weight],
+                )
+            ),
+            "multi_worker_fit trains": self._fit,
+            "GroupState saves": lambda: tf_xshard.GroupState(
+                [self.weight]
+            ).save(self.saves),
+            "GroupCheckpoint saves": lambda: self._train(
+                [tf_xshard.GroupCheckpoint(self.epochs)]
+            ),
+            r"rank\(\) is called": lambda: tf_xshard.rank(strategy),
+            r"barrier\(\) is called": lambda: tf_xshard.barrier(strategy),
+        }
 
+    def _fit(self):
+        """An optimizer of Keras, inside multi_worker_fit."""
+        with tf_xshard.multi_worker_fit():
+            self._train()
 
-def _fit(model, callbacks=()):
-    x = tf.ones([4, 2])
-    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[*callbacks])
+    def _train(self, callbacks=()):
+        x = np.ones([4, 2], "float32")
+        self.model.fit(x, x[:, :1], verbose=0, callbacks=[*callbacks])
 
+    def are_refused(self, who):
+        """Each with a text that names the escape; nothing has changed."""
+        for what, call in self.by_error.items():
+            with pytest.raises(RuntimeError, match=f"{what} in {who}") as info:
+                call()
+            assert "tf_xshard.connect(alone=True)" in str(info.value)
+            assert "set TF_XSHARD_ALONE=1" in str(info.value)
+        assert replicas.values(replicas.mirrored(2), self.weight) == [0, 0]
+        assert int(self.model.optimizer.iterations) == 0
+        assert not os.path.exists(self.saves)
+        assert not os.path.exists(self.epochs)
 
-def _fit_plain():
-    """An optimizer of Keras, inside multi_worker_fit."""
-    model = _dense()
-    model.compile("sgd", "mse")
-    with tf_xshard.multi_worker_fit():
-        _fit(model)
-
-
-def _save(directory):
-    weight = keras.Variable(1.0)
-    tf_xshard.GroupState([weight]).save(directory)
-
-
-def _checkpoint(directory):
-    model = _dense()
-    model.compile("sgd", "mse")
-    _fit(model, [tf_xshard.GroupCheckpoint(directory)])
+    def work(self):
+        """Each does its work in this process."""
+        results = [call() for call in self.by_error.values()]
+        assert results[-2:] == [0, None]
+        assert replicas.values(replicas.mirrored(2), self.weight) == [-11, -11]
+        assert int(self.model.optimizer.iterations) == 2
+        assert os.listdir(self.saves) and os.listdir(self.epochs)
 
 
 @pytest.fixture
 def calls(tmp_path):
-    """What would train alone, and how its error begins."""
-    strategy = replicas.mirrored(2)
-    model = _model(strategy)
-    return {
-        "CrossShardOptimizer applies gradients": lambda: _fit(model),
-        "multi_worker_fit trains": _fit_plain,
-        "GroupState saves": lambda: _save(tmp_path),
-        "GroupCheckpoint saves": lambda: _checkpoint(tmp_path),
-        r"rank\(\) is called": lambda: tf_xshard.rank(strategy),
-        r"barrier\(\) is called": lambda: tf_xshard.barrier(strategy),
-    }
+    return _Calls(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "variables, who", _ALONE, ids=lambda one: str(one)[:20]
-)
-def test_training_alone_is_refused(
-    variables, who, calls, monkeypatch, tmp_path
-):
-    """Unless the user wants it; nothing is written or changed before."""
-    for name, value in variables.items():
+@pytest.mark.parametrize("name", _ALONE)
+def test_training_alone_is_refused(name, calls, monkeypatch):
+    variables, who = _ALONE[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    calls.are_refused(f"one of {who}")
+
+
+def test_a_user_may_want_to_train_alone(calls, monkeypatch):
+    for name, value in engines_test.TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    for what, call in calls.items():
-        with pytest.raises(
-            RuntimeError, match=f"{what} in one of {who}"
-        ) as info:
-            call()
-        assert "tf_xshard.connect(alone=True)" in str(info.value)
-        assert "set TF_XSHARD_ALONE=1" in str(info.value)
-    assert not list(tmp_path.iterdir())
     monkeypatch.setenv("TF_XSHARD_ALONE", "0")
     tf_xshard.connect(alone=True)
-    for call in calls.values():
-        call()
+    calls.work()
 
 
-def test_an_evaluator_is_not_the_chief(calls, monkeypatch, tmp_path):
-    monkeypatch.setenv("TF_CONFIG", _EVALUATOR)
+def test_an_evaluator_is_not_the_chief(calls, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", _EVALUATOR["TF_CONFIG"])
     assert not tf_xshard.is_chief()
-    for what, call in calls.items():
-        with pytest.raises(RuntimeError, match=f"{what} in an evaluator"):
-            call()
-    assert not list(tmp_path.iterdir())
-    model = _model(replicas.mirrored(2))
+    calls.are_refused("an evaluator")
+    x = np.ones([4, 2], "float32")
     with tf_xshard.multi_worker_fit():
-        assert model.evaluate(tf.ones([4, 2]), tf.ones([4, 1]), verbose=0) >= 0
+        loss = calls.model.evaluate(x, x[:, :1], verbose=0)
+    outputs = calls.model.predict(x, verbose=0)
+    np.testing.assert_allclose(loss, np.mean((outputs - 1) ** 2), rtol=1e-5)
 
 
 def test_a_job_s_variables_are_not_a_step_s(calls, monkeypatch):
     """A batch script's Python runs once, whatever the job's size."""
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    for call in calls.values():
-        call()
+    calls.work()

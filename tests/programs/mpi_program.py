@@ -20,7 +20,7 @@ from tf_xshard import collectives
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import site as site_lib
 
-# By the number of processes. A group's order is not that of the ranks.
+# By the number of processes.
 GROUPS = {2: [[1, 0]], 4: cases.CROSSED}
 SUMMED = ("float32", "float64", "int32", "int64", "bfloat16", "float16")
 MOVED = ("int8", "bfloat16", "float32")
