@@ -1644,7 +1644,7 @@ MULTI_WORKER: list[Promise] = [
         W + "engines_test.py::test_addresses_are_in_the_order_of_ranks",
         "multi_worker/exchange.py",
         "in_order = [peers[rank] for rank in sorted(peers)]",
-        ("in_order = [peers[rank] for rank in sorted(peers, reverse=True)]"),
+        "in_order = [peers[rank] for rank in sorted(peers, reverse=True)]",
     ),
     Promise(
         "Processes of another job, or other programs, do not join.",
@@ -1671,7 +1671,7 @@ MULTI_WORKER: list[Promise] = [
         "An error names the ranks that are missing.",
         W + "engines_test.py::test_all_say_what_is_wrong[missing]",
         "multi_worker/exchange.py",
-        ("missing = [rank for rank in range(1, size) if rank not in here]"),
+        "missing = [rank for rank in range(1, size) if rank not in here]",
         "missing = [rank for rank in range(1, size) if rank in here]",
     ),
     Promise(
@@ -1697,8 +1697,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Processes on one machine share its cores.",
-        W
-        + ("engines_test.py::test_processes_share_a_machine_s_cores[one host]"),
+        W + "engines_test.py::test_processes_share_a_machine_s_cores[one host]",
         "multi_worker/connect.py",
         "threads = local_cluster.threads(num_sharing)",
         "threads = local_cluster.threads(2)",
@@ -1707,35 +1706,35 @@ MULTI_WORKER: list[Promise] = [
         "Processes that an engine has bound to cores keep them.",
         W + "engines_test.py::test_processes_share_a_machine_s_cores[bound]",
         "multi_worker/connect.py",
-        ("one.host == own.host and not set(own.cores).isdisjoint(one.cores)"),
+        "one.host == own.host and not set(own.cores).isdisjoint(one.cores)",
         "one.host == own.host",
     ),
     Promise(
         "SageMaker's ranks follow the sorted hosts.",
-        W + "engines_test.py::test_places[SageMaker20]",
+        W + "engines_test.py::test_places[SageMaker21]",
         "distribute/engines.py",
         'hosts = sorted(json.loads(variables["SM_HOSTS"]))',
         'hosts = json.loads(variables["SM_HOSTS"])',
     ),
     Promise(
         "Slurm's rank 0 is on the first host of the step.",
-        W + "engines_test.py::test_places[Slurm3]",
+        W + "engines_test.py::test_places[Slurm4]",
         "distribute/engines.py",
         '_first_host(variables["SLURM_STEP_NODELIST"])',
         'variables["SLURM_STEP_NODELIST"].split(",")[-1]',
     ),
     Promise(
         "torchrun's own store and rank 0 have different ports.",
-        W + "engines_test.py::test_places[torchrun7]",
+        W + "engines_test.py::test_places[torchrun10]",
         "distribute/engines.py",
-        ("_integer(variables, port) + taken if port in variables else None"),
+        "_integer(variables, port) + taken if port in variables else None",
         "_integer(variables, port) if port in variables else None",
     ),
     Promise(
         "A child process is not taken for its parent.",
-        "tests/collectives/mpi_test.py::test_a_child_process_is_not_mpi_s[False]",
+        K + "mpi_test.py::test_a_child_process_is_not_mpi_s[False]",
         "distribute/engines.py",
-        ("return variables.get(_CONNECTED) == str(os.getpid()) and any("),
+        "return variables.get(_CONNECTED) == str(os.getpid()) and any(",
         "return _CONNECTED in variables and any(",
     ),
     Promise(
@@ -1774,7 +1773,7 @@ MULTI_WORKER: list[Promise] = [
         W + "launch_test.py::test_a_failure_ends_all_and_comes_last",
         "multi_worker/launch.py",
         "if worker.process.returncode and failed is None:",
-        ("if worker.process.returncode and failed is None and not running:"),
+        "if worker.process.returncode and failed is None and not running:",
     ),
     Promise(
         "launch forwards signals.",
@@ -1850,7 +1849,7 @@ MULTI_WORKER: list[Promise] = [
         W + "launch_test.py::test_hosts_restart_together",
         "multi_worker/launch.py",
         "if hosts and not _all_have_started(hosts, options):",
-        ("if hosts and not restart and not _all_have_started(hosts, options):"),
+        "if hosts and not restart and not _all_have_started(hosts, options):",
     ),
     Promise(
         "launch shows all output, however slowly it is read.",
@@ -1864,8 +1863,8 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "launch gives each worker its share of the cores.",
-        W
-        + "launch_test.py::test_workers_share_cores_and_keep_freed_memory[shared]",
+        W + "launch_test.py::"
+        "test_workers_share_cores_and_keep_freed_memory[shared]",
         "multi_worker/local_cluster.py",
         "share = max(1, len(cores()) // num_workers)",
         "share = max(1, len(cores())) + num_workers",
@@ -1874,14 +1873,14 @@ MULTI_WORKER: list[Promise] = [
         "Workers keep memory for the next step.",
         W + "two_processes_test.py::test_freed_memory_is_kept_in_fit",
         "multi_worker/local_cluster.py",
-        ("            mallopt(option, min(int(os.environ[name]), _MAX_INT))"),
+        "            mallopt(option, min(int(os.environ[name]), _MAX_INT))",
         "            pass",
         cluster=True,
     ),
     Promise(
         "An epoch ends with the longest pipeline of a worker.",
-        W
-        + "two_processes_test.py::test_fit_on_different_numbers_of_batches[fit]",
+        W + "two_processes_test.py::"
+        "test_fit_on_different_numbers_of_batches[fit]",
         "multi_worker/fit.py",
         "return min(counts) if min(counts) < 0 else max(counts)",
         "return min(counts)",
@@ -1891,14 +1890,14 @@ MULTI_WORKER: list[Promise] = [
         "fit shuffles arrays alike in all processes.",
         W + "two_processes_test.py::test_each_row_is_trained_on_once",
         "multi_worker/fit.py",
-        ("if chief[0] is None or any(one[:2] != chief[:2] for one in seeds):"),
+        "if chief[0] is None or any(one[:2] != chief[:2] for one in seeds):",
         "if False:",
         cluster=True,
     ),
     Promise(
         "Metrics cover all workers.",
-        W
-        + "two_processes_test.py::test_fit_on_different_numbers_of_batches[fit]",
+        W + "two_processes_test.py::"
+        "test_fit_on_different_numbers_of_batches[fit]",
         "multi_worker/fit.py",
         "sums = buckets.sum_dense(parts, transport).values",
         "sums = [one * site.num_replicas for one in parts]",
@@ -1906,8 +1905,8 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Workers whose counters differ are told so.",
-        W
-        + "two_processes_test.py::test_different_counts_are_refused_on_all_workers",
+        W + "two_processes_test.py::"
+        "test_different_counts_are_refused_on_all_workers",
         "multi_worker/fit.py",
         "if any(one != every[0] for one in every):",
         "if False:",
@@ -1929,8 +1928,8 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Only the chief shows progress.",
-        W
-        + "fit_test.py::test_the_chief_prints_and_others_do_not[fit-1-verbose2-False]",
+        W + "fit_test.py::"
+        "test_the_chief_prints_and_others_do_not[fit-1-verbose2-False]",
         "multi_worker/fit.py",
         'if rank and bound.arguments["verbose"] == "auto":',
         'if rank and bound.arguments["verbose"] == 9:',
@@ -1953,7 +1952,7 @@ MULTI_WORKER: list[Promise] = [
         "barrier() waits for all processes.",
         W + "four_processes_test.py::test_rank_chief_and_barrier",
         "multi_worker/processes.py",
-        ("    if not site_lib.spans_processes(strategy):\n        return\n"),
+        "    if not site_lib.spans_processes(strategy):\n        return\n",
         "    if strategy:\n        return\n",
         cluster=True,
     ),
@@ -1967,50 +1966,54 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "A collective that waits too long fails.",
-        "tests/collectives/watchdog_test.py::test_only_a_missing_replica_is_an_error_after_the_timeout",
+        K + "watchdog_test.py::"
+        "test_only_a_missing_replica_is_an_error_after_the_timeout",
         "collectives/watchdog.py",
         "        share = one.seconds(now) / timeout\n        if",
         "        share = 0.0\n        if",
     ),
     Promise(
         "A batch that stands still fails after the timeout.",
-        "tests/collectives/watchdog_test.py::test_a_batch_that_stands_still_is_an_error_after_the_timeout",
+        K + "watchdog_test.py::"
+        "test_a_batch_that_stands_still_is_an_error_after_the_timeout",
         "collectives/watchdog.py",
         "batch.seconds(num_ended, now) / batch.timeout_seconds,",
         "0.0,",
     ),
     Promise(
         "Time in which a process is suspended does not count.",
-        "tests/collectives/watchdog_test.py::test_time_in_which_a_process_is_stopped_does_not_count",
+        K + "watchdog_test.py::"
+        "test_time_in_which_a_process_is_stopped_does_not_count",
         "collectives/watchdog.py",
-        ("self.seconds += min(now - self._last, _MOST_PER_SLEEP * seconds)"),
+        "self.seconds += min(now - self._last, _MOST_PER_SLEEP * seconds)",
         "self.seconds += now - self._last",
     ),
     Promise(
         "A step that failed does not count for the next one.",
-        "tests/collectives/watchdog_test.py::test_a_failed_call_does_not_count_for_the_next_one",
+        K + "watchdog_test.py::"
+        "test_a_failed_call_does_not_count_for_the_next_one",
         "collectives/watchdog.py",
         "if count != self._last or not runs:",
         "if count != self._last:",
     ),
     Promise(
         "A timeout costs no threads.",
-        "tests/collectives/watchdog_test.py::test_a_timeout_costs_no_threads",
+        K + "watchdog_test.py::test_a_timeout_costs_no_threads",
         "collectives/watchdog.py",
         "if self._thread is None or not self._thread.is_alive():",
         "if True:",
     ),
     Promise(
         "Groups do not mix over MPI.",
-        "tests/collectives/mpi_test.py::test_operations[2-graph]",
+        K + "mpi_test.py::test_operations[2-graph]",
         "collectives/mpi.py",
-        ("members = tuple(self.groups)[self.groups.group_of(site.replica_id)]"),
+        "members = tuple(self.groups)[self.groups.group_of(site.replica_id)]",
         "members = tuple(range(self.groups.num_replicas))",
         cluster=True,
     ),
     Promise(
         "MPI sums large gradients of all processes.",
-        "tests/collectives/mpi_test.py::test_operations[2-eager]",
+        K + "mpi_test.py::test_operations[2-eager]",
         "collectives/mpi.py",
         "np.add(received[0], received[1], out=total)",
         "np.copyto(total, received[1])",
@@ -2018,21 +2021,22 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "With MPI, an error names the rank that is missing.",
-        "tests/collectives/mpi_test.py::test_a_rank_that_is_missing_is_an_error_after_the_timeout",
+        K + "mpi_test.py::"
+        "test_a_rank_that_is_missing_is_an_error_after_the_timeout",
         "collectives/mpi.py",
         "            if waited > seconds:\n",
         "            if waited > seconds + 99:\n",
     ),
     Promise(
         "With MPI, an error names a rank that has ended.",
-        "tests/collectives/mpi_test.py::test_a_rank_that_has_ended_is_an_error_at_once",
+        K + "mpi_test.py::test_a_rank_that_has_ended_is_an_error_at_once",
         "collectives/mpi.py",
         "if ended := _ended(self._members):",
         "if ended := []:",
     ),
     Promise(
         "With MPI, an uncaught error ends the job.",
-        "tests/collectives/mpi_test.py::test_an_error_ends_the_job",
+        K + "mpi_test.py::test_an_error_ends_the_job",
         "collectives/mpi.py",
         (
             "        before(*args)\n"
@@ -2044,8 +2048,8 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Two processes train as one device does.",
-        W
-        + "two_processes_test.py::test_fit_on_different_numbers_of_batches[fit]",
+        W + "two_processes_test.py::"
+        "test_fit_on_different_numbers_of_batches[fit]",
         "collectives/subgroups.py",
         '                merge_op="Add",',
         '                merge_op="Max",',
@@ -2055,14 +2059,14 @@ MULTI_WORKER: list[Promise] = [
         "Groups of processes do not mix.",
         W + "four_processes_test.py::test_oracle[crossed]",
         "collectives/subgroups.py",
-        ("self._members = tuple(groups)[groups.group_of(site.replica_id)]"),
+        "self._members = tuple(groups)[groups.group_of(site.replica_id)]",
         "self._members = tuple(range(groups.num_replicas))",
         cluster=True,
     ),
     Promise(
         "An error names the worker that takes no part.",
-        W
-        + "four_processes_test.py::test_a_worker_that_does_not_take_part_is_named",
+        W + "four_processes_test.py::"
+        "test_a_worker_that_does_not_take_part_is_named",
         "collectives/silent_workers.py",
         "return list(found) if _call(ask) or found else [0]",
         "return [0]",

@@ -22,94 +22,82 @@ from tf_xshard.multi_worker import connect
 from tf_xshard.multi_worker import exchange
 from tf_xshard.multi_worker import local_cluster
 
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_NTASKS": "9",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NODELIST": "n[07-08,11],m3",
-}
-TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "29500",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "PMIX_NAMESPACE": "prterun-n7-1@1",
-}
-PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
-KUBERNETES = {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"}
-SAGEMAKER = {
-    "SM_HOSTS": '["algo-2", "algo-1"]',
-    "SM_CURRENT_HOST": "algo-2",
-}
-# Variables, then engine, rank, size, leader and port (None: any).
-PLACES = [
-    ({}, None),
-    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
-    ({"RANK": "3"}, None),
-    (SLURM, ("Slurm", 2, 4, "n07", None)),
+
+def _variables(text):
+    """Of `NAME=value`, separated by spaces."""
+    return dict(one.split("=", 1) for one in text.split())
+
+
+SLURM = _variables(
+    "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=2 SLURM_NTASKS=9"
+    " SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NODELIST=n[07-08,11],m3"
+)
+TORCHRUN = _variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500")
+OPEN_MPI = _variables(
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4"
+    " OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=prterun-n7-1@1"
+)
+PMI = _variables("PMI_RANK=0 PMI_SIZE=2 MPI_LOCALNRANKS=2")
+KUBERNETES = _variables("JOB_COMPLETION_INDEX=1 HOSTNAME=train-1")
+SAGEMAKER = _variables('SM_HOSTS=["algo-2","algo-1"] SM_CURRENT_HOST=algo-2')
+_TWO_HOSTS = "OMPI_COMM_WORLD_LOCAL_SIZE=2"
+# Variables of an engine and others, then engine, rank, size, leader and port
+# (None: any).
+_ROWS = [
+    ({}, "", None),
+    ({}, "SLURM_NTASKS=4 SLURM_PROCID=0", None),
+    ({}, "RANK=3", None),
+    ({}, "RANK= WORLD_SIZE= MASTER_ADDR= MASTER_PORT=", None),
+    (SLURM, "", ("Slurm", 2, 4, "n07", None)),
     (
-        {**SLURM, "SLURM_STEP_RESV_PORTS": "12345-12348"},
+        SLURM,
+        "SLURM_STEP_RESV_PORTS=12345-12348",
         ("Slurm", 2, 4, "n07", 12345),
     ),
-    ({**SLURM, "SLURM_STEP_NODELIST": "m3"}, ("Slurm", 2, 4, "m3", None)),
-    (TORCHRUN, ("torchrun", 1, 2, "a", 29500)),
+    (SLURM, "SLURM_STEP_NODELIST=m3", ("Slurm", 2, 4, "m3", None)),
     (
-        {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        SLURM,
+        "SLURM_STEP_NODELIST=rack[1-2]n[03,4],m",
+        ("Slurm", 2, 4, "rack1n03", None),
+    ),
+    # srun --mpi=pmi2.
+    (SLURM, "PMI_RANK=2 PMI_SIZE=4", ("Slurm", 2, 4, "n07", None)),
+    (TORCHRUN, "", ("torchrun", 1, 2, "a", 29500)),
+    (
+        TORCHRUN,
+        "TORCHELASTIC_USE_AGENT_STORE=True",
         ("torchrun", 1, 2, "a", 29501),
     ),
     (
-        {
-            "PET_NODE_RANK": "1",
-            "PET_NNODES": "2",
-            "PET_MASTER_ADDR": "b",
-            "PET_MASTER_PORT": "4000",
-            "PET_NPROC_PER_NODE": "auto",
-        },
+        {},
+        "PET_NODE_RANK=1 PET_NNODES=2 PET_MASTER_ADDR=b PET_MASTER_PORT=4000"
+        " PET_NPROC_PER_NODE=auto",
         ("torchrun", 1, 2, "b", 4000),
     ),
-    ({"RANK": "0", "WORLD_SIZE": "2"}, ("torchrun", 0, 2, None, None)),
-    (OPEN_MPI, ("Open MPI", 3, 4, "127.0.0.1", None)),
-    (
-        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-        ("Open MPI", 3, 4, None, None),
-    ),
-    (
-        {
-            **OPEN_MPI,
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "MASTER_ADDR": "c",
-            "MASTER_PORT": "5000",
-        },
-        ("Open MPI", 3, 4, "c", 5000),
-    ),
-    (PMI, ("MPI", 0, 2, "127.0.0.1", None)),
-    # mpiexec starts one daemon per host with srun. The ranks are MPI's.
-    ({**SLURM, **OPEN_MPI}, ("Open MPI", 3, 4, "127.0.0.1", None)),
-    # srun --mpi=pmi2.
-    (
-        {**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"},
-        ("Slurm", 2, 4, "n07", None),
-    ),
+    ({}, "RANK=0 WORLD_SIZE=2", ("torchrun", 0, 2, None, None)),
     # Kubeflow names the first node otherwise; torchrun inside knows better.
     (
-        {**TORCHRUN, "PET_NNODES": "1:4", "PET_NODE_RANK": "0"},
+        TORCHRUN,
+        "PET_NNODES=1:4 PET_NODE_RANK=0",
         ("torchrun", 1, 2, "a", 29500),
     ),
+    (TORCHRUN, "JOB_COMPLETION_INDEX=1", ("torchrun", 1, 2, "a", 29500)),
+    (OPEN_MPI, "", ("Open MPI", 3, 4, "127.0.0.1", None)),
+    (OPEN_MPI, _TWO_HOSTS, ("Open MPI", 3, 4, None, None)),
     (
-        {**SLURM, "SLURM_STEP_NODELIST": "rack[1-2]n[03,4],m"},
-        ("Slurm", 2, 4, "rack1n03", None),
+        OPEN_MPI,
+        f"{_TWO_HOSTS} MASTER_ADDR=c MASTER_PORT=5000",
+        ("Open MPI", 3, 4, "c", 5000),
     ),
-    ({**KUBERNETES, **TORCHRUN}, ("torchrun", 1, 2, "a", 29500)),
-    (KUBERNETES, ("Kubernetes", 1, None, "train-0.net.ns.svc", 7777)),
-    (SAGEMAKER, ("SageMaker", 1, 2, "algo-1", 7777)),
-    ({name: "" for name in TORCHRUN}, None),
+    # mpiexec starts one daemon per host with srun. The ranks are MPI's.
+    ({**SLURM, **OPEN_MPI}, "", ("Open MPI", 3, 4, "127.0.0.1", None)),
+    (PMI, "", ("MPI", 0, 2, "127.0.0.1", None)),
+    (KUBERNETES, "", ("Kubernetes", 1, None, "train-0.net.ns.svc", 7777)),
+    (SAGEMAKER, "", ("SageMaker", 1, 2, "algo-1", 7777)),
+]
+PLACES = [
+    ({**engine, **_variables(others)}, expected)
+    for engine, others, expected in _ROWS
 ]
 
 
@@ -131,13 +119,8 @@ def test_places(variables, expected):
     if expected is None:
         assert place is None
         return
-    engine, rank, size, leader, port = expected
-    assert (place.engine, place.rank, place.size, place.leader) == (
-        engine,
-        rank,
-        size,
-        leader,
-    )
+    *others, port = expected
+    assert [place.engine, place.rank, place.size, place.leader] == others
     assert port == place.port if port else place.port != 0
 
 
@@ -441,26 +424,15 @@ def _from_env(stack, script, variables):
 
 def _of_rank(engine, rank, port):
     """The variables of a job that no other test has."""
-    return {
-        "Slurm": {
-            **SLURM,
-            "SLURM_JOB_ID": str(port),
-            "SLURM_PROCID": f"{rank}",
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_STEP_RESV_PORTS": f"{port}-{port + 3}",
-        },
-        "torchrun": {
-            "RANK": f"{rank}",
-            "WORLD_SIZE": "4",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": f"{port}",
-        },
-        "Open MPI": {
-            **OPEN_MPI,
-            "OMPI_COMM_WORLD_RANK": f"{rank}",
-            "PMIX_NAMESPACE": str(port),
-        },
+    own = {
+        "Slurm": f"SLURM_JOB_ID={port} SLURM_PROCID={rank}"
+        f" SLURM_STEP_NODELIST=localhost SLURM_STEP_RESV_PORTS={port}-{port}",
+        "torchrun": f"RANK={rank} WORLD_SIZE=4 MASTER_ADDR=127.0.0.1"
+        f" MASTER_PORT={port}",
+        "Open MPI": f"OMPI_COMM_WORLD_RANK={rank} PMIX_NAMESPACE={port}",
     }[engine]
+    engines_own = {"Slurm": SLURM, "Open MPI": OPEN_MPI}.get(engine, {})
+    return {**engines_own, **_variables(own)}
 
 
 @pytest.mark.parametrize(
@@ -537,10 +509,10 @@ def test_connect_leaves_a_process_as_it_is(variables, monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_connect_joins_the_engine_s_processes(rank, port, monkeypatch):
     """TF_CONFIG has this process's rank; what the user set is kept."""
-    variables = {
-        **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-        **{"MASTER_PORT": str(port), "TF_NUM_INTRAOP_THREADS": "7"},
-    }
+    variables = _variables(
+        f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+        " TF_NUM_INTRAOP_THREADS=7"
+    )
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for name in ("TF_CONFIG", "TF_XSHARD_CONNECTED", "TF_XSHARD_RESTART"):

@@ -6,8 +6,6 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import cluster
-from tests.support import fitting
-from tests.support import training
 from tf_xshard.collectives import watchdog
 
 NUM_FLOATS = 1 << 18
@@ -83,38 +81,8 @@ def _bytes_sent(strategy, make):
     }
 
 
-def _fit(strategy):
-    """Two epochs of `fit`: the plan for one, and what was logged."""
-    with strategy.scope():
-        model = training.model()
-        model.compile(_cross_shard(group_assignment=CROSSED), "mse")
-    plan = tf_xshard.communication_plan(model)
-    with tf_xshard.multi_worker_fit():
-        logged = fitting.fit(
-            model,
-            [tf_xshard.CommunicationLedger()],
-            xy=training.data(),
-            batch_size=64,
-        )
-    steps = 4
-    return {
-        "planned": [
-            plan.collectives_per_step * steps,
-            plan.bytes_per_step * steps,
-            plan.bytes_sent_per_step * steps,
-        ],
-        "logged": [
-            logged[f"communication_{name}"]
-            for name in ("collectives", "bytes", "bytes_sent", "seconds")
-        ],
-    }
-
-
 def run(strategy, full):
     return {
-        "sent": {
-            name: _bytes_sent(strategy, OPTIMIZERS[name])
-            for name in (OPTIMIZERS if full else FEW)
-        },
-        "fit": full and _fit(strategy),
+        name: _bytes_sent(strategy, OPTIMIZERS[name])
+        for name in (OPTIMIZERS if full else FEW)
     }

@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
-from tests.programs import multi_worker_fit_cases
 from tests.programs import multi_worker_group_state
 from tests.programs import multi_worker_ledger
 from tests.programs import multi_worker_sharded
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
+from tests.support import training
 
 GROUPS = {
     "all": None,
@@ -31,6 +31,7 @@ PATIENCE_SECONDS = 120  # The machine may be busy.
 NUM_WORKERS = 4
 # Of random stacks: among them are all kinds of wrappers.
 SEEDS = (0, 1, 2)
+NUM_STEPS = 8  # Of `fit`.
 
 
 def _optimizer(groups):
@@ -311,20 +312,37 @@ def absent(strategy):
     return errors
 
 
+def momentum():
+    return keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5)
+
+
+def fit_of_groups(strategy):
+    """The weights after a few steps of `fit`, with momentum and clipping."""
+    with tf_xshard.multi_worker_fit():
+        model, _ = training.train(
+            lambda: tf_xshard.CrossShardOptimizer(
+                momentum(), group_assignment=CROSSED
+            ),
+            strategy,
+            num_steps=NUM_STEPS,
+            fit=True,
+        )
+    return _values(model.trainable_variables)
+
+
 def main(directory, *options):
     """All cases; `--full` has more of them."""
     full = "--full" in options
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     own = (
         *(compat_v1, retrace, group_reduce, global_mean),
-        *(skipped_steps, local_variables),
+        *(skipped_steps, local_variables, fit_of_groups),
     )
     return {
         **{case.__name__: case(strategy) for case in own},
         "oracle": oracle(strategy, full),
         "processes": processes(strategy, directory),
         "nesting": nesting(strategy, range(20) if full else SEEDS),
-        "fit": multi_worker_fit_cases.run(strategy, full),
         "group_state": multi_worker_group_state.run(strategy, directory, full),
         "ledger": multi_worker_ledger.run(strategy, full),
         "sharded": multi_worker_sharded.run(strategy, directory, full),
