@@ -265,7 +265,7 @@ def test_fit_of_groups_equals_one_device_on_their_shards(of):
             program.momentum,
             xy=(x[rows], y[rows]),
             batch_size=16 * len(members),
-            num_steps=program.NUM_STEPS,
+            num_steps=8,
         )
         for rank, got in enumerate(fits):
             got = [[np.array(value)] for value in got]

@@ -20,7 +20,7 @@ from tf_xshard.multi_worker import local_cluster
 # them fails its test soon.
 _CONFIG = local_cluster.tf_config(["a:1", "b:1"], 0)
 _SCRIPT = """
-import json, os, signal, subprocess, sys, time
+import json, os, signal, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
 rank = config["task"]["index"]
 restart = int(os.environ["TF_XSHARD_RESTART"])
@@ -47,9 +47,9 @@ if case == "stubborn":
     if rank == 1:
         sys.exit(5)
 if case == "child":
-    wait = "import time; time.sleep(99)"
-    child = subprocess.Popen([sys.executable, "-c", wait])
-    print("child", child.pid)
+    if not (child := os.fork()):
+        time.sleep(99)
+    print("child", child)
 if case == "told":
     def told(number, frame):
         print("told", number)
@@ -77,8 +77,10 @@ if case == "much":
     open(f"{sys.argv[0]}.{rank}", "w").close()
     sys.exit(7 if rank else 0)
 if case == "held":
-    wait = "import time; time.sleep(20)"
-    subprocess.Popen([sys.executable, "-c", wait], start_new_session=True)
+    if not os.fork():
+        os.setsid()
+        time.sleep(20)
+        os._exit(0)
     time.sleep(2)
     print("the end")
 if case == "hangup":
@@ -470,8 +472,3 @@ def test_refuses(arguments, message, variables, monkeypatch, capsys):
         cli.main(["launch", *arguments.split(), "no_such.py"])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
-
-
-def test_free_ports_are_different():
-    ports = local_cluster.free_ports(20)
-    assert len(set(ports)) == 20

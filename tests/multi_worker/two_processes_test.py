@@ -83,7 +83,7 @@ def one_device():
     [
         "fit",
         pytest.param("in_twos", marks=replicas.in_full),
-        pytest.param("undivided", marks=replicas.in_full),
+        "undivided",
     ],
 )
 def test_fit_on_different_numbers_of_batches(results, one_device, name):

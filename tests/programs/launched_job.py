@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -20,7 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import fitting
 from tests.support import group_training
+from tests.support import processes
 
 TIMEOUT_SECONDS = 15
 SECONDS_CUT_OFF = 45
@@ -45,11 +46,8 @@ def hang():
 
 def cut():
     """Off the network, alive, until after all workers have given up."""
-    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
-    subprocess.Popen(
-        ["sh", "-c", f"sleep {SECONDS_CUT_OFF}; ip link set eth0 up"],
-        start_new_session=True,
-    )
+    again = f"sleep {SECONDS_CUT_OFF}; ip link set eth0 up"
+    os.system(f"ip link set eth0 down; setsid sh -c '{again}' &")
 
 
 def preempt():
@@ -60,7 +58,7 @@ def preempt():
 def requeue():
     """What an administrator does."""
     job = os.environ["SLURM_JOB_ID"]
-    subprocess.run(["scontrol", "requeue", job], check=True)
+    processes.run(["scontrol", "requeue", job], check=True, tensorflow=0)
 
 
 FAULTS = {
@@ -131,7 +129,7 @@ def _trained(strategy, callbacks=(), changed=lambda dataset: dataset):
     dataset = dataset.shuffle(1000, seed=5, reshuffle_each_iteration=False)
     with tf_xshard.multi_worker_fit(communication):
         history = model.fit(
-            changed(dataset.batch(16)),
+            fitting.untuned(changed(dataset.batch(16))),
             epochs=NUM_EPOCHS,
             shuffle=False,
             verbose=0,

@@ -1,11 +1,10 @@
 """What each process of mpi_test.py runs, started by `mpiexec`.
 
-`python -m tests.programs.mpi_program [absent|raises|leaves]`. Prints one JSON
+`python -m tests.programs.mpi_program [raises|leaves]`. Prints one JSON
 line with what this process's replica holds.
 """
 
 import json
-import os
 import sys
 import time
 import zlib
@@ -99,20 +98,6 @@ def operations(strategy, graph):
     return result
 
 
-def absent(strategy):
-    """Worker 3 does not take part in a sum; then a barrier."""
-    rank = tf_xshard.rank(strategy)
-    tf_xshard.barrier(strategy)
-    if rank == 3:
-        time.sleep(9)
-        return None
-    start = time.monotonic()
-    try:
-        tf_xshard.barrier(strategy, timeout_seconds=2)
-    except tf.errors.OpError as error:
-        return [str(error), time.monotonic() - start]
-
-
 def raises(strategy):
     """Worker 1 fails, and the others wait for it."""
     tf_xshard.barrier(strategy)
@@ -138,10 +123,6 @@ def main(case=None):
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     if case:
         print(json.dumps({case: globals()[case](strategy)}), flush=True)
-        if case == "absent":
-            # mpiexec kills the others when one ends without MPI_Finalize.
-            time.sleep(20)
-            os._exit(0)
         return
     results = {
         "rank": tf_xshard.rank(strategy),

@@ -15,6 +15,7 @@ import tf_xshard
 from tests.programs import multi_worker_group_state
 from tests.programs import multi_worker_ledger
 from tests.programs import multi_worker_sharded
+from tests.support import fitting
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
@@ -32,7 +33,6 @@ NUM_WORKERS = 4
 # Of random stacks: sharded in groups, two towers, and AGN in groups of groups;
 # each with a loss scale.
 SEEDS = (2, 12, 58)
-NUM_STEPS = 8  # Of `fit`.
 
 
 def _optimizer(groups):
@@ -318,16 +318,15 @@ def momentum():
 
 
 def fit_of_groups(strategy):
-    """The weights after a few steps of `fit`, with momentum and clipping."""
-    with tf_xshard.multi_worker_fit():
-        model, _ = training.train(
-            lambda: tf_xshard.CrossShardOptimizer(
-                momentum(), group_assignment=CROSSED
-            ),
-            strategy,
-            num_steps=NUM_STEPS,
-            fit=True,
+    """The weights after two epochs of `fit`, with momentum and clipping."""
+    with strategy.scope():
+        model = training.model()
+        optimizer = tf_xshard.CrossShardOptimizer(
+            momentum(), group_assignment=CROSSED
         )
+        model.compile(optimizer, "mse")
+    with tf_xshard.multi_worker_fit():
+        fitting.fit(model, [], 2, training.data(), training.BATCH_SIZE)
     return _values(model.trainable_variables)
 
 

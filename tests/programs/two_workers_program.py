@@ -155,7 +155,7 @@ def different_batches(strategy, full):
     return {
         "fit": _fit(strategy, pipeline),
         "in_twos": full and _fit(strategy, pipeline, steps_per_execution=2),
-        "undivided": full and _fit(strategy, _undivided(strategy)),
+        "undivided": _fit(strategy, _undivided(strategy)),
         "evaluate": float(untrained.evaluate(pipeline, verbose=0)),
         "predict": np.ravel(untrained.predict(pipeline, verbose=0)).tolist(),
     }
