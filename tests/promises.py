@@ -2104,6 +2104,20 @@ MULTI_WORKER: list[Promise] = [
         "return answers[0][0]",
         cluster=True,
     ),
+    Promise(
+        "An optimizer with another transport does not use MPI.",
+        K + "mpi_test.py::test_when_mpi_is_used[tensorflow-True-None-False]",
+        "collectives/mpi.py",
+        'if choice == "tensorflow":',
+        'if choice == "none":',
+    ),
+    Promise(
+        "If MPI can't be used, an error says why.",
+        K + "mpi_test.py::test_only_processes_use_mpi[mirrored]",
+        "collectives/mpi.py",
+        'if reason and choice == "mpi":',
+        'if reason and choice == "none":',
+    ),
 ]
 
 IN_FIT = "tests/callbacks/in_fit_test.py::"

@@ -201,6 +201,24 @@ def test_mpi_tells_where_rank_0_is():
     assert found[0]["cluster"] == found[1]["cluster"]
 
 
+@pytest.mark.parametrize(
+    "choice, started, reason, expected",
+    [
+        ("auto", True, None, True),
+        ("auto", True, "another MPI", False),
+        ("auto", False, None, False),
+        ("mpi", False, None, True),
+        ("tensorflow", True, None, False),
+    ],
+)
+def test_when_mpi_is_used(choice, started, reason, expected, monkeypatch):
+    site = types.SimpleNamespace(kind="multi_worker")
+    monkeypatch.setattr(mpi.engines, "is_started_by_mpi", lambda: started)
+    monkeypatch.setattr(mpi, "_reason_against", lambda *_: reason)
+    communication = tf_xshard.Communication(transport=choice)
+    assert mpi.is_chosen(site, communication) == expected
+
+
 def test_a_session_does_not_use_mpi():
     chosen = tf_xshard.Communication(transport="mpi")
     with tf.Graph().as_default():

@@ -15,7 +15,7 @@ from tests.support import replicas
 from tf_xshard.collectives import watchdog
 
 # A program that hangs fails its test after this time.
-_LIMIT_SECONDS = 100
+_LIMIT_SECONDS = 75
 
 
 @pytest.fixture(scope="module")
