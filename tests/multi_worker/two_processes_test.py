@@ -92,6 +92,10 @@ def test_fit_on_different_numbers_of_batches(results, one_device, name):
     for result in results():
         got = result["different_batches"][name]
         assert got["steps"] == 8
+        # What callbacks see after a batch is of all workers, too.
+        assert (
+            got["batches"] == results()[0]["different_batches"][name]["batches"]
+        )
         for value, expected in zip(got["weights"], weights, strict=True):
             np.testing.assert_allclose(value, expected, atol=1e-6)
         for metric, expected in history.items():

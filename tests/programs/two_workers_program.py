@@ -133,17 +133,21 @@ def _undivided(strategy):
 
 
 def _fit(strategy, pipeline, **options):
-    trained = _compiled(strategy, **options)
+    trained, batches = _compiled(strategy, **options), []
     history = trained.fit(
         pipeline,
         epochs=2,
         validation_data=pipeline,
         shuffle=False,
         verbose=0,
+        callbacks=keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: batches.append(logs["loss"])
+        ),
     ).history
     return {
         "weights": [np.float64(v).tolist() for v in trained.get_weights()],
         "steps": int(trained.optimizer.iterations.numpy()),
+        "batches": [float(one) for one in batches],
         "history": {k: [float(v) for v in vs] for k, vs in history.items()},
     }
 
