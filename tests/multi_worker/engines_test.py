@@ -534,6 +534,8 @@ def test_a_process_that_was_started_again(port):
         with _connected(port) as first:
             own = _HELLO | {"size": 3}
             first.sendall(json.dumps(own).encode() + b"\n")
+            # Until rank 0 has read it.
+            time.sleep(0.5)
         results, _ = _exchanged([_place(1, 3, port), _place(2, 3, port)])
         assert results[0] == results[1] == leader.result()
 

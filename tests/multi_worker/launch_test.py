@@ -150,7 +150,7 @@ def _started(out):
     return [
         (int(rank), int(restart), json.loads(cluster)["worker"], rest)
         for rank, restart, cluster, rest in re.findall(
-            r"^\[\d\] started (\d) (\d) (\{.*?\}) (.*)$", out, re.M
+            r"^\[(\d)\] started \1 (\d) (\{.*?\}) (.*)$", out, re.M
         )
     ]
 
@@ -360,21 +360,29 @@ def test_workers_may_save_after_a_signal(start, grace, saved):
 
 @pytest.fixture
 def waiting(start, script):
-    """A launch whose workers have ended, and written more than a pipe holds."""
-    process = start("much", "--workers", "2")
-    deadline = time.monotonic() + 30
-    while not all(os.path.exists(f"{script}.{rank}") for rank in (0, 1)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(2)
-    assert process.poll() is None
-    return process
+    """A function: a launch that has written more than a pipe holds.
+
+    Its workers have ended.
+    """
+
+    def wait():
+        process = start("much", "--workers", "2")
+        deadline = time.monotonic() + 30
+        while not all(os.path.exists(f"{script}.{r}") for r in (0, 1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(2)
+        assert process.poll() is None
+        return process
+
+    return wait
 
 
 def test_a_slow_reader_gets_all_output(waiting):
     """Progress lines, too, and a last line without an end."""
-    out, _ = waiting.communicate(timeout=30)
-    assert waiting.returncode == 7
+    process = waiting()
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 7
     for rank in (0, 1):
         own = re.findall(rf"^\[{rank}\] (line \d+ x+|the end)$", out, re.M)
         assert own == [
@@ -384,8 +392,9 @@ def test_a_slow_reader_gets_all_output(waiting):
 
 
 def test_a_signal_ends_what_waits_for_the_reader(waiting):
-    waiting.send_signal(signal.SIGTERM)
-    assert waiting.wait(30) == -signal.SIGTERM
+    process = waiting()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
 
 
 def test_progress_lines_keep_their_ends(launch):
