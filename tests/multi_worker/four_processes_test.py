@@ -227,7 +227,7 @@ def test_one_worker_that_reads_sharded_state_alone_gets_an_error(of):
         if rank == 2:
             assert re.search(
                 r"Worker 0 \(127\.0\.0\.1:\d+\) did not call this method"
-                " within 2 seconds",
+                " within 8 seconds",
                 error,
             )
             assert "call it on every worker" in error
@@ -405,19 +405,19 @@ def test_a_worker_that_does_not_take_part_is_named(of):
     for (_, text, _), (_, read, _), barrier, (_, _, again) in of("absent")[:3]:
         name, cause, seconds = barrier
         assert re.search(
-            r"Worker 3 \(127\.0\.0\.1:\d+\) did not say within 2 seconds", text
+            r"Worker 3 \(127\.0\.0\.1:\d+\) did not say within 4 seconds", text
         )
         assert "the_weight" in text
         assert re.search(
             r"the state of groups: Worker 3 \(127\.0\.0\.1:\d+\) did not call"
-            " this method within 2 seconds",
+            " this method within 4 seconds",
             read,
         )
         assert name == "DeadlineExceededError"
         assert re.search(
             r"different steps, probably Worker 3 \(127\.0\.0\.1:\d+\)\. ", cause
         )
-        assert again < 2
+        assert again < 4
         waited.append(seconds)
     # The first to end tells the others.
-    assert 2 <= max(waited) < 10
+    assert 4 <= max(waited) < 12

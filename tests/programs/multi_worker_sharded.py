@@ -111,7 +111,7 @@ def _alone(strategy):
         strategy,
         num_steps=1,
         shard_update=True,
-        communication=tf_xshard.Communication(timeout_seconds=2),
+        communication=tf_xshard.Communication(timeout_seconds=8),
     )
     error = None
     if strategy.cluster_resolver.task_id == 2:
