@@ -86,6 +86,7 @@ def _run(program, jobs, seconds, environment=()):
             seconds + 120,
             given=json.dumps([seconds, jobs]),
             env={
+                "PYTHONUNBUFFERED": "1",
                 "TF_CPP_MIN_LOG_LEVEL": "2",
                 **os.environ,
                 **dict(environment),
@@ -111,7 +112,6 @@ def _work(function, arguments, file):
         result = json.dumps(function(*arguments))
         file.with_suffix(".part").write_text(result)
         file.with_suffix(".part").rename(file)
-        sys.stdout.flush()
         # The others may still need this one.
         time.sleep(3600)
     except BaseException:
