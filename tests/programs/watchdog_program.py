@@ -5,6 +5,7 @@ A collective that fails aborts all of its process.
 
 import gc
 import os
+import signal
 import threading
 import time
 
@@ -71,15 +72,16 @@ def _summed(timeout_seconds, tensor):
 
 def stopped():
     """It is stopped in a collective, for longer than the timeout."""
-    training = _Training(2.0)
-    signals = f"sleep .5; kill -STOP {os.getpid()}; sleep 4"
-    signals += f"; kill -CONT {os.getpid()}"
+    training = _Training(4.0)
+    go_on = f"sleep 6; kill -CONT {os.getpid()}"
 
     def slow(gradient):
-        with processes.started(["sh", "-c", signals], tensorflow=0):
-            # Two thirds of the timeout, while the process runs.
-            for _ in range(30):
-                time.sleep(0.05)
+        # Until the watchdog has seen that something waits.
+        time.sleep(1.5)
+        with processes.started(["sh", "-c", go_on], tensorflow=0):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            # And until it has looked again.
+            time.sleep(1.0)
         return gradient
 
     def gradient_of(g):
