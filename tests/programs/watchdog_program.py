@@ -72,26 +72,32 @@ def _summed(timeout_seconds, tensor):
 
 def stopped():
     """It is stopped in a collective, for longer than the timeout."""
-    training = _Training(4.0)
+    strategy = _Training(4.0).strategy
     go_on = f"sleep 6; kill -CONT {os.getpid()}"
 
-    def slow(gradient):
-        # Until the watchdog has seen that something waits.
+    def slow():
+        # Until the watchdog has seen that the other replica waits.
         time.sleep(1.5)
         with processes.started(["sh", "-c", go_on], tensorflow=0):
             os.kill(os.getpid(), signal.SIGSTOP)
             # And until it has looked again.
             time.sleep(1.0)
-        return gradient
+        return 1.0
 
-    def gradient_of(g):
-        if replicas.replica_id():
-            return tf.py_function(slow, [g], tf.float32)
-        return g
+    @tf.function(autograph=False)
+    def step():
+        def on_replica():
+            one = tf.constant(1.0)
+            if replicas.replica_id():
+                one = tf.ensure_shape(tf.py_function(slow, [], tf.float32), [])
+            [total] = _summed(4, one)
+            return total
+
+        return strategy.run(on_replica)
 
     start = time.monotonic()
-    training.step(gradient_of)(tf.constant(1.0))
-    return training.values(), time.monotonic() - start
+    totals = strategy.experimental_local_results(step())
+    return [float(one) for one in totals], time.monotonic() - start
 
 
 def threads():
