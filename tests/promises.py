@@ -1638,157 +1638,167 @@ COMPAT_AND_TF_KERAS: list[Promise] = [
     ),
 ]
 
+_WORKERS = "tests/multi_worker/"
+_COLLECTIVES = "tests/collectives/"
+
 MULTI_WORKER: list[Promise] = [
     Promise(
         "Every process gets the addresses in the order of ranks.",
-        W + "engines_test.py::test_addresses_are_in_the_order_of_ranks",
+        _WORKERS + "engines_test.py::test_addresses_are_in_the_order_of_ranks",
         "multi_worker/exchange.py",
         "in_order = [peers[rank] for rank in sorted(peers)]",
         "in_order = [peers[rank] for rank in sorted(peers, reverse=True)]",
     ),
     Promise(
         "Processes of another job, or other programs, do not join.",
-        W + "engines_test.py::test_strangers_are_not_answered",
+        _WORKERS + "engines_test.py::test_strangers_are_not_answered",
         "multi_worker/exchange.py",
         "if hello is None or hello.token != own.token:",
         "if hello is None:",
     ),
     Promise(
         "An error names a rank that two processes have.",
-        W + "engines_test.py::test_all_say_what_is_wrong[twice 2]",
+        _WORKERS + "engines_test.py::test_all_say_what_is_wrong[twice 2]",
         "multi_worker/exchange.py",
         "if other.rank == 0 or is_twice:",
         "if other.rank == 0:",
     ),
     Promise(
         "An error says that the processes were given different sizes.",
-        W + "engines_test.py::test_all_say_what_is_wrong[sizes]",
+        _WORKERS + "engines_test.py::test_all_say_what_is_wrong[sizes]",
         "multi_worker/exchange.py",
         "if other.size != own.size:",
         "if other.size < own.size:",
     ),
     Promise(
         "An error names the ranks that are missing.",
-        W + "engines_test.py::test_all_say_what_is_wrong[missing]",
+        _WORKERS + "engines_test.py::test_all_say_what_is_wrong[missing]",
         "multi_worker/exchange.py",
         "missing = [rank for rank in range(1, size) if rank not in here]",
         "missing = [rank for rank in range(1, size) if rank in here]",
     ),
     Promise(
         "A process that was started again takes its place.",
-        W + "engines_test.py::test_a_process_that_was_started_again",
+        _WORKERS + "engines_test.py::test_a_process_that_was_started_again",
         "multi_worker/exchange.py",
         "is_twice = peer is not None and not peer.has_left()",
         "is_twice = peer is not None",
     ),
     Promise(
         "connect() gives TF_CONFIG this process's rank.",
-        W + "engines_test.py::test_connect_joins_the_engine_s_processes[1]",
+        _WORKERS
+        + "engines_test.py::test_connect_joins_the_engine_s_processes[1]",
         "multi_worker/connect.py",
         "[one.address for one in members], place.rank",
         "[one.address for one in members], 0",
     ),
     Promise(
         "connect() leaves the variables that a user has set.",
-        W + "engines_test.py::test_connect_joins_the_engine_s_processes[0]",
+        _WORKERS
+        + "engines_test.py::test_connect_joins_the_engine_s_processes[0]",
         "multi_worker/connect.py",
         "**{k: v for k, v in threads.items() if k not in os.environ},",
         '**threads,\n        "TF_NUM_INTRAOP_THREADS": "1",',
     ),
     Promise(
         "Processes on one machine share its cores.",
-        W + "engines_test.py::test_processes_share_a_machine_s_cores[one host]",
+        _WORKERS
+        + "engines_test.py::test_processes_share_a_machine_s_cores[one host]",
         "multi_worker/connect.py",
         "threads = local_cluster.threads(num_sharing)",
         "threads = local_cluster.threads(2)",
     ),
     Promise(
         "Processes that an engine has bound to cores keep them.",
-        W + "engines_test.py::test_processes_share_a_machine_s_cores[bound]",
+        _WORKERS
+        + "engines_test.py::test_processes_share_a_machine_s_cores[bound]",
         "multi_worker/connect.py",
         "one.host == own.host and not set(own.cores).isdisjoint(one.cores)",
         "one.host == own.host",
     ),
     Promise(
         "SageMaker's ranks follow the sorted hosts.",
-        W + "engines_test.py::test_places[SageMaker21]",
+        _WORKERS + "engines_test.py::test_places[SageMaker21]",
         "distribute/engines.py",
         'hosts = sorted(json.loads(variables["SM_HOSTS"]))',
         'hosts = json.loads(variables["SM_HOSTS"])',
     ),
     Promise(
         "Slurm's rank 0 is on the first host of the step.",
-        W + "engines_test.py::test_places[Slurm4]",
+        _WORKERS + "engines_test.py::test_places[Slurm4]",
         "distribute/engines.py",
         '_first_host(variables["SLURM_STEP_NODELIST"])',
         'variables["SLURM_STEP_NODELIST"].split(",")[-1]',
     ),
     Promise(
         "torchrun's own store and rank 0 have different ports.",
-        W + "engines_test.py::test_places[torchrun10]",
+        _WORKERS + "engines_test.py::test_places[torchrun10]",
         "distribute/engines.py",
         "_integer(variables, port) + taken if port in variables else None",
         "_integer(variables, port) if port in variables else None",
     ),
     Promise(
         "Kubernetes' rank 0 is the Job's first pod.",
-        W + "engines_test.py::test_places[Kubernetes20]",
+        _WORKERS + "engines_test.py::test_places[Kubernetes20]",
         "distribute/engines.py",
         "f\"{match[1]}-0{match[2] or ''}\"",
         "f\"{match[1]}-1{match[2] or ''}\"",
     ),
     Promise(
         "On several hosts, MPI's variables do not tell where rank 0 is.",
-        W + "engines_test.py::test_places[Open MPI16]",
+        _WORKERS + "engines_test.py::test_places[Open MPI16]",
         "distribute/engines.py",
         "if leader is None and variables.get(local_size) == variables[size]:",
         "if leader is None:",
     ),
     Promise(
         "Kubeflow's variables are torchrun's.",
-        W + "engines_test.py::test_places[torchrun11]",
+        _WORKERS + "engines_test.py::test_places[torchrun11]",
         "distribute/engines.py",
         'not in ("1", "auto"):',
         'not in ("1",):',
     ),
     Promise(
         "A restarted Slurm job does not meet the processes of its last run.",
-        W + "engines_test.py::test_jobs_differ[variables0-SLURM_RESTART_COUNT]",
+        _WORKERS
+        + "engines_test.py::test_jobs_differ[variables0-SLURM_RESTART_COUNT]",
         "distribute/engines.py",
         'variables, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"',
         'variables, "SLURM_JOB_ID", "SLURM_STEP_ID"',
     ),
     Promise(
         "A child process is not taken for its parent.",
-        K + "mpi_test.py::test_a_child_process_is_not_mpi_s[False]",
+        _COLLECTIVES + "mpi_test.py::test_a_child_process_is_not_mpi_s[False]",
         "distribute/engines.py",
         "return variables.get(_CONNECTED) == str(os.getpid()) and any(",
         "return _CONNECTED in variables and any(",
     ),
     Promise(
         "One of several processes does not train alone by mistake.",
-        W + "lone_training_test.py::test_training_alone_is_refused[torchrun]",
+        _WORKERS
+        + "lone_training_test.py::test_training_alone_is_refused[torchrun]",
         "distribute/lone_training.py",
         "    if size > 1:\n",
         "    if size > 9:\n",
     ),
     Promise(
         "A chief in TF_CONFIG does not train alone by mistake.",
-        W + "lone_training_test.py::test_training_alone_is_refused[chief]",
+        _WORKERS
+        + "lone_training_test.py::test_training_alone_is_refused[chief]",
         "distribute/lone_training.py",
         'task.type in ("chief", "worker")',
         'task.type in ("worker",)',
     ),
     Promise(
         "An evaluator does not train or save.",
-        W + "lone_training_test.py::test_an_evaluator_is_not_the_chief",
+        _WORKERS + "lone_training_test.py::test_an_evaluator_is_not_the_chief",
         "distribute/lone_training.py",
         '_EVALUATOR = "evaluator"',
         '_EVALUATOR = "none"',
     ),
     Promise(
         "Each process trains alone if the user wants it.",
-        W + "lone_training_test.py::test_a_user_may_want_to_train_alone",
+        _WORKERS + "lone_training_test.py::test_a_user_may_want_to_train_alone",
         "distribute/lone_training.py",
         (
             '    if os.environ.get(engines.ALONE) == "1":\n'
@@ -1798,14 +1808,14 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "When a worker fails, launch ends the others.",
-        W + "launch_test.py::test_a_failure_ends_all_and_comes_last",
+        _WORKERS + "launch_test.py::test_a_failure_ends_all_and_comes_last",
         "multi_worker/launch.py",
         "if worker.process.returncode and failed is None:",
         "if worker.process.returncode and failed is None and not running:",
     ),
     Promise(
         "launch forwards signals.",
-        W + "launch_test.py::test_signals_are_passed_on",
+        _WORKERS + "launch_test.py::test_signals_are_passed_on",
         "multi_worker/launch.py",
         (
             '                    worker.send(number, "which launch'
@@ -1815,7 +1825,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "After a signal, workers have the seconds of --grace to save.",
-        W + "launch_test.py::test_workers_may_save_after_a_signal[30-1]",
+        _WORKERS + "launch_test.py::test_workers_may_save_after_a_signal[30-1]",
         "multi_worker/launch.py",
         (
             "deadline = time.monotonic() + grace\n"
@@ -1830,7 +1840,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "launch kills what still runs after --grace.",
-        W + "launch_test.py::test_workers_may_save_after_a_signal[1-0]",
+        _WORKERS + "launch_test.py::test_workers_may_save_after_a_signal[1-0]",
         "multi_worker/launch.py",
         (
             "            if deadline is not None and time.monotonic() >"
@@ -1843,7 +1853,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "A second Ctrl-C kills all workers at once.",
-        W + "launch_test.py::test_a_second_signal_ends_all_at_once",
+        _WORKERS + "launch_test.py::test_a_second_signal_ends_all_at_once",
         "multi_worker/launch.py",
         (
             "                    deadline = time.monotonic()\n"
@@ -1853,35 +1863,35 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "TF_XSHARD_RESTART counts the restarts.",
-        W + "launch_test.py::test_restart",
+        _WORKERS + "launch_test.py::test_restart",
         "multi_worker/launch.py",
         '"TF_XSHARD_RESTART": str(restart)',
         '"TF_XSHARD_RESTART": "0"',
     ),
     Promise(
         "A worker's children end with it.",
-        W + "launch_test.py::test_children_end_with_their_worker",
+        _WORKERS + "launch_test.py::test_children_end_with_their_worker",
         "multi_worker/launch.py",
         "        self.send(signal.SIGKILL)\n        self._ended",
         "        self._ended",
     ),
     Promise(
         "Each line of output has its worker's rank.",
-        W + "launch_test.py::test_all_end_well",
+        _WORKERS + "launch_test.py::test_all_end_well",
         "multi_worker/launch.py",
         '_Copy(f"[{rank}] ", self.process.stdout, sys.stdout)',
         '_Copy("[0] ", self.process.stdout, sys.stdout)',
     ),
     Promise(
         "Hosts start their new workers together.",
-        W + "launch_test.py::test_hosts_restart_together",
+        _WORKERS + "launch_test.py::test_hosts_restart_together",
         "multi_worker/launch.py",
         "if hosts and not _all_have_started(hosts, options):",
         "if hosts and not restart and not _all_have_started(hosts, options):",
     ),
     Promise(
         "launch shows all output, however slowly it is read.",
-        W + "launch_test.py::test_a_slow_reader_gets_all_output",
+        _WORKERS + "launch_test.py::test_a_slow_reader_gets_all_output",
         "multi_worker/launch.py",
         (
             "        while not all(worker.is_printed() for worker in"
@@ -1891,7 +1901,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "launch gives each worker its share of the cores.",
-        W + "launch_test.py::"
+        _WORKERS + "launch_test.py::"
         "test_workers_share_cores_and_keep_freed_memory[shared]",
         "multi_worker/local_cluster.py",
         "share = max(1, len(cores()) // num_workers)",
@@ -1899,7 +1909,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Workers keep memory for the next step.",
-        W + "two_processes_test.py::test_freed_memory_is_kept_in_fit",
+        _WORKERS + "two_processes_test.py::test_freed_memory_is_kept_in_fit",
         "multi_worker/local_cluster.py",
         "            mallopt(option, min(int(os.environ[name]), _MAX_INT))",
         "            pass",
@@ -1907,7 +1917,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "An epoch ends with the longest pipeline of a worker.",
-        W + "two_processes_test.py::"
+        _WORKERS + "two_processes_test.py::"
         "test_fit_on_different_numbers_of_batches[fit]",
         "multi_worker/fit.py",
         "return min(counts) if min(counts) < 0 else max(counts)",
@@ -1916,7 +1926,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "fit shuffles arrays alike in all processes.",
-        W + "two_processes_test.py::test_each_row_is_trained_on_once",
+        _WORKERS + "two_processes_test.py::test_each_row_is_trained_on_once",
         "multi_worker/fit.py",
         "if chief[0] is None or any(one[:2] != chief[:2] for one in seeds):",
         "if False:",
@@ -1924,7 +1934,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Metrics cover all workers.",
-        W + "two_processes_test.py::"
+        _WORKERS + "two_processes_test.py::"
         "test_fit_on_different_numbers_of_batches[fit]",
         "multi_worker/fit.py",
         "sums = buckets.sum_dense(parts, transport).values",
@@ -1933,7 +1943,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Workers whose counters differ are told so.",
-        W + "two_processes_test.py::"
+        _WORKERS + "two_processes_test.py::"
         "test_different_counts_are_refused_on_all_workers",
         "multi_worker/fit.py",
         "if any(one != every[0] for one in every):",
@@ -1942,21 +1952,23 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Only the chief writes logs.",
-        W + "fit_test.py::test_what_another_worker_does_of_the_callbacks",
+        _WORKERS
+        + "fit_test.py::test_what_another_worker_does_of_the_callbacks",
         "multi_worker/fit.py",
         "    keras.callbacks.CSVLogger,\n",
         "",
     ),
     Promise(
         "Each worker has its own backup.",
-        W + "fit_test.py::test_what_another_worker_does_of_the_callbacks",
+        _WORKERS
+        + "fit_test.py::test_what_another_worker_does_of_the_callbacks",
         "multi_worker/fit.py",
         "_worker_{rank}",
         "_worker",
     ),
     Promise(
         "Only the chief shows progress.",
-        W + "fit_test.py::"
+        _WORKERS + "fit_test.py::"
         "test_the_chief_prints_and_others_do_not[fit-1-verbose2-False]",
         "multi_worker/fit.py",
         'if rank and bound.arguments["verbose"] == "auto":',
@@ -1964,21 +1976,21 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Of two timeouts of a batch, the longer applies.",
-        W + "fit_test.py::test_when_a_batch_is_under_way",
+        _WORKERS + "fit_test.py::test_when_a_batch_is_under_way",
         "multi_worker/fit.py",
         "max(own.timeout_seconds, communication.timeout_seconds)",
         "min(own.timeout_seconds, communication.timeout_seconds)",
     ),
     Promise(
         "The last multi_worker_fit that is undone restores Keras.",
-        W + "fit_test.py::test_it_is_undone",
+        _WORKERS + "fit_test.py::test_it_is_undone",
         "multi_worker/fit.py",
         "        if not _active:\n            self.restore_keras()",
         "        self.restore_keras()",
     ),
     Promise(
         "barrier() waits for all processes.",
-        W + "four_processes_test.py::test_rank_chief_and_barrier",
+        _WORKERS + "four_processes_test.py::test_rank_chief_and_barrier",
         "multi_worker/processes.py",
         "    if not site_lib.spans_processes(strategy):\n        return\n",
         "    if strategy:\n        return\n",
@@ -1986,7 +1998,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Rank 0 is the chief, and no other.",
-        W + "four_processes_test.py::test_rank_chief_and_barrier",
+        _WORKERS + "four_processes_test.py::test_rank_chief_and_barrier",
         "multi_worker/processes.py",
         'return site_lib.rank(_checked(strategy, "is_chief")) == 0',
         'return site_lib.rank(_checked(strategy, "is_chief")) >= 0',
@@ -1994,7 +2006,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "A collective that waits too long fails.",
-        K + "watchdog_test.py::"
+        _COLLECTIVES + "watchdog_test.py::"
         "test_only_a_missing_replica_is_an_error_after_the_timeout",
         "collectives/watchdog.py",
         "        share = one.seconds(now) / timeout\n        if",
@@ -2002,7 +2014,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "A batch that stands still fails after the timeout.",
-        K + "watchdog_test.py::"
+        _COLLECTIVES + "watchdog_test.py::"
         "test_a_batch_that_stands_still_is_an_error_after_the_timeout",
         "collectives/watchdog.py",
         "batch.seconds(num_ended, now) / batch.timeout_seconds,",
@@ -2010,7 +2022,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Time in which a process is suspended does not count.",
-        K + "watchdog_test.py::"
+        _COLLECTIVES + "watchdog_test.py::"
         "test_time_in_which_a_process_is_stopped_does_not_count",
         "collectives/watchdog.py",
         "self.seconds += min(now - self._last, _MOST_PER_SLEEP * seconds)",
@@ -2018,7 +2030,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "A step that failed does not count for the next one.",
-        K + "watchdog_test.py::"
+        _COLLECTIVES + "watchdog_test.py::"
         "test_a_failed_call_does_not_count_for_the_next_one",
         "collectives/watchdog.py",
         "if count != self._last or not runs:",
@@ -2026,14 +2038,14 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "A timeout costs no threads.",
-        K + "watchdog_test.py::test_a_timeout_costs_no_threads",
+        _COLLECTIVES + "watchdog_test.py::test_a_timeout_costs_no_threads",
         "collectives/watchdog.py",
         "if self._thread is None or not self._thread.is_alive():",
         "if True:",
     ),
     Promise(
         "Groups do not mix over MPI.",
-        K + "mpi_test.py::test_operations[2-graph]",
+        _COLLECTIVES + "mpi_test.py::test_operations[2-graph]",
         "collectives/mpi.py",
         "members = tuple(self.groups)[self.groups.group_of(site.replica_id)]",
         "members = tuple(range(self.groups.num_replicas))",
@@ -2041,7 +2053,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "MPI sums large gradients of all processes.",
-        K + "mpi_test.py::test_operations[2-eager]",
+        _COLLECTIVES + "mpi_test.py::test_operations[2-eager]",
         "collectives/mpi.py",
         "np.add(received[0], received[1], out=total)",
         "np.copyto(total, received[1])",
@@ -2049,7 +2061,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "With MPI, an error names the rank that is missing.",
-        K + "mpi_test.py::"
+        _COLLECTIVES + "mpi_test.py::"
         "test_a_rank_that_is_missing_is_an_error_after_the_timeout",
         "collectives/mpi.py",
         "            if waited > seconds:\n",
@@ -2057,14 +2069,15 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "With MPI, an error names a rank that has ended.",
-        K + "mpi_test.py::test_a_rank_that_has_ended_is_an_error_at_once",
+        _COLLECTIVES
+        + "mpi_test.py::test_a_rank_that_has_ended_is_an_error_at_once",
         "collectives/mpi.py",
         "if ended := _ended(self._members):",
         "if ended := []:",
     ),
     Promise(
         "With MPI, an uncaught error ends the job.",
-        K + "mpi_test.py::test_an_error_ends_the_job",
+        _COLLECTIVES + "mpi_test.py::test_an_error_ends_the_job",
         "collectives/mpi.py",
         (
             "        before(*args)\n"
@@ -2076,7 +2089,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Two processes train as one device does.",
-        W + "two_processes_test.py::"
+        _WORKERS + "two_processes_test.py::"
         "test_fit_on_different_numbers_of_batches[fit]",
         "collectives/subgroups.py",
         '                merge_op="Add",',
@@ -2085,7 +2098,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Groups of processes do not mix.",
-        W + "four_processes_test.py::test_oracle[crossed]",
+        _WORKERS + "four_processes_test.py::test_oracle[crossed]",
         "collectives/subgroups.py",
         "self._members = tuple(groups)[groups.group_of(site.replica_id)]",
         "self._members = tuple(range(groups.num_replicas))",
@@ -2093,7 +2106,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "An error names the worker that takes no part.",
-        W + "four_processes_test.py::"
+        _WORKERS + "four_processes_test.py::"
         "test_a_worker_that_does_not_take_part_is_named",
         "collectives/silent_workers.py",
         "return list(found) if _call(ask) or found else [0]",
@@ -2102,7 +2115,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "Every process gets all values in the order of the ranks.",
-        W + "four_processes_test.py::test_set_and_merge_over_processes",
+        _WORKERS + "four_processes_test.py::test_set_and_merge_over_processes",
         "collectives/process_gather.py",
         "return rows[np.argsort(list(dict.fromkeys(ranks)))]",
         "return rows[::-1]",
@@ -2110,7 +2123,8 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "The planned bytes are those on the wire.",
-        W + "four_processes_test.py::test_plan_ledger_and_wire_agree[towers]",
+        _WORKERS
+        + "four_processes_test.py::test_plan_ledger_and_wire_agree[towers]",
         "collectives/recorder.py",
         "    passes = 2 if operation == ALL_REDUCE else 1",
         "    passes = 1",
@@ -2118,7 +2132,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "A killed job goes on where it was, to the bit.",
-        W + "faults_test.py::test_the_chief_is_killed",
+        _WORKERS + "faults_test.py::test_the_chief_is_killed",
         "callbacks/group_checkpoint.py",
         "        if not self._num_to_skip:\n            return\n",
         "        if self.model:\n            return\n",
@@ -2126,7 +2140,7 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "A signal to one process makes all of them save and end.",
-        W + "faults_test.py::test_a_worker_is_preempted",
+        _WORKERS + "faults_test.py::test_a_worker_is_preempted",
         "callbacks/preemption.py",
         "return any(is_asked for is_asked, _ in answers)",
         "return answers[0][0]",
@@ -2134,14 +2148,15 @@ MULTI_WORKER: list[Promise] = [
     ),
     Promise(
         "An optimizer with another transport does not use MPI.",
-        K + "mpi_test.py::test_when_mpi_is_used[tensorflow-True-None-False]",
+        _COLLECTIVES
+        + "mpi_test.py::test_when_mpi_is_used[tensorflow-True-None-False]",
         "collectives/mpi.py",
         'if choice == "tensorflow":',
         'if choice == "none":',
     ),
     Promise(
         "If MPI can't be used, an error says why.",
-        K + "mpi_test.py::test_only_processes_use_mpi[mirrored]",
+        _COLLECTIVES + "mpi_test.py::test_only_processes_use_mpi[mirrored]",
         "collectives/mpi.py",
         'if reason and choice == "mpi":',
         'if reason and choice == "none":',
