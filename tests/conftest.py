@@ -23,8 +23,7 @@ _STDERR = pytest.StashKey[int]()
 # The id of every test that was collected, and whether it is full.
 COLLECTED = pytest.StashKey[dict[str, bool]]()
 # Files that mostly wait, and where in the order of the files they run: one
-# beside another would leave the machine idle. faults_test.py is first, far from
-# the cluster of four_processes_test.py, which counts the loopback's bytes.
+# beside another would leave the machine idle.
 WAITING = {
     "tests/multi_worker/faults_test.py": "",
     "tests/testing/simulated_tpu_exit_test.py": "tests/conformance",

@@ -144,7 +144,7 @@ def _run_row(name: str, folder: str) -> bool:
             command = [python, "-c", _VERSIONS]
             versions = processes.run(command, tensorflow=0).stdout.strip()
             start = time.monotonic()
-            what = ["-n", "0", SMOKE_TESTS] if _SMOKE.value else []
+            what = ["-n", "0", "--full", SMOKE_TESTS] if _SMOKE.value else []
             try:
                 run(python, "-m", "pytest", "-q", *what, *_ARGUMENTS.value)
             finally:
