@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import os
 import re
 import types
+from unittest import mock
 
 import keras
 import numpy as np
@@ -40,7 +42,9 @@ def run(monkeypatch, capfd):
         code = cli.main([*text.split(), *map(str, arguments)])
         return code, capfd.readouterr().out
 
-    return run_command
+    # The doctor tells its children that they are no workers of a job.
+    with mock.patch.dict(os.environ):
+        yield run_command
 
 
 _load = digits.load

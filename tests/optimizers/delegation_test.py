@@ -186,7 +186,7 @@ def _after_two_epochs(optimizer_fn, strategy, rate):
             one.set_model(model)
             one.on_epoch_begin(epoch)
             one.on_epoch_end(epoch, logs)
-        rates.append(float(logs["learning_rate"]))
+        rates.append(logs.get("learning_rate"))
     return model.optimizer, rates
 
 

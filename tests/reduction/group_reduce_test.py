@@ -17,18 +17,6 @@ from tf_xshard.multi_worker import local_cluster
 GROUPS = [[0, 3], [1, 2]]
 
 
-def _multi_worker(num_replicas):
-    """A strategy for several processes, in this one."""
-    # Away from the keys of tests/support/replicas.py.
-    tf.distribute.MultiWorkerMirroredStrategy._collective_key_base = 60_000_000
-    return tf.distribute.MultiWorkerMirroredStrategy._from_local_devices(
-        [f"/device:CPU:{i}" for i in range(num_replicas)]
-    )
-
-
-STRATEGIES = {**replicas.STRATEGIES, "multi_worker": _multi_worker}
-
-
 @pytest.mark.parametrize(
     "kind, graph, reduction",
     [
@@ -42,7 +30,7 @@ STRATEGIES = {**replicas.STRATEGIES, "multi_worker": _multi_worker}
 )
 def test_nested_values(kind, graph, reduction):
     """Dense values and rows; an overflow stays in its group."""
-    strategy = STRATEGIES[kind](4)
+    strategy = replicas.STRATEGIES[kind](4)
     gathers = kind == "mirrored" or (kind == "multi_worker" and graph)
 
     def on_replica():
@@ -166,7 +154,7 @@ def test_its_gradient_reduces_the_upstream_gradients(kind, reduction):
         return tape.gradient(loss, x)
 
     graph = kind != "eager"
-    strategy = STRATEGIES[kind if graph else "mirrored"](4)
+    strategy = replicas.STRATEGIES[kind if graph else "mirrored"](4)
     run = lambda: strategy.run(on_replica)
     found = (tf.function(run, autograph=False) if graph else run)()
     got = strategy.experimental_local_results(found)

@@ -71,9 +71,10 @@ def multi_worker(
     num_replicas: int,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """All replicas of one worker, this process."""
-    # Two of these, too, would meet under one key.
+    # Two of these, too, would meet under one key; the keys of MirroredStrategy
+    # rise from test to test.
     of = tf.distribute.MultiWorkerMirroredStrategy
-    of._collective_key_base = 50_000_000 + 100_000 * num_replicas
+    of._collective_key_base = 1_000_000_000 + 100_000 * num_replicas
     return of._from_local_devices(
         [f"/device:{KIND}:{device}" for device in range(num_replicas)]
     )

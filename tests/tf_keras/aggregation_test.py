@@ -22,19 +22,10 @@ on_both_kinds = pytest.mark.parametrize(
 _BFLOAT16 = tf_xshard.Communication(dtype="bfloat16", error_feedback=True)
 
 
-def _workers(num_replicas):
-    """MultiWorkerMirroredStrategy in one process."""
-    # Away from the keys of other strategies.
-    tf.distribute.MultiWorkerMirroredStrategy._collective_key_base = 60_000_000
-    return tf.distribute.MultiWorkerMirroredStrategy._from_local_devices(
-        [f"/device:CPU:{i}" for i in range(num_replicas)]
-    )
-
-
 STRATEGIES = {
     "mirrored": replicas.mirrored,
     "tpu": replicas.tpu,
-    "workers": _workers,
+    "workers": replicas.multi_worker,
 }
 # A TPU has one program for all replicas, so all cases are cheap there.
 NAMES = {
