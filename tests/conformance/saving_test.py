@@ -142,7 +142,7 @@ def test_plain_keras_loses_it(name, way, tmp_path):
     [
         ("mirrored", True, _wrapped("momentum")),
         ("mirrored", False, _agn),
-        ("tpu", True, _wrapped("momentum")),
+        pytest.param("tpu", True, _wrapped("momentum"), marks=replicas.in_full),
         pytest.param("tpu", True, _agn, marks=replicas.in_full),
     ],
 )

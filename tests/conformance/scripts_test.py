@@ -14,7 +14,7 @@ NUM_REPLICAS = 2
 # Of what training changes in a variable.
 TOLERANCE = 1e-4
 # A custom loop, a `train_step` of two optimizers, and `fit`.
-BY_DEFAULT = ("AdversarialNetwork", "CustomLoop", "ResidualNetwork")
+BY_DEFAULT = ("ResidualNetwork",)
 
 
 def _all():

@@ -18,7 +18,7 @@ from tf_xshard.group_state.checkpoint import files
 @pytest.mark.parametrize(
     "optimizer, kind, groups",
     [
-        ("agn", "mirrored", [[0, 1]]),
+        pytest.param("agn", "mirrored", [[0, 1]], marks=replicas.in_full),
         ("towers", "mirrored", [[0], [1]]),
         pytest.param("agn", "tpu", [[0, 1]], marks=replicas.in_full),
     ],

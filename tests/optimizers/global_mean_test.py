@@ -265,7 +265,9 @@ def test_equals_one_device(case):
             np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
 
 
-@replicas.on_mirrored_and_tpu
+@pytest.mark.parametrize(
+    "kind", [pytest.param("mirrored", marks=replicas.in_full), "tpu"]
+)
 def test_fit_with_a_ragged_end(kind):
     """The weights, and the losses that `fit` shows.
 

@@ -115,7 +115,7 @@ def _by_set_weights(one, other, directory):
         ("tower_inside", "sum", 1, _by_set_weights),
         ("tower_inside", "mean", 3, _by_checkpoint),
         ("agn", "sum", 1, _by_group_state),
-        ("agn", "mean", 3, _by_set_weights),
+        pytest.param("agn", "mean", 3, _by_set_weights, marks=replicas.in_full),
         ("global_mean", "mean", 1, _by_checkpoint),
         ("global_mean", "mean", 3, _by_group_state),
         ("global_mean", "mean", 1, _by_set_weights),
@@ -136,7 +136,7 @@ def test_it_is_completed_on_another_number(
     "maker, reduction",
     [
         ("global_mean", "mean"),
-        ("agn", "sum"),
+        pytest.param("agn", "sum", marks=replicas.in_full),
         pytest.param("tower_inside", "mean", marks=replicas.in_full),
     ],
 )
@@ -203,7 +203,7 @@ def _of_two(maker, sparse):
 @pytest.mark.parametrize(
     "maker, sparse",
     [
-        ("tower", False),
+        pytest.param("tower", False, marks=replicas.in_full),
         ("tower", True),
         ("agn_updates", False),
     ],

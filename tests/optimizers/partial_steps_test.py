@@ -196,10 +196,13 @@ def after(one, run):
 @pytest.mark.parametrize(
     "name",
     [
-        *("cross", "sharded", "int8", "skip", "loss scale", "tower", "agn"),
+        *("cross", "sharded", "tower", "agn"),
         *(
             pytest.param(name, marks=in_full)
-            for name in ("accumulation", "averages", "cross of towers")
+            for name in (
+                *("accumulation", "averages", "cross of towers"),
+                *("int8", "skip", "loss scale"),
+            )
         ),
     ],
 )

@@ -51,7 +51,9 @@ def test_groups_of_one_are_the_identity():
     [
         ("schedule_decay_clipvalue", "mirrored", (0, 1), None, True),
         ("static_scale", "mirrored", (0, 1), None, True),
-        ("scale", "mirrored", (0, 1), None, False),
+        pytest.param(
+            *("scale", "mirrored", (0, 1), None, False), marks=replicas.in_full
+        ),
         ("global_clipnorm", "mirrored", replicas.MIXED, PAIRS, True),
         ("ema", "tpu", 2, None, True),
         ("accumulation", "tpu_permuted", 4, PAIRS, True),

@@ -123,15 +123,15 @@ def _assert_equal(one, other):
     [
         ("groups", 4, "tpu_permuted"),
         ("sharded", 2, "mirrored"),
-        ("owned", 2, "mirrored"),
         ("residuals_hook", 2, "mirrored"),
         ("local_accumulation", 2, "mirrored"),
-        ("tower_inside", 2, "mirrored"),
         *(
             pytest.param(name, 4, kind, marks=replicas.in_full)
             for name, kind in (
                 ("groups", "mirrored"),
+                ("owned", "mirrored"),
                 ("sharded", "tpu"),
+                ("tower_inside", "mirrored"),
                 ("tower_inside", "tpu_permuted"),
             )
         ),
