@@ -153,11 +153,10 @@ def pytest_runtest_protocol(item):
 @pytest.fixture(autouse=True)
 def _seeds_and_policy():
     import keras
-    import tensorflow as tf
+
+    from tests.support import replicas
 
     seeds.seed(1)
-    # TensorFlow's own collectives of two strategies in one process would meet
-    # under one key: those of the demo and of a page, for example.
-    tf.distribute.MirroredStrategy._collective_key_base += 100_000
+    replicas.use_new_keys()
     yield
     keras.mixed_precision.set_global_policy("float32")

@@ -18,6 +18,20 @@ KIND = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
 REPEATED = 0.0 if KIND == "CPU" else 1e-6
 
 
+# Away from those of MirroredStrategy.
+tf.distribute.MultiWorkerMirroredStrategy._collective_key_base = 1_000_000_000
+
+
+def use_new_keys():
+    """Keeps the strategies that are made from now on apart from all others.
+
+    TensorFlow's own collectives of two strategies in one process would meet
+    under one key ("Shape mismatch in the collective instance 100").
+    """
+    tf.distribute.MirroredStrategy._collective_key_base += 100_000
+    tf.distribute.MultiWorkerMirroredStrategy._collective_key_base += 100_000
+
+
 @functools.cache
 def mirrored(
     num_replicas: int, kind: str = KIND
@@ -31,9 +45,7 @@ def mirrored_on(
     devices: tuple[int, ...], kind: str = KIND
 ) -> tf.distribute.MirroredStrategy:
     """Replica r is on the logical device of number `devices[r]`."""
-    # Plain Keras' collectives of two strategies in one process would meet under
-    # one key ("Shape mismatch in the collective instance 100").
-    tf.distribute.MirroredStrategy._collective_key_base += 100_000
+    use_new_keys()
     return tf.distribute.MirroredStrategy(
         [f"{kind}:{device}" for device in devices]
     )
@@ -71,11 +83,8 @@ def multi_worker(
     num_replicas: int,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """All replicas of one worker, this process."""
-    # Two of these, too, would meet under one key; the keys of MirroredStrategy
-    # rise from test to test.
-    of = tf.distribute.MultiWorkerMirroredStrategy
-    of._collective_key_base = 1_000_000_000 + 100_000 * num_replicas
-    return of._from_local_devices(
+    use_new_keys()
+    return tf.distribute.MultiWorkerMirroredStrategy._from_local_devices(
         [f"/device:{KIND}:{device}" for device in range(num_replicas)]
     )
 
