@@ -6,6 +6,7 @@ import pytest
 
 from tests import conftest
 from tests import promises
+from tests.support import budget
 from tests.support import paths
 
 
@@ -43,3 +44,14 @@ def test_each_module_has_a_mutant(folder):
         if path.name != "__init__.py"
     }
     assert sorted(modules - files) == []
+
+
+def test_what_is_dear_has_a_reason(request):
+    assert len(budget.ABOVE_ONE_I) <= 40
+    found = request.config.stash[conftest.COLLECTED]
+    files = {one.split("::")[0] for one in found}
+    for name in budget.ABOVE_ONE_I:
+        file = name.split("::")[0]
+        assert (paths.ROOT / file).exists(), name
+        if file in files and not name.endswith("(fixture)"):
+            assert found.get(name) is False, name

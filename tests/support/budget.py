@@ -28,8 +28,59 @@ MARGIN = 1.03
 # The whole run fails above so many i.
 LIMIT_I = 165
 NUM_IMPORTS = 5
-# Tests and fixtures may cost more than 1 i for a reason.
-ABOVE_ONE_I: dict[str, str] = {}
+# The tests and fixtures that may cost more than 1 i, and why.
+_PROCESSES = "tests/multi_worker/"
+_EXAMPLES = "tests/conformance/examples_test.py::test_one_epoch"
+ABOVE_ONE_I = {
+    f"{_PROCESSES}four_processes_test.py::test_oracle[pairs]": (
+        "four processes run all cases of the file, once"
+    ),
+    f"{_PROCESSES}faults_test.py::test_the_chief_is_killed": (
+        "two workers are killed and started again, twice in all"
+    ),
+    f"{_PROCESSES}two_processes_test.py::test_each_row_is_trained_on_once": (
+        "two processes run all cases of the file, once"
+    ),
+    "tests/collectives/mpi_test.py::test_operations[2-graph]": (
+        "two processes of an MPI run all cases of the file, once"
+    ),
+    "tests/collectives/watchdog_test.py"
+    "::test_time_in_which_a_process_is_stopped_does_not_count": (
+        "one import of TensorFlow for all programs that hang"
+    ),
+    f"{_EXAMPLES}[ensemble]": "four models, which are evaluated apart",
+    f"{_EXAMPLES}[muon]": "Muon, sharded and whole",
+    f"{_EXAMPLES}[tpu_without_hardware]": "two groups, evaluated apart",
+    f"{_EXAMPLES}[int8_gradients]": "three runs, of enough steps for int8",
+    f"{_EXAMPLES}[padded_text]": "an LSTM, on one and on two replicas",
+    f"{_EXAMPLES}[from_tf_keras]": "Keras 2, in two groups",
+    "tests/cli/cli_test.py::test_demo": "README's command for a first look",
+    "tests/cli/cli_test.py::test_plan_of_a_script_in_a_new_process": (
+        "the one command that runs as users run it"
+    ),
+    "tests/testing/simulated_tpu_keras_test.py"
+    "::test_plain_keras_equals_one_device": "fit, evaluate and predict",
+    "tests/testing/simulated_tpu_exit_test.py"
+    "::test_a_new_process_that_some_replicas_keep_waiting": (
+        "XLA waits in a process of its own"
+    ),
+    "tests/compat/v1/tpu_scripts_test.py::test_layers_of_keras_2": (
+        "tf.layers needs a process that begins with Keras 2"
+    ),
+    "tests/tf_keras/aggregation_test.py"
+    "::test_is_one_device[mirrored-legacy_sgd scaled]": (
+        "traces all of Keras 2's optimizers under MirroredStrategy"
+    ),
+    "tests/conformance/private_names_test.py::test_only_the_feature_fails": (
+        "an import without each private name, in a process"
+    ),
+    "tests/callbacks/in_fit_test.py::groups (fixture)": (
+        "one fit that most tests of callbacks look at"
+    ),
+    "tests/optimizers/local_variables_test.py::trained (fixture)": (
+        "nine wrappers, trained once for nine tests"
+    ),
+}
 
 
 def _cpu():
