@@ -11,6 +11,7 @@ TensorFlow and Keras are imported once: each run of pytest is a copy of this
 process, which imports the package and the tests anew.
 """
 
+import argparse
 import concurrent.futures
 import importlib
 import os
@@ -23,17 +24,11 @@ import time
 import xml.etree.ElementTree
 
 import pytest
-from absl import app
-from absl import flags
 
 from tests import promises
 from tests.support import paths
 from tests.support import processes
 
-_ONLY = flags.DEFINE_string(
-    "only", "", "Only rows whose test or file contains this text."
-)
-_JOBS = flags.DEFINE_integer("jobs", 2, "Mutants that run at a time.")
 # Seconds of one run of pytest: a few tests of one file, or one test.
 LIMIT = 180
 CLUSTER_LIMIT = 400
@@ -151,17 +146,25 @@ def _import():
     importlib.import_module("keras")
 
 
-def main(argv):
-    del argv
+def main():
+    # Not absl's flags: the tests in copies of this process define theirs.
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", default="", help="rows whose test or file has this text"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="mutants that run at a time"
+    )
+    options = parser.parse_args()
     _import()
     rows = [
         row
         for row in promises.PROMISES
-        if _ONLY.value in row.test or _ONLY.value in row.file
+        if options.only in row.test or options.only in row.file
     ]
     with tempfile.TemporaryDirectory() as folder:
-        check = _Check(folder, _JOBS.value)
-        for cluster, at_a_time in ((False, _JOBS.value), (True, 1)):
+        check = _Check(folder, options.jobs)
+        for cluster, at_a_time in ((False, options.jobs), (True, 1)):
             some = [row for row in rows if row.cluster == cluster]
             tests = {}
             for row in some:
@@ -198,4 +201,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()
