@@ -383,6 +383,17 @@ def test_on_one_device_it_is_the_loss(loss, given):
     assert float(GlobalMean(given or loss())(*batch)) == expected
 
 
+def test_a_function_whose_name_is_no_scope_of_tensorflow():
+    def _square(labels, predictions):
+        return tf.reduce_mean(tf.square(predictions - labels), axis=1)
+
+    loss = GlobalMean(_square)
+    value = tf.function(loss, autograph=False)(
+        tf.zeros([2, 1]), tf.ones([2, 1])
+    )
+    assert float(value) == 1.0
+
+
 def _gradient(variable, *losses, num_rows=1, value=1.0):
     """Of a sum of losses of the same rows."""
     rows = tf.fill([num_rows, 1], value)

@@ -149,7 +149,8 @@ class GlobalMean(keras.losses.Loss):
         site = site_lib.current()
         is_sum = loss.reduction == "sum"
         how = loss.reduction if site.num_replicas == 1 else "sum"
-        with tf.name_scope(self.name):
+        # A name that users chose need not be one of a scope, such as "_loss".
+        with tf.name_scope("GlobalMean"):
             own = keras_losses.evaluated(
                 loss, how, y_true, y_pred, sample_weight
             )
