@@ -527,15 +527,22 @@ def test_connect_joins_the_engine_s_processes(rank, port, monkeypatch):
     assert os.environ["TF_XSHARD_CONNECTED"] == str(os.getpid())
 
 
-def test_a_process_that_was_started_again(port):
+def test_a_process_that_was_started_again(port, monkeypatch):
     """Rank 0 drops the one that has left."""
+    has_come = threading.Event()
+    peer = exchange._Peer
+
+    def came(*args):
+        has_come.set()
+        return peer(*args)
+
+    monkeypatch.setattr(exchange, "_Peer", came)
     with futures.ThreadPoolExecutor(1) as pool:
         leader = pool.submit(exchange.exchange, _place(0, 3, port), 30.0)
         with _connected(port) as first:
             own = _HELLO | {"size": 3}
             first.sendall(json.dumps(own).encode() + b"\n")
-            # Until rank 0 has read it.
-            time.sleep(0.5)
+            assert has_come.wait(30)
         results, _ = _exchanged([_place(1, 3, port), _place(2, 3, port)])
         assert results[0] == results[1] == leader.result()
 
