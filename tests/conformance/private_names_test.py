@@ -72,7 +72,7 @@ def test_a_name_that_moved():
 _PROGRAM = """
 import os, sys
 # A module of a user's that `python -m` runs: the import makes all names known.
-sys.argv = ["-m"]
+sys.argv, sys.orig_argv = ["-m"], [sys.executable, "-m", "users_module"]
 import keras, tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from tensorflow.python.ops import summary_ops_v2
@@ -98,6 +98,7 @@ forget(trainer, "reduce_per_replica")
 forget(keras.Variable, "_shared_name")
 forget(summary_ops_v2, "_SUMMARY_WRITER_INIT_COLLECTION_NAME")
 import tf_xshard
+assert keras.saving.get_registered_object("tf_xshard>CrossShardOptimizer")
 assert keras.saving.get_registered_object("tf_xshard>CrossShardOptimizer")
 weight = keras.Variable(1.0)
 tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.5)).apply(
