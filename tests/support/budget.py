@@ -25,8 +25,9 @@ LIMITS = paths.ROOT / "tests" / "budget.json"
 # A run may count so much more than was recorded: functions that TensorFlow
 # keeps are traced by whichever test comes first in its process.
 MARGIN = 1.03
-# The whole run fails above so many i.
-LIMIT_I = 165
+# The whole run fails above so many i. It takes 154, give or take 8 %: the
+# import is measured while other tests run.
+LIMIT_I = 190
 NUM_IMPORTS = 5
 # The tests and fixtures that may cost more than 1 i, and why.
 _PROCESSES = "tests/multi_worker/"
