@@ -529,22 +529,27 @@ def test_connect_joins_the_engine_s_processes(rank, port, monkeypatch):
 
 def test_a_process_that_was_started_again(port, monkeypatch):
     """Rank 0 drops the one that has left."""
-    has_come = threading.Event()
-    peer = exchange._Peer
+    # One for each process that rank 0 has heard of.
+    heard = threading.Semaphore(0)
+    contradiction = exchange._contradiction
 
-    def came(*args):
-        has_come.set()
-        return peer(*args)
+    def hears(*args):
+        heard.release()
+        return contradiction(*args)
 
-    monkeypatch.setattr(exchange, "_Peer", came)
-    with futures.ThreadPoolExecutor(1) as pool:
-        leader = pool.submit(exchange.exchange, _place(0, 3, port), 30.0)
+    monkeypatch.setattr(exchange, "_contradiction", hears)
+    with futures.ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(exchange.exchange, _place(0, 3, port), 30.0)]
         with _connected(port) as first:
             own = _HELLO | {"size": 3}
             first.sendall(json.dumps(own).encode() + b"\n")
-            assert has_come.wait(30)
-        results, _ = _exchanged([_place(1, 3, port), _place(2, 3, port)])
-        assert results[0] == results[1] == leader.result()
+            assert heard.acquire(timeout=30)
+        # The last one comes when rank 0 knows both processes of rank 1.
+        for rank in (1, 2):
+            place = _place(rank, 3, port)
+            ends.append(pool.submit(exchange.exchange, place, 30.0))
+            assert heard.acquire(timeout=30)
+        assert ends[0].result() == ends[1].result() == ends[2].result()
 
 
 def test_a_script_between_the_launcher_and_python():
