@@ -103,7 +103,7 @@ def test_the_error_on_eight_replicas(kind, dtype, report):
     "bytes_per_bucket, buckets_in_flight", [(1, 3), (45, 1), (1000, 1)]
 )
 def test_buckets(bytes_per_bucket, buckets_in_flight):
-    """Of one, two and all variables, which have equal shapes."""
+    """Buckets hold one, two or all of the variables, whose shapes are equal."""
     found = steps.stepped(
         lambda: tf_xshard.CrossShardOptimizer(
             keras.optimizers.SGD(1.0),

@@ -164,7 +164,7 @@ def _shown(optimizer_fn, num_replicas=2):
 
 
 def _center_and_local(model):
-    """Whether the center is shown, and both on every replica."""
+    """Every replica's center and weights; first, if the center is shown."""
     optimizer = model.optimizer
     return (
         optimizer.center_is_shown,
@@ -220,7 +220,8 @@ def test_the_center_is_validated_and_saved(workers):
     ):
         np.testing.assert_array_equal(center, [value, value])
         assert min(np.abs(one - value).max() for one in local) > 1e-4
-    # What the first epoch ended with, although the center was shown.
+    # The second epoch began with the local variables of the first one's end,
+    # although the center was shown between them.
     group_training.assert_same(begun[2], found[2][2])
 
 

@@ -30,7 +30,7 @@ def _model(optimizer=lambda: SGD(0.1), num_replicas=1):
 
 
 def _rates(model):
-    """Of each optimizer inside, on every replica."""
+    """Every replica's learning rates, of each optimizer inside."""
     leaves = getattr(model.optimizer, "optimizers", None) or [model.optimizer]
     strategy = model.distribute_strategy
     return np.array(

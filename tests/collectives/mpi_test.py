@@ -95,12 +95,12 @@ def test_oracle_and_nested_optimizers(results_of):
         stacks.check(got, stack, gradients, f"seed {seed}")
 
 
-# What goes wrong: first with requests that MPI never completes.
+# Failures, the first ones of requests that MPI never completes.
 
 
 @pytest.fixture
 def group(monkeypatch):
-    """Of ranks 1 and 3, of which this is 1 and 3 takes no part."""
+    """A group of this process, rank 1, and of rank 3, which is absent."""
     deadline = time.monotonic() + 20
     requests = types.SimpleNamespace(
         Testall=lambda requests: time.monotonic() > deadline

@@ -1,4 +1,4 @@
-"""What processes exchange outside of a step, and who is missing."""
+"""Processes exchange values outside of a step, and miss who is absent."""
 
 import numpy as np
 import pytest

@@ -205,7 +205,7 @@ def test_tf_variables(kind):
 
 @replicas.on_mirrored_and_tpu
 def test_a_local_variable_gets_its_own_replicas_gradient(kind):
-    """Of the group's loss: divided by the size of the group."""
+    """The gradient is of the group's loss: divided by the group's size."""
     strategy = replicas.STRATEGIES[kind](4)
     with strategy.scope():
         shared, own = keras.Variable(0.0), keras.Variable(0.0, name="own")
