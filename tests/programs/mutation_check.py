@@ -1,4 +1,4 @@
-"""Applies the mutants of `tests/promises.py`; each has to fail its test.
+"""Applies the mutants of `tests/promises.txt`; each has to fail its test.
 
 Run: python -m tests.programs.mutation_check [--only oracle_test]
 
