@@ -23,7 +23,6 @@ NUM_STEPS = 3
 GROUPS = [[0, 2], [3, 1]]
 SHAPES = [(3, 2), (4, 2)]
 LEGACY = tf_keras.optimizers.legacy
-NEW = tf_keras.optimizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +46,8 @@ class Case:
     def optimizer(self):
         arguments = (self.reduction, self.groups)
         if self.is_argument:
-            return self.make(
-                gradient_aggregator=tf_xshard.tf_keras.gradient_aggregator(
-                    *arguments, **self.options
-                )
-            )
+            aggregator = tf_xshard.tf_keras.gradient_aggregator(*arguments)
+            return self.make(gradient_aggregator=aggregator)
         return tf_xshard.tf_keras.with_aggregator(
             self.scaled(self.make()), *arguments, **self.options
         )
@@ -64,37 +60,37 @@ class Case:
         )
 
 
+_MOMENTUM = functools.partial(tf_keras.optimizers.SGD, 0.1, momentum=0.9)
+_LEGACY_SGD = functools.partial(LEGACY.SGD, 0.1, momentum=0.9)
+_ADAMW = functools.partial(
+    tf_keras.optimizers.AdamW, 0.1, weight_decay=0.1, global_clipnorm=0.5
+)
 CASES = {
     "legacy_adam": Case(
         functools.partial(LEGACY.Adam, 0.1, global_clipnorm=0.5),
         is_argument=True,
     ),
     # Adam, or a clipped norm, would hide a factor of the gradients.
-    "legacy_sgd": Case(functools.partial(LEGACY.SGD, 0.1, momentum=0.9), "sum"),
-    "adam": Case(lambda: NEW.Adam(0.1, global_clipnorm=0.5)),
-    "adamw": Case(lambda: NEW.AdamW(0.1, weight_decay=0.1, clipnorm=0.3)),
-    "sgd": Case(lambda: NEW.SGD(0.1, momentum=0.9), groups=None),
+    "legacy_sgd": Case(_LEGACY_SGD, "sum"),
+    "adamw": Case(_ADAMW),
     "replica": Case(
-        lambda: NEW.SGD(0.1, momentum=0.9),
-        "sum",
-        options={"loss_normalization": "replica"},
+        _MOMENTUM, "sum", options={"loss_normalization": "replica"}
     ),
     "clipped": Case(
-        lambda: NEW.SGD(0.1, momentum=0.9),
+        _MOMENTUM,
+        groups=None,
         options={"post_reduce": tf_xshard.clip_by_global_norm(0.5)},
-        reference=lambda: NEW.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
+        reference=functools.partial(_MOMENTUM, global_clipnorm=0.5),
     ),
 }
 # tf_keras refuses a LossScaleOptimizer under TPUStrategy, where all replicas
 # run one program.
-CASES_OF_EACH_REPLICA = {
-    "legacy_sgd scaled": Case(CASES["legacy_sgd"].make, is_scaled=True),
-    "adam scaled": Case(CASES["adam"].make, is_scaled=True),
-    "none": Case(CASES["replica"].make, lacks_one=True),
+ALL_CASES = {
+    **CASES,
+    "legacy_sgd scaled": Case(_LEGACY_SGD, is_scaled=True),
+    "adamw scaled": Case(_ADAMW, is_scaled=True),
+    "none": Case(_MOMENTUM, lacks_one=True),
 }
-
-
-ALL_CASES = {**CASES, **CASES_OF_EACH_REPLICA}
 
 
 def gradients():
@@ -126,18 +122,17 @@ def _as_rows(value):
 
 def _apply(case, optimizer, values, given, sparse):
     """Applies gradients; the last one as IndexedSlices, if `sparse`."""
-    values = list(values)
     if case.is_scaled:
         scale = optimizer.get_scaled_loss(tf.constant(1.0))
         values = [one * scale for one in values]
     if sparse:
-        values[-1] = _as_rows(values[-1])
+        values = [*values[:-1], _as_rows(values[-1])]
     if case.is_scaled:
         values = optimizer.get_unscaled_gradients(values)
     optimizer.apply_gradients(list(zip(values, given, strict=True)))
 
 
-def _trained(strategy, cases, loops):
+def _trained(strategy, cases):
     """Each case's variables on every replica; one function trains all."""
     with strategy.scope():
         given = {name: variables() for name in cases}
@@ -162,11 +157,9 @@ def _trained(strategy, cases, loops):
             _apply(case, optimizers[name], own, given[name], sparse=True)
 
     @tf.function(autograph=False)
-    def step(number, *arriving):
-        strategy.run(on_replica, args=(number, *arriving))
+    def train(*all_steps):
+        """Takes all steps in one function, as Orbit does."""
 
-    @tf.function(autograph=False)
-    def loop(*all_steps):
         def body(number):
             arriving = [one[number] for one in all_steps]
             strategy.run(on_replica, args=(number, *arriving))
@@ -174,11 +167,7 @@ def _trained(strategy, cases, loops):
 
         tf.while_loop(lambda number: number < NUM_STEPS, body, [0])
 
-    if loops:
-        loop(*map(tf.stack, zip(*gradients(), strict=True)))
-    else:
-        for number, one in enumerate(gradients()):
-            step(tf.constant(number), *map(tf.constant, one))
+    train(*map(tf.stack, zip(*gradients(), strict=True)))
     return {
         name: [replicas.values(strategy, v) for v in of_case]
         for name, of_case in given.items()
@@ -201,9 +190,9 @@ def _one_device(case, members):
     return [v.numpy() for v in given]
 
 
-def differences(strategy, cases, loops=False):
+def differences(strategy, cases):
     """For each case, the largest difference of a replica from one device."""
-    trained = _trained(strategy, cases, loops)
+    trained = _trained(strategy, cases)
     return {
         name: largest_difference(
             strategy,
@@ -218,15 +207,15 @@ def differences(strategy, cases, loops=False):
 def largest_difference(strategy, got, groups, expected_of):
     """The largest |difference| of a replica's variables from its group's."""
     ids = site.local_replica_ids(strategy)
-    largest = 0.0
+    errors = []
     for members in groups or [list(range(NUM_REPLICAS))]:
-        mine = set(members) & set(ids)
-        expected = expected_of(members) if mine else []
-        for values, want in zip(got, expected, strict=bool(mine)):
-            for replica in mine:
-                error = np.max(np.abs(values[ids.index(replica)] - want))
-                largest = max(largest, float(error))
-    return largest
+        if mine := set(members) & set(ids):
+            for values, want in zip(got, expected_of(members), strict=True):
+                errors += [
+                    np.max(np.abs(values[ids.index(replica)] - want))
+                    for replica in mine
+                ]
+    return float(max(errors))
 
 
 def strategy_of(kind):
@@ -240,8 +229,8 @@ def strategy_of(kind):
     return replicas.STRATEGIES[kind](NUM_REPLICAS)
 
 
-def printed(program, kind):
-    """Largest differences, by case, that the processes of a program print."""
+def found_by(program, kind):
+    """Largest differences, by case, that the processes of a program find."""
     count = NUM_REPLICAS if kind == "workers" else 1
     program = f"tests.programs.{program}"
     found = cluster.results_of(program, count, [kind], seconds=2500)

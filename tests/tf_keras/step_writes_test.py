@@ -1,6 +1,5 @@
 """An optimizer of tf_keras writes after all gradients and reductions exist."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
@@ -27,27 +26,20 @@ _INT8 = tf_xshard.Communication(dtype="int8", error_feedback=True)
 def test_writes_wait_for_all_replicas(make, options):
     strategy = replicas.mirrored(2)
     with strategy.scope():
-        weights = [
-            tf.Variable(np.ones((3, 2), "float32"), name=name) for name in "ab"
-        ]
+        weights = [tf.Variable(tf.ones([3, 2]), name=name) for name in "ab"]
         optimizer = tf_xshard.tf_keras.with_aggregator(make(), **options)
 
-    @tf.function(autograph=False)
-    def step(*data):
-        def on_replica(*data):
-            optimizer.apply_gradients(
-                [(one * w, w) for one, w in zip(data, weights, strict=True)]
-            )
+    def on_replica(*data):
+        pairs = zip(data, weights, strict=True)
+        optimizer.apply_gradients([(one * w, w) for one, w in pairs])
 
-        strategy.run(on_replica, args=data)
-
-    data = [
-        strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(1.0)
-        )
-        for _ in weights
-    ]
-    function = step.get_concrete_function(*data)
+    step = tf.function(
+        lambda *data: strategy.run(on_replica, args=data), autograph=False
+    )
+    one = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(1.0)
+    )
+    function = step.get_concrete_function(one, one)
     state = optimizer.variables
     state = list(state() if callable(state) else state)
     found = writes.read(function, 2 * len(weights), [*weights, *state])
