@@ -8,15 +8,14 @@ tf1 = tf.compat.v1
 
 class _Oracle:
     slots = ()
+    start = 0.0  # The slots' initial value.
 
     def __init__(self, initial):
-        self.x = np.asarray(initial, np.float64).copy()
-        self.state = {name: self.start(name) for name in self.slots}
+        self.x = np.array(initial, np.float64)
+        self.state = {
+            name: np.full_like(self.x, self.start) for name in self.slots
+        }
         self.t = 0
-
-    def start(self, name):
-        del name
-        return np.zeros_like(self.x)
 
     def apply(self, g):
         self.t += 1
@@ -49,9 +48,7 @@ class Adam(_Oracle):
 
 class Adagrad(_Oracle):
     slots = ("accumulator",)
-
-    def start(self, name):
-        return np.full_like(self.x, 0.1)
+    start = 0.1
 
     def step(self, g):
         self.state["accumulator"] += g * g

@@ -45,11 +45,11 @@ def _expected(name, num_shards, groups, reduction):
         ("momentum", 4, UNSORTED, MEAN),
         ("adagrad", 2, [[1], [0]], SUM),
         ("adam", 2, None, MEAN),
-        ("sgd", 2, [[1, 0]], SUM),
-        ("momentum", 1, [[0]], MEAN),
+        ("sgd", 1, [[0]], SUM),
     ],
-    ids=["unsorted", "apart", "one_group", "two", "one"],
+    ids=["unsorted", "apart", "one_group", "one"],
 )
+@pytest.mark.usefixtures("graph")
 def test_oracle_in_shard(name, num_shards, groups, reduction):
     oracle, make = v1_oracle.OPTIMIZERS[name]
     fetched = {}
@@ -68,8 +68,7 @@ def test_oracle_in_shard(name, num_shards, groups, reduction):
         assert isinstance(pairs[1][0], tf.IndexedSlices)
         assert pairs[2] == (None, unused)
         train = optimizer.apply_gradients(
-            zip(*zip(*pairs, strict=True), strict=True),
-            tf1.train.get_or_create_global_step(),
+            iter(pairs), tf1.train.get_or_create_global_step()
         )
         fetched[index] = [w, e]
         assert optimizer.get_slot_names() == list(oracle.slots)
@@ -78,14 +77,13 @@ def test_oracle_in_shard(name, num_shards, groups, reduction):
             assert optimizer.get_slot(unused, slot) is None
         return train
 
-    with tf.Graph().as_default():
-        inputs = graphs.placeholders(num_shards)
-        train = v1.shard(computation, inputs, num_shards=num_shards)
-        with graphs.session() as session:
-            for arrays in graphs.feeds(num_shards, NUM_STEPS):
-                session.run(train, graphs.feed(inputs, arrays))
-            got = session.run(fetched)
-            assert session.run(tf1.train.get_global_step()) == NUM_STEPS
+    inputs = graphs.placeholders(num_shards)
+    train = v1.shard(computation, inputs, num_shards=num_shards)
+    with graphs.session() as session:
+        for arrays in graphs.feeds(num_shards, NUM_STEPS):
+            session.run(train, graphs.feed(inputs, arrays))
+        got = session.run(fetched)
+        assert session.run(tf1.train.get_global_step()) == NUM_STEPS
     expected = _expected(name, num_shards, groups, reduction)
     for index, pair in enumerate(expected):
         wanted = [one.x for one in pair]
@@ -157,37 +155,32 @@ def test_oracle_under_a_strategy(inner, kind, name, groups, reduction):
     assert num.numpy() == NUM_STEPS
 
 
+@pytest.mark.usefixtures("graph")
 def test_oracle_under_a_strategy_in_a_tf1_graph():
-    with tf.Graph().as_default():
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        with strategy.scope():
-            w, e = graphs.variables()
-            num = tf1.train.get_or_create_global_step()
-            optimizer = v1.CrossShardOptimizer(
-                tf1.train.AdamOptimizer(0.1), group_assignment=[[1, 0]]
-            )
-        inputs = graphs.placeholders(2)
-        train = strategy.group(
-            _strategy_step(strategy, optimizer, w, e, num, inputs)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        w, e = graphs.variables()
+        num = tf1.train.get_or_create_global_step()
+        optimizer = v1.CrossShardOptimizer(
+            tf1.train.AdamOptimizer(0.1), group_assignment=[[1, 0]]
         )
-        with graphs.session(num_cpus=2) as session:
-            for arrays in graphs.feeds(2, NUM_STEPS):
-                session.run(train, graphs.feed(inputs, arrays))
-            got = session.run(list(strategy.experimental_local_results(w)))
-            assert session.run(num) == NUM_STEPS
+    inputs = graphs.placeholders(2)
+    train = strategy.group(
+        _strategy_step(strategy, optimizer, w, e, num, inputs)
+    )
+    with graphs.session(num_cpus=2) as session:
+        for arrays in graphs.feeds(2, NUM_STEPS):
+            session.run(train, graphs.feed(inputs, arrays))
+        got = session.run(list(strategy.experimental_local_results(w)))
+        assert session.run(num) == NUM_STEPS
     expected = _expected("adam", 2, None, MEAN)
     graphs.check_close(got, [w.x for w, _ in expected], atol=0)
 
 
 @pytest.mark.parametrize(
     "num_shards, reduction, sparse, groups",
-    [
-        (1, SUM, False, [[0]]),
-        (2, MEAN, True, None),
-        (4, SUM, True, UNSORTED),
-        (8, MEAN, False, [[0, 4], [1, 5], [2, 6], [3, 7]]),
-    ],
-    ids=["one", "one_group", "unsorted", "eight"],
+    [(1, SUM, False, [[0]]), (2, MEAN, True, None), (4, SUM, True, UNSORTED)],
+    ids=["one", "one_group", "unsorted"],
 )
 def test_the_originals_graph_on_a_tpu(num_shards, reduction, sparse, groups):
     original, ours = (
@@ -200,7 +193,7 @@ def test_the_originals_graph_on_a_tpu(num_shards, reduction, sparse, groups):
 
 
 def _tpu_graph(kind, num_shards, reduction, groups, sparse):
-    """Types and counts of operations, group constants, scale factors."""
+    """Counts of operations by type, the groups, and the scale factors."""
 
     def computation(x):
         w = tf1.get_variable("w", [4, 2])
@@ -219,39 +212,23 @@ def _tpu_graph(kind, num_shards, reduction, groups, sparse):
 
     with tf.Graph().as_default() as graph:
         tf1.tpu.shard(computation, [tf.zeros([8])], num_shards=num_shards)
-    operations = graph.get_operations()
-    types = collections.Counter(op.type for op in operations)
-    groups = [
-        tf.get_static_value(op.inputs[1]).tolist()
-        for op in operations
-        if op.type == "CrossReplicaSum"
-    ]
-    factors = sorted(
-        float(value)
-        for op in operations
-        if op.type == "Mul"
-        for value in map(tf.get_static_value, op.inputs)
-        if value is not None and not value.shape
-    )
-    return types, groups, factors
-
-
-def test_rewrite_builds_on_a_tpu():
-    def computation():
-        w = tf1.get_variable("w", [2])
-        return _optimizer().minimize(tf.reduce_sum(w))
-
-    with tf.Graph().as_default() as graph:
-        tf1.tpu.rewrite(computation)
-    types = [op.type for op in graph.get_operations()]
-    assert types.count("CrossReplicaSum") == 1
+    constants = collections.defaultdict(list)
+    for op in graph.get_operations():
+        for tensor in op.inputs[-1:]:
+            value = tf.get_static_value(tensor)
+            constants[op.type].append(
+                value if value is None else value.tolist()
+            )
+    types = collections.Counter(op.type for op in graph.get_operations())
+    return types, constants["CrossReplicaSum"], constants["Mul"]
 
 
 @pytest.mark.parametrize("use_resource", [False, True])
 @pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.usefixtures("graph")
 def test_one_shard_runs_without_a_tpu_in_branches_too(use_resource, v2):
     """The original's CrossReplicaSum has no kernel there."""
-    with graphs.control_flow(v2), tf.Graph().as_default():
+    with graphs.control_flow(v2):
         w = tf1.get_variable("w", initializer=3.0, use_resource=use_resource)
         step = tf1.train.get_or_create_global_step()
         optimizer = v1.CrossShardOptimizer(
@@ -262,15 +239,10 @@ def test_one_shard_runs_without_a_tpu_in_branches_too(use_resource, v2):
         assert train.name == "CrossShardOptimizer"  # As documented.
         in_branch = train
         if use_resource or not v2:  # TensorFlow can't: no ref in a branch.
-
-            def apply():
-                with tf.control_dependencies(
-                    [optimizer.apply_gradients(pairs, step, name="mine")]
-                ):
-                    return tf.constant(True)
-
             in_branch = tf.cond(
-                tf.constant(True), apply, lambda: tf.constant(False)
+                tf.constant(True),
+                lambda: optimizer.apply_gradients(pairs, step, name="mine"),
+                tf.no_op,
             )
         with graphs.session() as session:
             session.run(train)
@@ -281,71 +253,68 @@ def test_one_shard_runs_without_a_tpu_in_branches_too(use_resource, v2):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: tf1.train.AdamOptimizer(0.1),
-        lambda: keras.optimizers.Adam(0.1),
-    ],
+    [tf1.train.AdamOptimizer, keras.optimizers.Adam],
     ids=["v1", "keras"],
 )
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 def test_checkpoint_keeps_all_state(make, early, tmp_path):
     """The original restores slots into orphans and loses beta powers."""
 
+    def made(value):
+        w, optimizer = tf.Variable(value), v1.CrossShardOptimizer(make(0.1))
+        return w, optimizer, tf.train.Checkpoint(w=w, optimizer=optimizer)
+
     def train(w, optimizer, steps):
         for step in range(steps):
             optimizer.minimize(lambda: w * (step + 1.0), var_list=[w])
 
-    w, optimizer = tf.Variable(1.0), v1.CrossShardOptimizer(make())
+    w, optimizer, checkpoint = made(1.0)
     train(w, optimizer, 2)
-    path = tf.train.Checkpoint(w=w, optimizer=optimizer).save(
-        str(tmp_path / "model")
-    )
+    path = checkpoint.save(str(tmp_path / "model"))
     train(w, optimizer, 3)
-    other, restored = tf.Variable(5.0), v1.CrossShardOptimizer(make())
+    other, restored, checkpoint = made(5.0)
     if not early:
         train(other, restored, 1)
-    status = tf.train.Checkpoint(w=other, optimizer=restored).restore(path)
+    status = checkpoint.restore(path)
     train(other, restored, 3)
     status.assert_consumed()
     assert other.numpy() == w.numpy()
 
 
 def _optimizer(**kwargs):
-    return v1.CrossShardOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0), **kwargs
-    )
+    return v1.CrossShardOptimizer(graphs.descent(), **kwargs)
 
 
 def _wrapped(wrapper):
     """A wrapper with a variable that it can update."""
-    inner = tf1.train.GradientDescentOptimizer(1.0)
     if wrapper is not v1.AGNOptimizer:
-        return wrapper(inner), tf1.get_variable("w", [2])
+        return wrapper(graphs.descent()), tf1.get_variable("w", [2])
     getter = v1.AGNCustomGetter("/CPU:0")
     with tf1.variable_scope("", custom_getter=getter):
-        return wrapper(inner, 1, getter), tf1.get_variable("w", [2])
+        w = tf1.get_variable("w", [2])
+    return wrapper(graphs.descent(), 1, getter), w
 
 
 @pytest.mark.parametrize(
     "wrapper", [v1.CrossShardOptimizer, v1.TowerOptimizer, v1.AGNOptimizer]
 )
+@pytest.mark.usefixtures("graph")
 def test_every_wrapper_is_an_optimizer_and_refuses_bad_pairs(wrapper):
-    with tf.Graph().as_default():
-        optimizer, w = _wrapped(wrapper)
-        assert isinstance(optimizer, tf1.train.Optimizer)
-        gates = optimizer.GATE_NONE, optimizer.GATE_OP, optimizer.GATE_GRAPH
-        assert gates == (0, 1, 2)
-        for pairs, error, text in (
-            ([], ValueError, "No variables provided"),
-            ([(None, w)], ValueError, "No gradients provided"),
-            ([w], ValueError, r"must hold \(gradient, variable\) pairs"),
-            (None, TypeError, "not iterable"),
-            ([("text", w)], (TypeError, ValueError), "string|float32"),
-        ):
-            with pytest.raises(error, match=text):
-                optimizer.apply_gradients(pairs)
-        with pytest.raises(ValueError, match="Invalid type tf.int32"):
-            optimizer.compute_gradients(tf.constant(1))
+    optimizer, w = _wrapped(wrapper)
+    assert isinstance(optimizer, tf1.train.Optimizer)
+    gates = optimizer.GATE_NONE, optimizer.GATE_OP, optimizer.GATE_GRAPH
+    assert gates == (0, 1, 2)
+    for pairs, error, text in (
+        ([], ValueError, "No variables provided"),
+        ([(None, w)], ValueError, "No gradients provided"),
+        ([w], ValueError, r"must hold \(gradient, variable\) pairs"),
+        (None, TypeError, "not iterable"),
+        ([("text", w)], (TypeError, ValueError), "string|float32"),
+    ):
+        with pytest.raises(error, match=text):
+            optimizer.apply_gradients(pairs)
+    with pytest.raises(ValueError, match="Invalid type tf.int32"):
+        optimizer.compute_gradients(tf.constant(1))
 
 
 @pytest.mark.parametrize(
@@ -361,38 +330,47 @@ def test_every_wrapper_is_an_optimizer_and_refuses_bad_pairs(wrapper):
 )
 def test_bad_arguments(arguments, error, text):
     with pytest.raises(error, match=text):
-        v1.CrossShardOptimizer(
-            **{"opt": tf1.train.GradientDescentOptimizer(0.1), **arguments}
-        )
+        v1.CrossShardOptimizer(**{"opt": graphs.descent(), **arguments})
 
 
-def test_bad_calls():
-    outside = "is for 2 replicas, but code outside"
-    no_loss = "must be a tensor or a function"
-    with tf.Graph().as_default():
-        w = tf1.get_variable("w", [2])
-        loss = tf.reduce_sum(w)
-        groups = _optimizer(group_assignment=[[0], [1]])
-        pairs = [(tf.ones([2]), w)]
+def _minimize_in_shards(loss):
+    v1.shard(lambda: _optimizer().minimize(loss), num_shards=2)
 
-        def sharded(loss):
-            v1.shard(lambda: _optimizer().minimize(loss), num_shards=2)
 
-        for call, text in (
-            (lambda: groups.compute_gradients(loss), outside),
-            (lambda: groups.apply_gradients(pairs), outside),
-            (
-                lambda: v1.shard(
-                    lambda: groups.apply_gradients(pairs), None, 2
-                ),
-                "Make them inside",
-            ),
-            (lambda: sharded(None), no_loss),
-            (lambda: sharded([loss]), no_loss),
-            (lambda: sharded(tf.constant(1)), "float|int32"),
-        ):
-            with pytest.raises((TypeError, ValueError), match=text):
-                call()
+def _apart():
+    return _optimizer(group_assignment=[[0], [1]])
+
+
+def _apply_in_shards(w):
+    pairs = [(tf.ones([2]), w)]
+    v1.shard(lambda: _apart().apply_gradients(pairs), num_shards=2)
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (
+            lambda w: _apart().compute_gradients(tf.reduce_sum(w)),
+            "is for 2 replicas, but code outside",
+        ),
+        (
+            lambda w: _apart().apply_gradients([(tf.ones([2]), w)]),
+            "is for 2 replicas, but code outside",
+        ),
+        (_apply_in_shards, "Make them inside"),
+        (lambda w: _minimize_in_shards(None), "must be a tensor or a function"),
+        (lambda w: _minimize_in_shards([w]), "must be a tensor or a function"),
+        (lambda w: _minimize_in_shards(tf.constant(1)), "float|int32"),
+    ],
+)
+@pytest.mark.usefixtures("graph")
+def test_bad_calls(call, text):
+    w = tf1.get_variable("w", [2])
+    with pytest.raises((TypeError, ValueError), match=text):
+        call(w)
+
+
+def test_bad_eager_calls():
     w = tf.Variable(1.0)
     with pytest.raises(RuntimeError, match="function"):
         _optimizer().compute_gradients(w * w)
@@ -401,6 +379,7 @@ def test_bad_calls():
             _optimizer().apply_gradients([(1.0, w)])
 
 
+@pytest.mark.usefixtures("graph")
 def test_between_the_stages():
     """Each shard clips its own gradients, which are divided already.
 
@@ -412,43 +391,13 @@ def test_between_the_stages():
         o = tf1.get_variable("o", initializer=0.0)
         optimizer = _optimizer()
         [(gradient, _), _] = optimizer.compute_gradients(tf.reduce_sum(x) * w)
-        is_first = "shard_" not in tf1.get_default_graph().get_name_scope()
-        return optimizer.apply_gradients(
-            [
-                (tf.clip_by_value(gradient, -1.0, 1.0), w),
-                (tf.reduce_sum(x) if is_first else None, o),
-            ]
-        )
+        of_first = tf.reduce_sum(x) if graphs.is_first("shard_") else None
+        clipped = tf.clip_by_value(gradient, -1.0, 1.0)
+        return optimizer.apply_gradients([(clipped, w), (of_first, o)])
 
-    with tf.Graph().as_default():
-        train = v1.shard(computation, [tf.constant([1.0, 8.0])], num_shards=2)
-        copies = tf1.get_collection(v1.SHARD_VARIABLES)
-        with graphs.session() as session:
-            session.run(train)
-            for variables in (tf1.global_variables(), copies):
-                assert session.run(variables) == [-(0.5 + 1.0), -1.0]
-
-
-def test_wrapped_optimizers_do_not_sum_again():
-    """Those that a v1 optimizer wraps, too."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        w = tf.Variable(0.0)
-        optimizer = v1.CrossShardOptimizer(
-            v1.CrossShardOptimizer(
-                tf1.train.GradientDescentOptimizer(1.0), SUM
-            ),
-            SUM,
-            group_assignment=[[0], [1]],
-        )
-    run = tf.function(
-        lambda: strategy.run(
-            lambda: (
-                optimizer.apply_gradients([(replicas.power_of_ten(), w)])
-                is None
-            )
-        )
-    )
-    run()
-    # The inner one sums over both, nothing sums after it.
-    assert [float(v) for v in replicas.values(strategy, w)] == [-11.0, -11.0]
+    train = v1.shard(computation, [tf.constant([1.0, 8.0])], num_shards=2)
+    copies = tf1.get_collection(v1.SHARD_VARIABLES)
+    with graphs.session() as session:
+        session.run(train)
+        for variables in (tf1.global_variables(), copies):
+            assert session.run(variables) == [-(0.5 + 1.0), -1.0]

@@ -10,17 +10,17 @@ from tests.support import v1_oracle
 tf1 = tf.compat.v1
 
 
+def descent(rate=1.0):
+    return tf1.train.GradientDescentOptimizer(rate)
+
+
 @contextlib.contextmanager
 def session(num_cpus=1):
     """A session in which all variables have their initial values."""
     config = tf1.ConfigProto(device_count={"CPU": num_cpus})
     with tf1.Session(config=config) as made:
-        made.run(
-            [
-                tf1.global_variables_initializer(),
-                tf1.local_variables_initializer(),
-            ]
-        )
+        made.run(tf1.global_variables_initializer())
+        made.run(tf1.local_variables_initializer())
         yield made
 
 
@@ -37,6 +37,11 @@ def control_flow(v2):
         yield
     finally:
         switches[before]()
+
+
+def is_first(other):
+    """True outside the name scopes of other shards or towers."""
+    return other not in tf1.get_default_graph().get_name_scope()
 
 
 def variables():

@@ -90,62 +90,63 @@ def _original(name):
         return _Original(path, saved, session.run(values))
 
 
-@pytest.mark.parametrize("name, shards", [("adam", 2), ("centered", 1)])
-def test_the_originals_checkpoint_in_ours_and_back(name, shards, tmp_path):
-    path, saved, expected = _original(name)
+def test_the_originals_checkpoint_in_ours_and_back(tmp_path):
+    path, saved, expected = _original("adam")
 
     def computation(x, y):
-        return v1.CrossShardOptimizer(OPTIMIZERS[name]()).minimize(
+        return v1.CrossShardOptimizer(OPTIMIZERS["adam"]()).minimize(
             _loss(x, y), global_step=tf1.train.get_or_create_global_step()
         )
 
     with tf.Graph().as_default(), tf1.Session() as session:
-        train = v1.shard(computation, [tf.constant(X), tf.constant(Y)], shards)
+        train = v1.shard(computation, [tf.constant(X), tf.constant(Y)], 2)
         # The variables that the Saver knows.
         variables = tf1.global_variables()
         assert [v.op.name for v in variables] == list(saved)
-        saver = tf1.train.Saver()
-        saver.restore(session, path)
+        tf1.train.Saver().restore(session, path)
         for _ in range(2):
             session.run(train)
-        saver.save(session, str(tmp_path / "back"))
-    back = tf.train.load_checkpoint(str(tmp_path / "back"))
-    for one, value in expected.items():
-        np.testing.assert_allclose(
-            back.get_tensor(one), value, rtol=1e-4, atol=1e-6
-        )
+        path = tf1.train.Saver().save(session, str(tmp_path / "back"))
+    back = tf.train.load_checkpoint(path)
+    got = [back.get_tensor(name) for name in expected]
+    graphs.check_close(got, list(expected.values()), rtol=1e-4)
 
 
 KERAS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.1, epsilon=1e-8),
-    "adagrad": lambda: keras.optimizers.Adagrad(
-        0.1, initial_accumulator_value=0.1, epsilon=1e-12
-    ),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1, epsilon=1e-12),
     "rmsprop": lambda: keras.optimizers.RMSprop(
-        0.1, rho=0.9, momentum=0.5, epsilon=1e-10
+        0.1, momentum=0.5, epsilon=1e-10
     ),
     "centered": lambda: keras.optimizers.RMSprop(
-        0.1, rho=0.9, momentum=0.5, epsilon=1e-10, centered=True
+        0.1, momentum=0.5, epsilon=1e-10, centered=True
     ),
-    "adadelta": lambda: keras.optimizers.Adadelta(0.1, rho=0.95, epsilon=1e-8),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.1, epsilon=1e-8),
     "ftrl": lambda: keras.optimizers.Ftrl(0.1),
 }
 
 
-def _model(optimizer=None, units=4, **options):
-    model = keras.Sequential(
-        [
-            keras.layers.Input((3,)),
-            keras.layers.Dense(units, activation="tanh", name="dense"),
-            keras.layers.Dropout(0.0, seed=1),
-            keras.layers.Dense(1, use_bias=False, name="dense_1"),
-        ]
-    )
+def _model(num_inputs, layers, optimizer=None, **options):
+    model = keras.Sequential([keras.layers.Input((num_inputs,)), *layers])
     if optimizer is not None:
-        model.compile(optimizer=optimizer, loss="mse", **options)
+        model.compile(optimizer, "mse", **options)
     return model
+
+
+def _two_layers(optimizer, units=4, **options):
+    layers = [
+        keras.layers.Dense(units, activation="tanh", name="dense"),
+        keras.layers.Dropout(0.0, seed=1),
+        keras.layers.Dense(1, use_bias=False, name="dense_1"),
+    ]
+    return _model(3, layers, optimizer, **options)
+
+
+def _one_layer(optimizer):
+    dense = keras.layers.Dense(1, use_bias=False, name="dense")
+    return _model(2, [dense], optimizer)
 
 
 @pytest.mark.parametrize("name", KERAS)
@@ -153,47 +154,43 @@ def test_into_keras_and_on(name):
     """Five steps of TF1 equal three of TF1 and two of Keras."""
     original = _original(name)
     inner = KERAS[name]()
-    model = _model(tf_xshard.CrossShardOptimizer(inner), run_eagerly=True)
+    model = _two_layers(tf_xshard.CrossShardOptimizer(inner), run_eagerly=True)
     v1.load_into_keras(original.path, model)
     assert int(inner.iterations) == 3
     for _ in range(2):
         model.train_on_batch(X, Y)
     for weight in model.weights:
         key = "/".join(weight.path.split("/")[-2:])
-        np.testing.assert_allclose(
-            weight, original.trained[key], rtol=2e-4, atol=2e-6
-        )
+        graphs.check_close(weight.numpy(), original.trained[key], rtol=2e-4)
 
 
 @pytest.mark.parametrize(
-    "name, original, units, names, texts",
+    "name, original, units, names, text",
     [
-        ("adam", "adam", 5, None, ["dense/kernel", "(3, 5)"]),
-        ("sgd", "adam", 4, None, ["dense/kernel/Adam", "Only in the model"]),
-        ("ftrl", "adagrad", 4, None, ["accumulator"]),
-        (None, "adam", 4, None, ["dense/kernel/Adam", "in the checkpoint:"]),
-        ("adam", "adam", 4, {"dense/kernel": "no"}, ["names has", "'no'"]),
+        ("adam", "adam", 5, None, r"dense/kernel.*\(3, 5\)"),
+        ("sgd", "adam", 4, None, "dense/kernel/Adam.*Only in the model"),
+        ("ftrl", "adagrad", 4, None, "accumulator"),
+        (None, "adam", 4, None, "in the checkpoint:.*dense/kernel/Adam"),
+        ("adam", "adam", 4, {"dense/kernel": "no"}, "names has.*'no'"),
     ],
     ids=["shape", "slots", "fewer", "not_compiled", "names"],
 )
 def test_what_does_not_fit_is_named_and_nothing_changes(
-    name, original, units, names, texts
+    name, original, units, names, text
 ):
-    model = _model(name and KERAS[name](), units)
-    variables = list(model.weights)
-    if name:
-        model.optimizer.build(model.trainable_variables)
-        variables += model.optimizer.variables
-    before = [v.numpy().copy() for v in variables]
-    with pytest.raises(ValueError) as caught:
+    optimizer = name and tf_xshard.CrossShardOptimizer(KERAS[name]())
+    model = _two_layers(optimizer, units)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=text):
         v1.load_into_keras(_original(original).path, model, names=names)
-    for text in texts:
-        assert text in str(caught.value)
-    for variable, value in zip(variables, before, strict=True):
-        np.testing.assert_array_equal(variable, value)
+    for value, weight in zip(before, model.weights, strict=True):
+        np.testing.assert_array_equal(weight, value)
+    if name:
+        assert not optimizer.built
+        assert not optimizer.inner_optimizer.built
 
 
-def _write_values(values, prefix):
+def _write(values, prefix):
     with tf.Graph().as_default():
         variables = [
             tf1.get_variable(name, initializer=value)
@@ -203,41 +200,29 @@ def _write_values(values, prefix):
             return tf1.train.Saver(variables).save(session, str(prefix))
 
 
-def _dense_model(optimizer):
-    model = keras.Sequential(
-        [
-            keras.layers.Input((2,)),
-            keras.layers.Dense(1, use_bias=False, name="dense"),
-        ]
-    )
-    model.compile(optimizer, "mse")
-    return model
-
-
 KERNEL = np.array([[1.0], [2.0]], np.float32)
 
 
-def _adam_values(name="Adam", **others):
+def _adam_values(name="Adam"):
     return {
         "dense/kernel": KERNEL,
         f"dense/kernel/{name}": 3 * KERNEL,
         f"dense/kernel/{name}_1": 5 * KERNEL,
-        **others,
     }
 
 
 def test_accumulation_and_schedules(tmp_path):
-    values = _adam_values(global_step=np.int64(7))
-    prefix = _write_values(values, tmp_path / "model")
+    values = {**_adam_values(), "global_step": np.int64(7)}
+    prefix = _write(values, tmp_path / "model")
     optimizer = keras.optimizers.Adam(gradient_accumulation_steps=3)
-    v1.load_into_keras(prefix, _dense_model(optimizer))
+    v1.load_into_keras(prefix, _one_layer(optimizer))
     assert int(optimizer.iterations) == 7
     del values["dense/kernel/Adam_1"]
-    prefix = _write_values(values, tmp_path / "momentum")
+    prefix = _write(values, tmp_path / "momentum")
     optimizer = keras.optimizers.SGD(
         keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9
     )
-    v1.load_into_keras(prefix, _dense_model(optimizer))
+    v1.load_into_keras(prefix, _one_layer(optimizer))
     np.testing.assert_allclose(
         optimizer.momentums[0], -0.1 * 0.5**7 * 3 * KERNEL, rtol=1e-6
     )
@@ -256,15 +241,6 @@ def test_accumulation_and_schedules(tmp_path):
         ((), 5, 5, "Adam_2"),
         ((), None, 0, "a_1_1"),
     ],
-    ids=[
-        "powers",
-        "restarted",
-        "underflow",
-        "step",
-        "old",
-        "no_powers",
-        "none",
-    ],
 )
 def test_iterations_and_names_of_slots(
     powers, global_step, expected, name, tmp_path
@@ -276,44 +252,40 @@ def test_iterations_and_names_of_slots(
         values["global_step"] = np.int64(global_step)
     inner = keras.optimizers.Adam()
     scaled = keras.optimizers.LossScaleOptimizer(inner)
-    model = _dense_model(tf_xshard.CrossShardOptimizer(scaled))
-    v1.load_into_keras(_write_values(values, tmp_path / "model"), model)
+    model = _one_layer(tf_xshard.CrossShardOptimizer(scaled))
+    v1.load_into_keras(_write(values, tmp_path / "model"), model)
     assert int(inner.iterations) == expected
     np.testing.assert_array_equal(inner._momentums[0], 3 * KERNEL)
     np.testing.assert_array_equal(inner._velocities[0], 5 * KERNEL)
 
 
 def test_weights_of_one_path_are_refused(tmp_path):
-    def inner():
-        x = keras.layers.Input((2,))
-        layer = keras.layers.Dense(2, use_bias=False, name="dense")
-        return keras.Model(x, layer(x))
-
     x = keras.layers.Input((2,))
-    model = keras.Model(x, inner()(inner()(x)))
+    y = x
+    for _ in range(2):
+        dense = keras.layers.Dense(2, use_bias=False, name="dense")
+        y = keras.Model(x, dense(x))(y)
+    model = keras.Model(x, y)
     assert len({weight.path for weight in model.weights}) == 1
-    prefix = _write_values(
-        {"dense/kernel": np.ones((2, 2), np.float32)}, tmp_path / "model"
-    )
+    values = {"dense/kernel": np.ones((2, 2), np.float32)}
+    prefix = _write(values, tmp_path / "model")
     with pytest.raises(ValueError, match="several weights"):
         v1.load_into_keras(prefix, model)
 
 
 def test_batch_normalization_under_another_name(tmp_path):
-    names = ("gamma", "beta", "moving_mean", "moving_variance")
     values = {
-        f"batch_normalization/{name}": np.float32([i, i + 1])
-        for i, name in enumerate(names)
+        f"old/{name}": np.float32([i, i + 1])
+        for i, name in enumerate(
+            ("gamma", "beta", "moving_mean", "moving_variance")
+        )
     }
-    norm = keras.layers.BatchNormalization(name="norm")
-    model = keras.Sequential([keras.layers.Input((2,)), norm])
-    path = model.weights[0].path.rpartition("/")[0]
+    model = _model(2, [keras.layers.BatchNormalization(name="norm")])
+    paths = [weight.path for weight in model.weights]
     v1.load_into_keras(
-        _write_values(values, tmp_path / "model"),
+        _write(values, tmp_path / "model"),
         model,
-        names={
-            f"{path}/{name}": f"batch_normalization/{name}" for name in names
-        },
+        names=dict(zip(paths, values, strict=True)),
     )
     for weight, value in zip(model.get_weights(), values.values(), strict=True):
         np.testing.assert_array_equal(weight, value)
@@ -322,57 +294,32 @@ def test_batch_normalization_under_another_name(tmp_path):
 def test_optimizers_with_no_counterpart(tmp_path):
     with pytest.raises(TypeError, match="Lion.*no counterpart"):
         v1.load_into_keras(
-            _original("adam").path, _model(keras.optimizers.Lion())
+            _original("adam").path, _two_layers(keras.optimizers.Lion())
         )
     with pytest.raises(tf.errors.OpError):
-        v1.load_into_keras(str(tmp_path / "none"), _model(KERAS["sgd"]()))
-
-
-def test_the_center_is_taken_where_the_local_copies_were_saved_too(tmp_path):
-    """Variables and slots: TensorFlow lists either of the two first."""
-    values = {
-        "dense/kernel": KERNEL,
-        "dense/kernel/Momentum": 7 * KERNEL,
-        **{
-            f"global_center_variable/{name}": 10 * value
-            for name, value in _adam_values().items()
-        },
-    }
-    prefix = _write_values(values, tmp_path / "model")
-    model = _dense_model(keras.optimizers.Adam())
-    v1.load_into_keras(prefix, model)
-    np.testing.assert_array_equal(model.get_weights()[0], 10 * KERNEL)
-    _, _, *slots = model.optimizer.variables
-    for slot, factor in zip(slots, (30, 50), strict=True):
-        np.testing.assert_array_equal(slot, factor * KERNEL)
-
-
-def test_a_refusal_leaves_the_optimizer_as_it_was(tmp_path):
-    prefix = _write_values(_adam_values(other=KERNEL), tmp_path / "model")
-    model = _dense_model(tf_xshard.CrossShardOptimizer(keras.optimizers.Adam()))
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="nothing was changed.*'other'"):
-        v1.load_into_keras(prefix, model)
-    assert not model.optimizer.built
-    assert not model.optimizer.inner_optimizer.built
-    np.testing.assert_array_equal(model.get_weights(), before)
+        v1.load_into_keras(str(tmp_path / "none"), _one_layer(None))
 
 
 def test_momentum_and_the_center_under_a_strategy(tmp_path):
-    """v1's momentum times the rate, and AGNOptimizer's slots and center."""
+    """v1's momentum times the rate, and AGNOptimizer's slots and center.
+
+    The local copies were saved, too. TensorFlow lists either of two first.
+    """
     values = {"dense/kernel": KERNEL, "dense/kernel/Momentum": 4 * KERNEL}
-    prefix = _write_values(values, tmp_path / "model")
+    for name, value in list(values.items()):
+        values[f"global_center_variable/{name}"] = 10 * value
+    prefix = _write(values, tmp_path / "model")
     strategy = replicas.mirrored(2)
     with strategy.scope():
-        model = _dense_model(
+        model = _one_layer(
             tf_xshard.AGNOptimizer(keras.optimizers.SGD(0.5, momentum=0.9))
         )
         v1.load_into_keras(prefix, model)
     [momentum] = model.optimizer.inner_optimizer.momentums
     for variable, value in (
-        (model.weights[0], KERNEL),
-        (model.optimizer.center_variables[0], KERNEL),
-        (momentum, -2 * KERNEL),
+        (model.weights[0], 10 * KERNEL),
+        (model.optimizer.center_variables[0], 10 * KERNEL),
+        (momentum, -20 * KERNEL),
     ):
         for one in replicas.values(strategy, variable):
             np.testing.assert_array_equal(one, value)

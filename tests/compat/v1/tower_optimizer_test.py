@@ -1,8 +1,6 @@
 """v1's TowerOptimizer and replicate_model_fn: oracles, splitting, pooling."""
 
 import dataclasses
-import threading
-import time
 import types
 
 import numpy as np
@@ -16,12 +14,12 @@ from tf_xshard.compat import v1
 tf1 = tf.compat.v1
 R = tf1.losses.Reduction
 NUM_STEPS = 3
+FEATURES = np.float32([1.0, 3.0])
+pytestmark = pytest.mark.usefixtures("graph")
 
 
-def _towers(num, model_fn, reduction=R.MEAN, **kwargs):
-    return v1.replicate_model_fn(
-        model_fn, reduction, devices=["/CPU:0"] * num, **kwargs
-    )
+def _towers(num, model_fn, reduction=R.MEAN):
+    return v1.replicate_model_fn(model_fn, reduction, devices=["/CPU:0"] * num)
 
 
 def _train(spec, feeds=({},), fetches=()):
@@ -29,12 +27,6 @@ def _train(spec, feeds=({},), fetches=()):
         for feed in feeds:
             session.run(spec.train_op, feed)
         return session.run(fetches)
-
-
-@pytest.fixture(autouse=True)
-def _graph():
-    with tf.Graph().as_default():
-        yield
 
 
 @pytest.mark.parametrize(
@@ -49,11 +41,10 @@ def test_oracle(num_towers, name, reduction):
     """Dense, sparse, mixed, partly missing and missing gradients."""
     oracle, make = v1_oracle.OPTIMIZERS[name]
     shapes = {"w": (3, 2), "e": (4, 2), "m": (4, 2), "p": (3, 2)}
-    slots = {}
+    slots = []
 
     def model_fn(features, mode):
         dense, indices, values = (features[k][0] for k in "div")
-        index = len(slots)
         w, e, m, p = (
             tf1.get_variable(key, initializer=np.ones(shape, np.float32))
             for key, shape in shapes.items()
@@ -61,33 +52,40 @@ def test_oracle(num_towers, name, reduction):
         tf1.get_variable("unused", initializer=1.0)
         loss = graphs.loss(dense, indices, values, w, e)
         rows = tf.IndexedSlices(values, indices, tf.constant([4, 2]))
-        if index % 2:  # Sparse in some towers, dense in others.
+        if len(slots) % 2:  # Sparse in some towers, dense in others.
             loss += tf.reduce_sum(values * tf.gather(m, indices))
         else:
             loss += tf.reduce_sum(tf.convert_to_tensor(rows) * m)
-        if index == 0:
+        if not slots:
             loss += tf.reduce_sum(dense * p)
         optimizer = v1.TowerOptimizer(make)
-        pairs = optimizer.compute_gradients(loss)
+        # The original loses a generator's pairs.
         train = optimizer.apply_gradients(
-            ((g, v) for g, v in pairs),  # The original loses a generator's.
+            iter(optimizer.compute_gradients(loss)),
             tf1.train.get_or_create_global_step(),
         )
-        slots[index] = [
-            optimizer.get_slot(v, s) for v in (w, e, m, p) for s in oracle.slots
-        ]
-        return v1.EstimatorSpec(mode, loss=loss, train_op=train)
+        slots.append(
+            [
+                optimizer.get_slot(v, s)
+                for v in (w, e, m, p)
+                for s in oracle.slots
+            ]
+        )
+        return v1.EstimatorSpec(
+            mode, loss=loss, train_op=train, training_hooks=(len(slots),)
+        )
 
     steps = graphs.feeds(num_towers, NUM_STEPS)
     inputs = graphs.placeholders(num_towers)
     features = dict(zip("div", inputs, strict=True))
     spec = _towers(num_towers, model_fn, reduction)(features, None, "train")
+    assert spec.training_hooks == (num_towers,)  # The last tower's spec.
     got = _train(
         spec,
         [graphs.feed(inputs, arrays) for arrays in steps],
         [
-            tf1.trainable_variables()[:4],
-            slots[num_towers - 1],
+            *tf1.trainable_variables()[:4],
+            *slots[-1],
             tf1.train.get_global_step(),
         ],
     )
@@ -98,11 +96,10 @@ def test_oracle(num_towers, name, reduction):
         gradients = (sum(dense), rows, rows, dense[0])
         for one, gradient in zip(expected, gradients, strict=True):
             one.apply(factor * gradient)
-    graphs.check_close(got[0], [one.x for one in expected])
+    of_slots = [one.state[s] for one in expected for s in oracle.slots]
     graphs.check_close(
-        got[1], [one.state[s] for one in expected for s in oracle.slots]
+        got, [one.x for one in expected] + of_slots + [NUM_STEPS]
     )
-    assert got[2] == NUM_STEPS
 
 
 def _scaled(features, labels, mode):
@@ -188,26 +185,11 @@ def test_splitting_of_structures():
             np.testing.assert_array_equal(one, other)
 
 
-FEATURES = np.float32([1.0, 3.0])
-
-
-def _descent():
-    return tf1.train.GradientDescentOptimizer(1.0)
-
-
-def _scalar_model(features, mode, *, calls=1, optimizer=None):
-    w = tf1.get_variable("w", initializer=10.0)
-    loss = tf.reduce_mean(features) * w
-    optimizer = optimizer or v1.TowerOptimizer(_descent())
-    train = tf.group(*[optimizer.minimize(loss) for _ in range(calls)])
-    return v1.EstimatorSpec(mode, loss=loss, train_op=train)
-
-
 def test_several_optimizers_and_losses():
     def model_fn(features, mode):
         a = tf1.get_variable("a", initializer=10.0)
         b = tf1.get_variable("b", initializer=10.0)
-        first = v1.TowerOptimizer(_descent())
+        first = v1.TowerOptimizer(graphs.descent())
         second = v1.TowerOptimizer(tf1.train.MomentumOptimizer(2.0, 0.5))
         losses = [tf.reduce_mean(features) * a, tf.reduce_sum(features) * b]
         step = tf1.train.get_or_create_global_step()
@@ -219,47 +201,9 @@ def test_several_optimizers_and_losses():
 
     spec = _towers(2, model_fn)(FEATURES, None, "train")
     step = tf1.train.get_global_step()
-    got = _train(spec, [{}, {}], [tf1.trainable_variables(), step])
+    got = _train(spec, [{}, {}], [*tf1.trainable_variables(), step])
     # Towers' gradients 1 and 3, mean 2; momentum 2, then 0.5 * 2 + 2.
-    assert got == [[10 - 2 - 2, 10 - 4 - 6], 2]
-
-
-# TensorFlow's queue runners end with an error when their session is closed.
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)
-def test_sync_replicas_optimizer_inside():
-    made = []
-
-    def make():
-        made.append(tf1.train.SyncReplicasOptimizer(_descent(), 1, 1))
-        return made[-1]
-
-    def model_fn(features, mode):
-        w = tf1.get_variable("w", initializer=10.0)
-        loss = tf.reduce_mean(features) * w
-        step = tf1.train.get_or_create_global_step()
-        train = v1.TowerOptimizer(make).minimize(loss, step)
-        hooks = []
-        if made and made[-1]._gradients_applied:
-            hooks = [made[-1].make_session_run_hook(is_chief=True)]
-        return v1.EstimatorSpec(
-            mode, loss=loss, train_op=train, training_hooks=hooks
-        )
-
-    spec = _towers(2, model_fn)(FEATURES, None, "train")
-    assert len(spec.training_hooks) == 1  # The last tower's spec.
-    with tf1.train.MonitoredTrainingSession(
-        hooks=list(spec.training_hooks), stop_grace_period_secs=1
-    ) as session:
-        session.run(spec.train_op)
-        # A queue runner's thread applies; the step may return before it.
-        deadline = time.monotonic() + 10
-        while session.run(tf1.trainable_variables()) != [8.0]:
-            assert time.monotonic() < deadline
-    for thread in threading.enumerate():
-        if "QueueRunner" in thread.name:
-            thread.join(10)
+    assert got == [10 - 2 - 2, 10 - 4 - 6, 2]
 
 
 def test_devices_name_scopes_and_params():
@@ -286,6 +230,14 @@ def test_devices_name_scopes_and_params():
     assert given == {"list": []}
 
 
+def _scalar_model(features, mode, *, calls=1, optimizer=None):
+    w = tf1.get_variable("w", initializer=10.0)
+    loss = tf.reduce_mean(features) * w
+    optimizer = optimizer or v1.TowerOptimizer(graphs.descent())
+    train = tf.group(*[optimizer.minimize(loss) for _ in range(calls)])
+    return v1.EstimatorSpec(mode, loss=loss, train_op=train)
+
+
 def _after_a_step(model_fn):
     spec = _towers(2, model_fn)(FEATURES, None, "train")
     return spec, _train(spec, [{}], tf1.trainable_variables())
@@ -300,23 +252,22 @@ def _after_a_step(model_fn):
     ids=["namespace", "dataclass"],
 )
 def test_any_object_with_the_fields(make):
-    calls = []
+    made = []
 
-    def descent():
-        calls.append(1)
-        return _descent()
+    def once():
+        made.append(graphs.descent())
+        return made[0]
 
-    optimizer = v1.TowerOptimizer(descent)
-
-    def model_fn(features, mode):
-        spec = _scalar_model(features, mode, optimizer=optimizer)
-        return make(**spec._asdict())
-
-    assert not calls
-    spec, weights = _after_a_step(model_fn)
+    optimizer = v1.TowerOptimizer(once)
+    assert not made
+    spec, weights = _after_a_step(
+        lambda features, mode: make(
+            **_scalar_model(features, mode, optimizer=optimizer)._asdict()
+        )
+    )
     assert type(spec) is make
     assert weights == [8.0]
-    assert calls == [1]  # A factory is called once.
+    assert len(made) == 1  # A factory is called once.
 
 
 def test_one_tower_and_none():
@@ -336,12 +287,12 @@ def test_one_tower_and_none():
     assert optimizer.variables() == inner.variables()
     with graphs.session() as session:
         session.run(train)
-        assert session.run([w, step]) == [-10.0, 1]
-        assert session.run(optimizer.get_slot(w, "momentum")) == 20.0
+        slot = optimizer.get_slot(w, "momentum")
+        assert session.run([w, step, slot]) == [-10.0, 1, 20.0]
 
 
 def _is_first():
-    return "tower_1" not in tf1.get_default_graph().get_name_scope()
+    return graphs.is_first("tower_1")
 
 
 def _unequal(first, second):
@@ -350,18 +301,14 @@ def _unequal(first, second):
     )
 
 
-def _not_wrapped(features, mode):
-    return _scalar_model(features, mode, optimizer=_descent())
-
-
 def _in_cond(features, mode):
     w = tf1.get_variable("w", initializer=10.0)
-
-    def apply():
-        v1.TowerOptimizer(_descent()).apply_gradients([(tf.ones([]), w)])
-        return tf.constant(1)
-
-    train = tf.cond(tf.constant(True), apply, lambda: tf.constant(0))
+    optimizer = v1.TowerOptimizer(graphs.descent())
+    train = tf.cond(
+        tf.constant(True),
+        lambda: optimizer.apply_gradients([(tf.ones([]), w)]),
+        tf.no_op,
+    )
     return v1.EstimatorSpec(mode, loss=features[0], train_op=train)
 
 
@@ -370,14 +317,11 @@ def _other_metrics(features, mode):
     return v1.EstimatorSpec(mode, loss=features[0], eval_metric_ops=ops)
 
 
-def _keras_metric(features, mode):
-    return v1.EstimatorSpec(mode, eval_metric_ops={"m": features})
+def _spec(**fields):
+    return lambda features, mode: v1.EstimatorSpec(mode, **fields)
 
 
-def _odd_export(features, mode):
-    return v1.EstimatorSpec(
-        mode, predictions=features, export_outputs={"x": features}
-    )
+_odd_export = _spec(predictions=FEATURES, export_outputs={"x": 1})
 
 
 def _nested(features, mode):
@@ -389,15 +333,14 @@ def _nested(features, mode):
     [
         (_unequal(3, 1), "train", ValueError, r"\[3, 1\] times"),
         (_unequal(1, 2), "train", ValueError, r"\[1, 2\] times"),
-        (_not_wrapped, "train", ValueError, "Please wrap"),
+        (_spec(train_op="step"), "train", ValueError, "Please wrap"),
         (_in_cond, "train", RuntimeError, "top level of the model_fn"),
         (_other_metrics, "eval", ValueError, "Expected the same"),
-        (_keras_metric, "eval", TypeError, "update operation"),
+        (_spec(eval_metric_ops={"m": 1}), "eval", TypeError, "update operat"),
         (_odd_export, "infer", ValueError, "Supported: PredictOutput"),
         (_scalar_model, "training", ValueError, "mode must be"),
         (_nested, "train", RuntimeError, "inside another"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refusals_leave_nothing_behind(model_fn, mode, error, text):
     # Towers that were wrapped vouch for no others.
@@ -417,7 +360,7 @@ def test_bad_arguments():
         ("bogus", "must be one of"),
     ):
         with pytest.raises(ValueError, match=text):
-            v1.replicate_model_fn(_scalar_model, reduction)
+            _towers(2, _scalar_model, reduction)
     for features, text in (
         (tf.zeros([3]), "needs to be divisible"),
         (tf.zeros([]), "is a scalar"),
