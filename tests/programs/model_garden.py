@@ -1,9 +1,10 @@
-"""Compares Model Garden's and TF-Recommenders' models with one device.
+"""Compares Model Garden's models with one device; runs the guide's programs.
 
 Run: python -m tests.programs.model_garden
 
 Makes an environment of its own, since Model Garden brings much. Trains there
-under each kind of replicas, and runs the guide's two programs.
+under each kind of replicas, and runs the guide's two programs, of which one is
+for TF-Recommenders.
 """
 
 import os

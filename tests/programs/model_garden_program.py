@@ -1,17 +1,14 @@
-"""Trains Model Garden's and TF-Recommenders' models; prints differences.
+"""Trains Model Garden's models; compares each group with one device.
 
-It runs in an environment that has both, in processes of its own for each kind
-of replicas. Each group must end with the weights of one device that gets its
-rows.
+It runs in an environment that has Model Garden, in processes of its own for
+each kind of replicas. Each group must end with the weights of one device that
+gets its rows.
 """
 
 import dataclasses
-import json
-import sys
 
 import numpy as np
 import tensorflow as tf
-import tensorflow_recommenders as tfrs
 import tf_keras
 from official.core import base_trainer
 from official.core import config_definitions as definitions
@@ -32,9 +29,7 @@ BATCH_SIZE = 8
 # Adam's default enlarges rounding errors: the gradient of BERT's key biases is
 # exactly zero.
 EPSILON = 0.01
-NUM_REPLICAS = keras_2.NUM_REPLICAS
-GROUPS = keras_2.GROUPS
-ROWS = BATCH_SIZE // NUM_REPLICAS
+ROWS = BATCH_SIZE // keras_2.NUM_REPLICAS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,52 +62,39 @@ CASES = {
     "bert, adamw": Case(
         "bert",
         _optimizer("adamw", 0.01, epsilon=EPSILON, gradient_clip_norm=0.0),
-        GROUPS,
+        keras_2.GROUPS,
         # It clips each replica's gradient, and one device's is the group's.
         _optimizer("adamw", 0.01, epsilon=EPSILON, gradient_clip_norm=0.05),
         {"post_reduce": tf_xshard.clip_by_global_norm(0.05)},
     ),
-    "bert, lamb": Case("bert", _optimizer("lamb", 0.01, epsilon=EPSILON)),
     "bert, new adam": Case(
         "bert",
         _optimizer("adam_experimental", 0.01, epsilon=EPSILON),
-        GROUPS,
+        keras_2.GROUPS,
         afterwards=True,
         legacy=False,
     ),
     "bert, ema": Case(
         "bert",
         _optimizer("sgd", 0.1, {"average_decay": 0.9}),
-        GROUPS,
+        keras_2.GROUPS,
         afterwards=True,
     ),
     "resnet, sgd": Case("resnet", _optimizer("sgd", 0.02, momentum=0.9)),
 }
-# Each of the four processes also trains what it is compared with.
-BY_WORKERS = ("bert, lamb",)
 
 
 def _bert_task():
-    encoder = encoders.EncoderConfig(
-        type="bert",
-        bert=encoders.BertEncoderConfig(
-            vocab_size=50,
-            num_layers=1,
-            hidden_size=8,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=6,
-            dropout_rate=0.0,
-            attention_dropout_rate=0.0,
-        ),
-    )
-    return sentence_prediction.SentencePredictionTask(
-        sentence_prediction.SentencePredictionConfig(
-            model=sentence_prediction.ModelConfig(
-                encoder=encoder, num_classes=3
-            )
-        )
-    )
+    encoder = encoders.EncoderConfig(type="bert")
+    bert = encoder.bert
+    bert.num_layers, bert.hidden_size, bert.vocab_size = 1, 8, 50
+    bert.num_attention_heads, bert.intermediate_size = 2, 16
+    bert.max_position_embeddings = 6
+    # Devices draw different numbers.
+    bert.dropout_rate = bert.attention_dropout_rate = 0.0
+    config = sentence_prediction.SentencePredictionConfig()
+    config.model.encoder, config.model.num_classes = encoder, 3
+    return sentence_prediction.SentencePredictionTask(config)
 
 
 def _resnet_task():
@@ -131,10 +113,10 @@ def _resnet_task():
 TASKS = {"bert": _bert_task, "resnet": _resnet_task}
 
 
-def data(model, members):
+def _data(model, members):
     """The batches of replicas, one after another, or of their one device."""
     rng = np.random.default_rng(5)
-    shape = (NUM_STEPS, NUM_REPLICAS, ROWS)
+    shape = (NUM_STEPS, keras_2.NUM_REPLICAS, ROWS)
     labels = rng.integers(0, 3, size=shape, dtype="int32")
     if model == "bert":
         # No token occurs twice in a step, since Model Garden's norm of a
@@ -159,44 +141,44 @@ def data(model, members):
     )
 
 
-def build_optimizer(case, one_device):
-    config = (one_device and case.reference) or case.optimizer
+def _build_optimizer(case, is_one_device):
+    config = (is_one_device and case.reference) or case.optimizer
     factory = optimization.OptimizerFactory(
         optimization.OptimizationConfig(config)
     )
-    rate = factory.build_learning_rate()
     arguments = ("mean", case.groups)
     aggregator = None
-    if not one_device and not case.afterwards:
+    if not is_one_device and not case.afterwards:
         aggregator = tf_xshard.tf_keras.gradient_aggregator(
             *arguments, **case.options
         )
     optimizer = factory.build_optimizer(
-        rate,
+        factory.build_learning_rate(),
         gradient_aggregator=aggregator,
         use_legacy_optimizer=case.legacy,
     )
-    if not one_device and case.afterwards:
+    if not is_one_device and case.afterwards:
         tf_xshard.tf_keras.with_aggregator(
             optimizer, *arguments, **case.options
         )
     return optimizer
 
 
-def trained(case, strategy, members):
+def _trained(case, strategy, members=None):
     """Trains through Model Garden's Trainer; returns values by replica.
 
     Without `members`, each replica gets its own rows.
     """
-    is_one_device = members is not None
-    batch_size = ROWS * len(members) if is_one_device else ROWS
+    batch_size = ROWS * len(members or [0])
     with strategy.scope():
         tf_keras.utils.set_random_seed(1)
         task = TASKS[case.model]()
         model = task.build_model()
         for layer in model.submodules:
             if isinstance(layer, tf_keras.layers.Dropout):
-                layer.rate = 0.0  # Devices draw different numbers.
+                layer.rate = 0.0
+        data = _data(case.model, members or site.local_replica_ids(strategy))
+        data = data.batch(batch_size, drop_remainder=True).repeat()
         trainer = base_trainer.Trainer(
             definitions.ExperimentConfig(
                 task=task.task_config,
@@ -206,16 +188,10 @@ def trained(case, strategy, members):
             ),
             task,
             model,
-            build_optimizer(case, is_one_device),
+            _build_optimizer(case, members is not None),
             evaluate=False,
             train_dataset=strategy.distribute_datasets_from_function(
-                lambda _: fitting.untuned(
-                    data(
-                        case.model, members or site.local_replica_ids(strategy)
-                    )
-                    .batch(batch_size, drop_remainder=True)
-                    .repeat()
-                )
+                lambda _: fitting.untuned(data)
             ),
         )
         logs = trainer.train(tf.constant(NUM_STEPS))
@@ -226,90 +202,28 @@ def trained(case, strategy, members):
     ]
 
 
-def difference(strategy, case):
+def _difference(strategy, case):
     """The largest difference of a replica from its group's device."""
 
     def expected_of(members):
-        alone = trained(case, tf.distribute.get_strategy(), members)
+        alone = _trained(case, tf.distribute.get_strategy(), members)
         return [one[0] for one in alone]
 
     return keras_2.largest_difference(
-        strategy, trained(case, strategy, None), case.groups, expected_of
+        strategy, _trained(case, strategy), case.groups, expected_of
     )
 
 
-class TwoTowers(tfrs.Model):
-    """The retrieval model of TF-Recommenders' introduction."""
-
-    def __init__(self):
-        super().__init__()
-        self.users, self.titles = (
-            tf_keras.layers.Embedding(20, 4) for _ in range(2)
-        )
-        self.task = tfrs.tasks.Retrieval()
-
-    def compute_loss(self, features, training=False):
-        return self.task(
-            self.users(features["user"]), self.titles(features["title"])
-        )
-
-
-def two_towers(strategy):
-    """Compares `fit` with the sum of the replicas' gradients."""
-    rng = np.random.default_rng(6)
-    ratings = {
-        name: rng.integers(0, 20, NUM_STEPS * BATCH_SIZE)
-        for name in ("user", "title")
-    }
-    batches = fitting.untuned(
-        tf.data.Dataset.from_tensor_slices(ratings).batch(BATCH_SIZE)
-    )
-    with strategy.scope():
-        tf_keras.utils.set_random_seed(2)
-        model = TwoTowers()
-        model.compile(
-            tf_xshard.tf_keras.with_aggregator(
-                tf_keras.optimizers.Adagrad(0.5),
-                "sum",
-                # The task's loss is the sum of the replica's rows.
-                loss_normalization="replica",
-            )
-        )
-    model.fit(batches, verbose=0)
-    tf_keras.utils.set_random_seed(2)
-    alone = TwoTowers()
-    optimizer = tf_keras.optimizers.Adagrad(0.5)
-    for batch in batches:
-        parts = [
-            {key: value[i : i + ROWS] for key, value in batch.items()}
-            for i in range(0, BATCH_SIZE, ROWS)
-        ]
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([alone.compute_loss(part) for part in parts])
-        optimizer.minimize(loss, alone.trainable_variables, tape)
-    return keras_2.largest_difference(
-        strategy,
-        [replicas.values(strategy, v) for v in model.trainable_variables],
-        None,
-        lambda members: alone.get_weights(),
-    )
-
-
-def compare(kind):
+def main(kind):
+    """Returns the difference of each case under one kind of replicas."""
     strategy = keras_2.strategy_of(kind)
-    names = BY_WORKERS if kind == "workers" else CASES
-    found = {name: difference(strategy, CASES[name]) for name in names}
-    if kind == "mirrored":
-        found["two towers"] = two_towers(strategy)
-    print(json.dumps(found))
-
-
-def main(kinds=("mirrored", "tpu", "workers")):
-    for kind in kinds:
-        found = keras_2.printed("model_garden_program", kind)
-        print(kind, found, flush=True)
-        assert max(found.values()) < 1e-6
+    # Each of four processes also trains what it is compared with.
+    names = ["bert, adamw"] if kind == "workers" else CASES
+    return {name: _difference(strategy, CASES[name]) for name in names}
 
 
 if __name__ == "__main__":
-    compare(sys.argv[1]) if sys.argv[1:] else main()
+    for kind in ("mirrored", "tpu", "workers"):
+        found = keras_2.found_by("model_garden_program", kind)
+        print(kind, found, flush=True)
+        assert max(found.values()) < 1e-6

@@ -10,16 +10,13 @@ tf1 = tf.compat.v1
 RNG = np.random.default_rng(7)
 X = RNG.normal(size=(32, 3)).astype("float32")
 Y = (X @ np.float32([[1.0], [-2.0], [0.5]]) + 0.25).astype("float32")
+# The features as oracles have them: the last one is multiplied by the bias.
+ROWS = np.concatenate([X, np.ones([32, 1])], axis=1).astype(np.float64)
 
 
 def predicted(features):
-    with tf1.variable_scope("dense"):
-        kernel = tf1.get_variable(
-            "kernel", [3, 1], initializer=tf1.zeros_initializer()
-        )
-        bias = tf1.get_variable(
-            "bias", [1], initializer=tf1.zeros_initializer()
-        )
+    kernel = tf1.get_variable("kernel", [3, 1], initializer=tf.zeros)
+    bias = tf1.get_variable("bias", [1], initializer=tf.zeros)
     return features["x"] @ kernel + bias
 
 
@@ -27,50 +24,43 @@ def model_fn(features, labels, mode, params):
     """In the manner of a TPU's model_fn: metrics and host_call on the host."""
     y = predicted(features)
     if mode == v1.ModeKeys.PREDICT:
-        return v1.TPUEstimatorSpec(
-            mode, predictions={"y": y, "first": features["x"][:, 0]}
-        )
-    if mode == v1.ModeKeys.TRAIN:
-        assert labels.shape[0] == params["batch_size"]
+        predictions = {"y": y, "first": features["x"][:, 0]}
+        return v1.TPUEstimatorSpec(mode, predictions)
     loss = tf.reduce_mean(tf.square(y - labels))
     if mode == v1.ModeKeys.EVAL:
+
+        def metrics(labels, y):
+            return {"mae": tf1.metrics.mean_absolute_error(labels, y)}
+
+        tensors = {"labels": labels, "y": y}
         return v1.TPUEstimatorSpec(
-            mode,
-            loss=loss,
-            eval_metrics=(
-                lambda labels, y: {
-                    "mae": tf1.metrics.mean_absolute_error(labels, y)
-                },
-                {"labels": labels, "y": y},
-            ),
+            mode, loss=loss, eval_metrics=(metrics, tensors)
         )
-    optimizer = v1.CrossShardOptimizer(
-        tf1.train.AdamOptimizer(params["learning_rate"])
-    )
+    assert labels.shape[0] == params["batch_size"]
+    adam = tf1.train.AdamOptimizer(params["learning_rate"])
     step = tf1.train.get_global_step()
-    return v1.TPUEstimatorSpec(
-        mode, loss=loss, train_op=optimizer.minimize(loss, step)
-    )
+    train_op = v1.CrossShardOptimizer(adam).minimize(loss, step)
+    return v1.TPUEstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+def _data():
+    return tf.data.Dataset.from_tensor_slices(({"x": X}, Y))
 
 
 def input_fn(params):
     """Batches of the global size, over and over."""
-    data = tf.data.Dataset.from_tensor_slices(({"x": X}, Y)).repeat()
-    return data.batch(params["batch_size"], drop_remainder=True)
+    return _data().repeat().batch(params["batch_size"], drop_remainder=True)
 
 
 def once(params):
     """The same data once; the last batch is smaller if it has to be."""
-    data = tf.data.Dataset.from_tensor_slices(({"x": X}, Y))
-    return data.batch(params["batch_size"], drop_remainder=False)
+    return _data().batch(params["batch_size"])
 
 
-def weights(estimator, scope=""):
+def weights(estimator):
     """The kernel and, below it, the bias."""
     value = estimator.get_variable_value
-    return np.concatenate(
-        [value(f"{scope}kernel"), value(f"{scope}bias").reshape(1, 1)]
-    )
+    return np.concatenate([value("kernel"), value("bias")[None]])
 
 
 def make(directory, num_shards=2, fn=model_fn, config=(), **kwargs):
@@ -83,18 +73,15 @@ def make(directory, num_shards=2, fn=model_fn, config=(), **kwargs):
         "params": {"learning_rate": 0.1},
         **kwargs,
     }
-    config = v1.RunConfig(shards, model_dir=str(directory)).replace(
-        **dict(config)
-    )
+    config = v1.RunConfig(shards, model_dir=str(directory), **dict(config))
     return v1.TPUEstimator(fn, config=config, **kwargs)
 
 
 def adam(num_steps):
     """The kernel and the bias after some steps on the global batches."""
     oracle = v1_oracle.Adam(np.zeros([4, 1]))
-    rows = np.concatenate([X, np.ones([32, 1])], axis=1).astype(np.float64)
     for step in range(num_steps):
         part = np.arange(8 * step, 8 * step + 8) % 32
-        x, y = rows[part], Y[part]
+        x, y = ROWS[part], Y[part]
         oracle.apply(2 * x.T @ (x @ oracle.x - y) / 8)
     return oracle.x

@@ -19,10 +19,8 @@ PERIOD = 2
 def _servers():
     ps, *workers = [f"127.0.0.1:{port}" for port in local_cluster.free_ports(3)]
     cluster = tf.train.ClusterSpec({"ps": [ps], "worker": workers})
-    return cluster, [
-        tf.distribute.Server(cluster, job_name=job, task_index=index)
-        for job, index in (("ps", 0), ("worker", 0), ("worker", 1))
-    ]
+    jobs = [("ps", 0), ("worker", 0), ("worker", 1)]
+    return cluster, [tf.distribute.Server(cluster, *job) for job in jobs]
 
 
 class _Worker:

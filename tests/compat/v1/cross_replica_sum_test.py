@@ -8,25 +8,13 @@ import tensorflow as tf
 import tf_xshard
 import tf_xshard.compat.v1.tensorflow as script_tf
 from tests.compat.v1 import graphs
-from tests.support import linear_estimator as linear
 from tests.support import replicas
 from tf_xshard.compat import v1
 
 tf1 = tf.compat.v1
 A, B, W = [1.0, 2.0], [3.0, 5.0], 10.0
-
-
-@pytest.fixture(autouse=True)
-def _graph():
-    with tf.Graph().as_default():
-        yield
-
-
-def _descend(loss):
-    """A step by the sum of the shards' gradients."""
-    return v1.CrossShardOptimizer(
-        tf1.train.GradientDescentOptimizer(1.0), tf1.losses.Reduction.SUM
-    ).minimize(loss)
+GROUPS = [[0, 3], [2, 1]]
+pytestmark = pytest.mark.usefixtures("graph")
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "shared"])
@@ -38,11 +26,13 @@ def test_value_and_gradient(outside):
         with tf1.variable_scope("", reuse=tf1.AUTO_REUSE):
             own = tf1.get_variable("w", initializer=W)
         y = script_tf.tpu.cross_replica_sum(own * a[0], name="y")
-        loss = b[0] * y**2 / 2
         with tf.control_dependencies([y]):
             before = tf.identity(y)
+        optimizer = v1.CrossShardOptimizer(
+            graphs.descent(), tf1.losses.Reduction.SUM
+        )
         with tf.control_dependencies([before]):
-            step = _descend(loss)
+            step = optimizer.minimize(b[0] * y**2 / 2)
         with tf.control_dependencies([step]):
             return tf.identity(before)
 
@@ -67,46 +57,19 @@ def test_groups():
         [gradient] = tf.gradients(b[0] * y**2 / 2, [w])
         return [y, gradient, twice, count[None]]
 
-    GROUPS = [[0, 3], [2, 1]]
     a, b = np.float32([1, 2, 3, 4]), np.float32([5, 6, 7, 8])
     outputs = v1.shard(computation, [tf.constant(a), tf.constant(b)], 4)
+    # In evaluation, outside of shards, there is nothing to sum.
+    alone = v1.cross_replica_sum(tf.constant(3.0))
     with graphs.session() as session:
         y, gradient, twice, count = session.run(outputs)
+        assert session.run(alone) == 3.0
     group = np.float32([[1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1]])
     np.testing.assert_array_equal(y, W * (group @ a))
     # Each replica's loss, of its own w: the original's gradient on a TPU.
     np.testing.assert_array_equal(gradient, a * (group @ (b * y)))
     np.testing.assert_array_equal(twice, [2 * a.sum()] * 4)
     np.testing.assert_array_equal(count, [[4, 8]] * 4)
-
-
-def _standardized(features, labels, mode):
-    """Statistics of the whole batch, as batch normalization on TPUs."""
-    y = features["x"][:, :1]
-    size = tf.cast(tf.shape(y)[0], tf.float32)
-    sums = script_tf.tpu.cross_replica_sum(tf.stack([tf.reduce_sum(y), size]))
-    y -= sums[0] / sums[1]
-    if mode == v1.ModeKeys.PREDICT:
-        return v1.TPUEstimatorSpec(mode, {"y": y})
-    w = tf1.get_variable("w", [], initializer=tf.zeros_initializer())
-    loss = tf.reduce_mean((w - y**2) ** 2)
-    optimizer = v1.CrossShardOptimizer(tf1.train.GradientDescentOptimizer(0.5))
-    step = tf1.train.get_global_step()
-    train = optimizer.minimize(loss, step) if mode == "train" else None
-    return v1.TPUEstimatorSpec(mode, loss=loss, train_op=train)
-
-
-def test_in_an_estimator(tmp_path):
-    """Training on two shards; evaluation and prediction on the whole batch."""
-    estimator = linear.make(tmp_path, 2, _standardized)
-    estimator.train(linear.input_fn, steps=1)
-    y = linear.X[:8, :1] - linear.X[:8, :1].mean()
-    w = estimator.get_variable_value("w")
-    np.testing.assert_allclose(w, np.mean(y**2), rtol=1e-5)
-    found = estimator.evaluate(linear.input_fn, steps=1)["loss"]
-    np.testing.assert_allclose(found, np.mean((w - y**2) ** 2), rtol=1e-5)
-    predicted = next(estimator.predict(linear.input_fn))["y"]
-    np.testing.assert_allclose(predicted, y[0], rtol=1e-4)
 
 
 def test_under_a_strategy():
@@ -127,7 +90,7 @@ def test_under_a_strategy():
         assert [float(x) for x in replicas.values(strategy, alone)] == [1, 10]
 
 
-@pytest.mark.parametrize("groups", [None, [[0, 2], [1, 3]]], ids=str)
+@pytest.mark.parametrize("groups", [None, GROUPS], ids=str)
 def test_the_original_s_graph_on_a_tpu(groups):
     graph = tf1.get_default_graph()
     tf1.tpu.shard(
@@ -146,8 +109,12 @@ def test_the_original_s_graph_on_a_tpu(groups):
     assert found == [groups or [[0, 1, 2, 3]]] * 2
 
 
-def _is_first():
-    return "shard_" not in tf1.get_default_graph().get_name_scope()
+def _in_a_branch():
+    return tf.cond(
+        tf.constant(True),
+        lambda: v1.cross_replica_sum(1.0),
+        lambda: tf.constant(1.0),
+    )
 
 
 def _in_a_tape():
@@ -158,33 +125,27 @@ def _in_a_tape():
     return tape.gradient(y, w)
 
 
-def _once_more():
-    for _ in range(1 if _is_first() else 2):
-        x = v1.cross_replica_sum(tf.ones([]))
-    return x
+def _size():
+    return 1 if graphs.is_first("shard_") else 2
 
 
 @pytest.mark.parametrize(
     "computation, error, text",
     [
-        (
-            lambda: tf.cond(
-                tf.constant(True),
-                lambda: v1.cross_replica_sum(1.0),
-                lambda: tf.constant(1.0),
-            ),
-            RuntimeError,
-            "Move the call to the top level of the computation",
-        ),
+        (_in_a_branch, RuntimeError, "to the top level of the computation"),
         (_in_a_tape, LookupError, "Use tf.gradients"),
-        (_once_more, ValueError, r"\[1, 2\] times. Make the same calls"),
         (
-            lambda: v1.cross_replica_sum(tf.ones([1 if _is_first() else 2])),
+            lambda: [v1.cross_replica_sum(1.0) for _ in range(_size())],
+            ValueError,
+            r"\[1, 2\] times. Make the same calls",
+        ),
+        (
+            lambda: v1.cross_replica_sum(tf.ones([_size()])),
             ValueError,
             r"different shapes.*\(1,\).*\(2,\).*Make the same calls",
         ),
         (
-            lambda: v1.cross_replica_sum(1.0, [[0, 1], [2, 3]]),
+            lambda: v1.cross_replica_sum(1.0, GROUPS),
             ValueError,
             "is for 4 replicas, but shard",
         ),
@@ -218,10 +179,10 @@ def test_a_keras_wrapper_in_shards_is_refused():
 
         @tf.function(autograph=False)
         def step(num_shards):
-            def computation():
-                optimizer.apply([tf.ones([])], [w])
-
-            v1.shard(computation, num_shards=num_shards)
+            v1.shard(
+                lambda: optimizer.apply([tf.ones([])], [w]),
+                num_shards=num_shards,
+            )
 
         with pytest.raises(RuntimeError, match="strategy's replicas, not over"):
             step(2)

@@ -1,9 +1,14 @@
-"""TF1's wrappers in a tf.function and eagerly, with v1 and Keras inside."""
+"""TF1's wrappers eagerly, in a tf.function, and in several graphs."""
+
+import gc
+import weakref
 
 import keras
 import pytest
 import tensorflow as tf
 
+from tests.compat.v1 import graphs
+from tests.support import v1_oracle
 from tf_xshard.compat import v1
 
 tf1 = tf.compat.v1
@@ -27,11 +32,9 @@ def _towers(inner, w, step):
     optimizer = v1.TowerOptimizer(inner)
 
     def model_fn(features, mode):
-        loss = lambda: tf.reduce_mean(features) * w
-        train = optimizer.minimize(loss, step, [w])
-        return v1.EstimatorSpec(
-            mode, loss=tf.reduce_mean(features), train_op=train or True
-        )
+        x = tf.reduce_mean(features)
+        train = optimizer.minimize(lambda: x * w, step, [w])
+        return v1.EstimatorSpec(mode, loss=x, train_op=train or True)
 
     replicated = v1.replicate_model_fn(
         model_fn, tf1.losses.Reduction.MEAN, devices=["/CPU:0"] * 2
@@ -75,3 +78,52 @@ def test_a_keras_optimizer_without_shards():
             v1.CrossShardOptimizer(keras.optimizers.SGD(0.5))
         with pytest.raises(TypeError, match="no operation that a Session"):
             optimizer.apply_gradients([(1.0, tf.Variable(1.0))])
+
+
+def _step(optimizer, num_shards):
+    def computation():
+        w = tf1.get_variable("w", initializer=[1.0, 2.0])
+        return optimizer.minimize(tf.reduce_sum(w * w))
+
+    return v1.shard(computation, num_shards=num_shards)
+
+
+def test_only_the_last_graph_of_an_optimizer_is_kept():
+    optimizer = v1.CrossShardOptimizer(tf1.train.AdamOptimizer(0.1))
+    references = []
+    for _ in range(2):
+        with tf.Graph().as_default() as graph:
+            _step(optimizer, num_shards=2)
+        references.append(weakref.ref(graph))
+    gc.collect()
+    assert references[0]() is None
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_one_optimizer_in_two_graphs_by_turns(num_shards):
+    """Each graph has its own slots, made once, in whatever order it is used."""
+    optimizer = v1.CrossShardOptimizer(tf1.train.AdamOptimizer(0.1))
+    sessions = [tf1.Session(graph=tf.Graph()) for _ in range(2)]
+    steps = [[], []]
+    for reuse in (None, True):
+        for session, of_graph in zip(sessions, steps, strict=True):
+            with session.graph.as_default():
+                with tf1.variable_scope("", reuse=reuse):
+                    of_graph += _step(optimizer, num_shards)
+                names = [v.op.name for v in optimizer.variables()]
+            assert names == ["beta1_power", "beta2_power", "w/Adam", "w/Adam_1"]
+    for count, session in enumerate(sessions, 1):
+        # From outside of the graphs, too.
+        [w] = session.graph.get_collection("trainable_variables")
+        slot = optimizer.get_slot(w, "m")
+        assert slot.graph is session.graph
+        oracle = v1_oracle.Adam([1.0, 2.0])
+        with session.graph.as_default():
+            session.run(tf1.global_variables_initializer())
+        for step in steps[count - 1] * count:
+            session.run(step)
+            oracle.apply(2 * oracle.x)
+        graphs.check_close(
+            session.run([w, slot]), [oracle.x, oracle.state["m"]]
+        )
+        session.close()

@@ -1,4 +1,4 @@
-"""Checkpoints with the originals' names: into ours, back, and into Keras."""
+"""Checkpoints of TF1: into shards, back, and into Keras."""
 
 import atexit
 import functools
@@ -34,15 +34,6 @@ def _loss(x, y):
     return tf.reduce_mean((tf.tanh(x @ kernel + bias) @ last - y) ** 2)
 
 
-def _without_tpu(graph_def):
-    """CrossReplicaSum has no kernel here; one shard's sum is its gradient."""
-    for node in graph_def.node:
-        if node.op == "CrossReplicaSum":
-            node.op = "Identity"
-            del node.input[1:]
-    return graph_def
-
-
 OPTIMIZERS = {
     **{name: make for name, (_, make) in v1_oracle.OPTIMIZERS.items()},
     "rmsprop": lambda: tf1.train.RMSPropOptimizer(0.1, momentum=0.5),
@@ -54,8 +45,8 @@ OPTIMIZERS = {
 }
 
 
-class _Original(NamedTuple):
-    """A training by the original's graph; `saved` after three of five steps."""
+class _Trained(NamedTuple):
+    """A training in TF1; `saved` after three of five steps."""
 
     path: str
     saved: dict[str, np.ndarray]
@@ -63,35 +54,28 @@ class _Original(NamedTuple):
 
 
 @functools.cache
-def _original(name):
-    """Trains with the original's graph and Saver."""
-    with tf.Graph().as_default() as graph:
-        loss = _loss(tf.constant(X), tf.constant(Y))
-        step = tf1.train.get_or_create_global_step()
-        optimizer = tf1.tpu.CrossShardOptimizer(OPTIMIZERS[name]())
-        train = optimizer.minimize(loss, global_step=step)
-        initialize = tf1.global_variables_initializer()
-        saver = tf1.train.Saver().as_saver_def()
-        names = [v.op.name for v in tf1.global_variables()]
-        graph_def = _without_tpu(graph.as_graph_def())
+def _trained(name):
+    """Trains on one device; the original wrappers have the same variables."""
     directory = tempfile.TemporaryDirectory()
     atexit.register(directory.cleanup)
-    path = f"{directory.name}/model"
-    with tf.Graph().as_default(), tf1.Session() as session:
-        tf.graph_util.import_graph_def(graph_def, name="")
-        values = {n: f"{n}/Read/ReadVariableOp:0" for n in names}
-        session.run(initialize.name)
-        for _ in range(3):
-            session.run(train.name)
-        session.run(saver.save_tensor_name, {saver.filename_tensor_name: path})
-        saved = session.run(values)
-        for _ in range(2):
-            session.run(train.name)
-        return _Original(path, saved, session.run(values))
+    with tf.Graph().as_default():
+        train = OPTIMIZERS[name]().minimize(
+            _loss(tf.constant(X), tf.constant(Y)),
+            global_step=tf1.train.get_or_create_global_step(),
+        )
+        values = {v.op.name: v for v in tf1.global_variables()}
+        with graphs.session() as session:
+            for _ in range(3):
+                session.run(train)
+            path = tf1.train.Saver().save(session, f"{directory.name}/model")
+            saved = session.run(values)
+            for _ in range(2):
+                session.run(train)
+            return _Trained(path, saved, session.run(values))
 
 
-def test_the_originals_checkpoint_in_ours_and_back(tmp_path):
-    path, saved, expected = _original("adam")
+def test_a_checkpoint_of_tf1_in_shards_and_back(tmp_path):
+    path, saved, expected = _trained("adam")
 
     def computation(x, y):
         return v1.CrossShardOptimizer(OPTIMIZERS["adam"]()).minimize(
@@ -152,7 +136,7 @@ def _one_layer(optimizer):
 @pytest.mark.parametrize("name", KERAS)
 def test_into_keras_and_on(name):
     """Five steps of TF1 equal three of TF1 and two of Keras."""
-    original = _original(name)
+    original = _trained(name)
     inner = KERAS[name]()
     model = _two_layers(tf_xshard.CrossShardOptimizer(inner), run_eagerly=True)
     v1.load_into_keras(original.path, model)
@@ -182,7 +166,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(
     model = _two_layers(optimizer, units)
     before = model.get_weights()
     with pytest.raises(ValueError, match=text):
-        v1.load_into_keras(_original(original).path, model, names=names)
+        v1.load_into_keras(_trained(original).path, model, names=names)
     for value, weight in zip(before, model.weights, strict=True):
         np.testing.assert_array_equal(weight, value)
     if name:
@@ -294,7 +278,7 @@ def test_batch_normalization_under_another_name(tmp_path):
 def test_optimizers_with_no_counterpart(tmp_path):
     with pytest.raises(TypeError, match="Lion.*no counterpart"):
         v1.load_into_keras(
-            _original("adam").path, _two_layers(keras.optimizers.Lion())
+            _trained("adam").path, _two_layers(keras.optimizers.Lion())
         )
     with pytest.raises(tf.errors.OpError):
         v1.load_into_keras(str(tmp_path / "none"), _one_layer(None))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.compat.v1 import graphs
 from tests.support import linear_estimator as linear
 from tf_xshard.compat import v1
 
@@ -15,8 +16,7 @@ def test_shards_that_combine_nothing(tmp_path):
 
     def fn(features, labels, mode):
         loss = tf.reduce_mean(tf.square(linear.predicted(features) - labels))
-        optimizer = tf1.train.GradientDescentOptimizer(0.1)
-        train_op = optimizer.minimize(loss, tf1.train.get_global_step())
+        train_op = graphs.descent().minimize(loss, tf1.train.get_global_step())
         return v1.TPUEstimatorSpec(mode, loss=loss, train_op=train_op)
 
     with pytest.raises(ValueError, match="combines no gradients"):
@@ -40,55 +40,65 @@ def test_input_that_does_not_fit(data, error, message, tmp_path):
         linear.make(tmp_path, fn=lambda features: None).train(data, steps=1)
 
 
+PER_SHARD = v1.InputPipelineConfig.PER_SHARD_V1
+
+
 @pytest.mark.parametrize(
-    "name, value, error, message",
+    "kind, name, value, error, message",
     [
-        ("master", "grpc://tpu:8470", ValueError, "names a TPU"),
-        ("cluster", object(), ValueError, "names a TPU"),
-        ("save_checkpoints_secs", 60, ValueError, "Use save_checkpoints_steps"),
-        ("x", 1, TypeError, "unexpected keyword argument 'x'"),
-        ("tpu_config", 8, TypeError, "must be a tf_xshard.*TPUConfig"),
-        ("save_summary_steps", -1, ValueError, "must not be negative"),
-        ("keep_checkpoint_max", 1.5, TypeError, "keep_checkpoint_max must be"),
-        ("tf_random_seed", 1.5, TypeError, "tf_random_seed must be an int"),
+        ("RunConfig", "master", "grpc://tpu", ValueError, "names a TPU"),
+        ("RunConfig", "cluster", object(), ValueError, "names a TPU"),
+        ("RunConfig", "save_checkpoints_secs", 60, ValueError, "Use save_ch"),
+        ("RunConfig", "x", 1, TypeError, "unexpected keyword argument 'x'"),
+        ("RunConfig", "tpu_config", 8, TypeError, "must be a tf_xshard.*TPUC"),
+        ("RunConfig", "save_summary_steps", -1, ValueError, "be negative"),
+        ("RunConfig", "keep_checkpoint_max", 1.5, TypeError, "must be an int"),
+        ("RunConfig", "tf_random_seed", 1.5, TypeError, "must be an int"),
+        ("TPUConfig", "num_shards", "8", TypeError, "must be an int"),
+        (
+            "TPUConfig",
+            "per_host_input_for_training",
+            PER_SHARD,
+            ValueError,
+            "called once",
+        ),
     ],
 )
-def test_a_bad_run_config(name, value, error, message):
+def test_a_bad_config(kind, name, value, error, message):
     with pytest.raises(error, match=message):
-        v1.RunConfig(**{name: value})
+        getattr(v1, kind)(**{name: value})
 
 
 def test_refused_arguments(tmp_path):
     assert v1.RunConfig(None, master="").tpu_config == v1.TPUConfig()
-    with pytest.raises(TypeError, match="num_shards must be an int"):
-        v1.TPUConfig(num_shards="8")
-    per_shard = v1.InputPipelineConfig.PER_SHARD_V1
-    with pytest.raises(ValueError, match="called once"):
-        v1.TPUConfig(per_host_input_for_training=per_shard)
-    with pytest.raises(TypeError, match="eval_metrics must be a pair"):
-        v1.TPUEstimatorSpec("eval", eval_metrics=len).as_estimator_spec()
-    with pytest.raises(TypeError, match="host_call must be a pair"):
-        v1.TPUEstimatorSpec("train", host_call=len).as_estimator_spec()
+    for field, mode in (("eval_metrics", "eval"), ("host_call", "train")):
+        spec = v1.TPUEstimatorSpec(mode, **{field: len})
+        with pytest.raises(TypeError, match=f"{field} must be a pair"):
+            spec.as_estimator_spec()
     with pytest.raises(TypeError, match="must be a tf_xshard.*RunConfig"):
         v1.TPUEstimator(linear.model_fn, str(tmp_path), config={})
     with pytest.raises(ValueError, match="model_dir"):
         v1.TPUEstimator(linear.model_fn)
     linear.make(tmp_path, eval_on_tpu=True, export_to_tpu=False)
-    with pytest.raises(ValueError, match="divided by the 3 shards"):
-        linear.make(tmp_path, 3)
-    with pytest.raises(ValueError, match="batch_size"):
-        linear.make(tmp_path, params={"batch_size": 1})
-    with pytest.raises(ValueError, match="init_from_checkpoint"):
-        linear.make(tmp_path, warm_start_from="somewhere")
-    with pytest.raises(TypeError, match=r"\['images'\]"):
-        linear.make(tmp_path, fn=lambda features, images: None)
-    with pytest.raises(TypeError, match="must be a function"):
-        linear.make(tmp_path, fn="model")
+    for arguments, error, message in (
+        ({"num_shards": 3}, ValueError, "divided by the 3 shards"),
+        ({"params": {"batch_size": 1}}, ValueError, "batch_size"),
+        ({"warm_start_from": "here"}, ValueError, "init_from_checkpoint"),
+        ({"fn": lambda features, images: None}, TypeError, r"\['images'\]"),
+        ({"fn": "model"}, TypeError, "must be a function"),
+    ):
+        with pytest.raises(error, match=message):
+            linear.make(tmp_path, **arguments)
+
+
+def test_calls_before_training(tmp_path):
     estimator = linear.make(tmp_path)
-    with pytest.raises(ValueError, match="not both"):
-        estimator.train(linear.input_fn, steps=1, max_steps=2)
-    with pytest.raises(ValueError, match="steps must be a positive int"):
-        estimator.train(linear.input_fn, steps=0)
+    for arguments, message in (
+        ({"steps": 1, "max_steps": 2}, "not both"),
+        ({"steps": 0}, "steps must be a positive int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            estimator.train(linear.input_fn, **arguments)
     without = linear.make(tmp_path, train_batch_size=None)
     with pytest.raises(ValueError, match="train_batch_size"):
         without.train(linear.input_fn, steps=1)
@@ -108,14 +118,7 @@ def trained(tmp_path_factory):
     return linear.make(directory).train(linear.input_fn, steps=1)
 
 
-def _uneven(features, mode):
-    x = features["x"]
-    return v1.TPUEstimatorSpec(mode, {"a": x, "b": x[:1]})
-
-
 def test_calls_of_a_trained_estimator(trained):
-    with pytest.raises(ValueError, match="different numbers of rows"):
-        next(linear.make(trained.model_dir, fn=_uneven).predict(linear.once))
     with pytest.raises(ValueError, match="steps must be a positive int"):
         trained.evaluate(linear.once, steps=0)
     with pytest.raises(ValueError, match="no batch"):
@@ -130,6 +133,11 @@ def _spec(**fields):
 
 def _metrics(metrics):
     return _spec(loss=1.0, eval_metrics=(lambda: metrics, []))
+
+
+def _uneven(features, mode):
+    x = features["x"]
+    return v1.TPUEstimatorSpec(mode, {"a": x, "b": x[:1]})
 
 
 @pytest.mark.parametrize(
@@ -147,6 +155,7 @@ def _metrics(metrics):
         ("infer", _spec(predictions=[1]), TypeError, "dict of tensors"),
         ("infer", _spec(predictions={}), TypeError, "dict of tensors"),
         ("infer", _spec(predictions={"a": {}}), TypeError, "dict of tensors"),
+        ("infer", _uneven, ValueError, "different numbers of rows"),
     ],
 )
 def test_a_bad_spec(mode, fn, error, message, trained):
