@@ -62,7 +62,7 @@ def test_oracle(name, period, use_resource, v2):
         with _session(optimizer) as session:
             for dense, indices, values in graphs.feeds(1, NUM_STEPS):
                 arrays = (dense, indices, values)
-                session.run(train, graphs.feed(inputs, arrays))
+                session.run(train, dict(zip(inputs, arrays, strict=True)))
                 workers[0].step(dense[0])
                 workers[1].step(v1_oracle.as_dense(indices[0], values[0]))
             got = session.run([copies, slots, step])

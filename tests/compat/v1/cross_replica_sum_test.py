@@ -92,36 +92,26 @@ def test_under_a_strategy():
 
 @pytest.mark.parametrize("groups", [None, GROUPS], ids=str)
 def test_the_original_s_graph_on_a_tpu(groups):
-    graph = tf1.get_default_graph()
+    both = (tf1.tpu.cross_replica_sum, v1.cross_replica_sum)
     tf1.tpu.shard(
-        lambda x: [
-            one(x, groups)
-            for one in (tf1.tpu.cross_replica_sum, v1.cross_replica_sum)
-        ],
-        [tf.zeros([8])],
-        num_shards=4,
+        lambda x: [one(x, groups) for one in both], [tf.zeros([8])], 4
     )
-    found = [
-        tf.get_static_value(one.inputs[1]).tolist()
-        for one in graph.get_operations()
-        if one.type == "CrossReplicaSum"
-    ]
+    found = graphs.sums_on_tpu(tf1.get_default_graph())
     assert found == [groups or [[0, 1, 2, 3]]] * 2
 
 
+summed = v1.cross_replica_sum
+_USE_OURS = "Use tf_xshard.compat.v1.cross_replica_sum"
+
+
 def _in_a_branch():
-    return tf.cond(
-        tf.constant(True),
-        lambda: v1.cross_replica_sum(1.0),
-        lambda: tf.constant(1.0),
-    )
+    return tf.cond(tf.constant(True), lambda: summed(1.0), lambda: 1.0)
 
 
 def _in_a_tape():
     w = tf1.get_variable("w", initializer=1.0)
     with tf.GradientTape() as tape:
-        tape.watch(w)
-        y = v1.cross_replica_sum(w * 2.0)
+        y = summed(w * 2.0)
     return tape.gradient(y, w)
 
 
@@ -129,41 +119,21 @@ def _size():
     return 1 if graphs.is_first("shard_") else 2
 
 
+def _unequal():
+    return [summed(1.0) for _ in range(_size())]
+
+
 @pytest.mark.parametrize(
     "computation, error, text",
     [
         (_in_a_branch, RuntimeError, "to the top level of the computation"),
         (_in_a_tape, LookupError, "Use tf.gradients"),
-        (
-            lambda: [v1.cross_replica_sum(1.0) for _ in range(_size())],
-            ValueError,
-            r"\[1, 2\] times. Make the same calls",
-        ),
-        (
-            lambda: v1.cross_replica_sum(tf.ones([_size()])),
-            ValueError,
-            r"different shapes.*\(1,\).*\(2,\).*Make the same calls",
-        ),
-        (
-            lambda: v1.cross_replica_sum(1.0, GROUPS),
-            ValueError,
-            "is for 4 replicas, but shard",
-        ),
-        (
-            lambda: v1.cross_replica_sum(1.0, [[0, 0]]),
-            ValueError,
-            "puts replica 0",
-        ),
-        (
-            lambda: tf1.tpu.cross_replica_sum(tf.ones([])),
-            ValueError,
-            "TensorFlow's own.*Use tf_xshard.compat.v1.cross_replica_sum",
-        ),
-        (
-            lambda: tf_xshard.group_reduce(tf.ones([])),
-            RuntimeError,
-            "Use tf_xshard.compat.v1.cross_replica_sum",
-        ),
+        (_unequal, ValueError, r"\[1, 2\] times. Make the same calls"),
+        (lambda: summed(tf.ones([_size()])), ValueError, "different shapes"),
+        (lambda: summed(1.0, GROUPS), ValueError, "is for 4 replicas, but sh"),
+        (lambda: summed(1.0, [[0, 0]]), ValueError, "puts replica 0"),
+        (lambda: tf1.tpu.cross_replica_sum(A), ValueError, _USE_OURS),
+        (lambda: tf_xshard.group_reduce(A), RuntimeError, _USE_OURS),
     ],
 )
 def test_refusals(computation, error, text):

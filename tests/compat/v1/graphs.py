@@ -70,8 +70,21 @@ def placeholders(num_parts):
     ]
 
 
-def feed(inputs, arrays):
-    return dict(zip(inputs, arrays, strict=True))
+def run_steps(step, inputs, feeds, fetches, num_cpus=1):
+    """Runs a step with each of `feeds`; returns what is fetched then."""
+    with session(num_cpus) as made:
+        for arrays in feeds:
+            made.run(step, dict(zip(inputs, arrays, strict=True)))
+        return made.run(fetches)
+
+
+def sums_on_tpu(graph):
+    """The groups of each CrossReplicaSum, which has no kernel on CPUs."""
+    return [
+        tf.get_static_value(one.inputs[1]).tolist()
+        for one in graph.get_operations()
+        if one.type == "CrossReplicaSum"
+    ]
 
 
 def check_close(got, expected, rtol=2e-5, atol=2e-6):

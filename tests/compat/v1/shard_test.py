@@ -34,18 +34,13 @@ def _copies():
     return tf1.get_collection(v1.SHARD_VARIABLES)
 
 
-def _values(session):
-    """The values of all variables and copies."""
-    variables = tf1.global_variables() + _copies()
-    values = map(float, session.run(variables))
-    return dict(zip(_names(variables), values, strict=True))
+def _variables():
+    """All variables and copies, by name."""
+    return {v.op.name: v for v in tf1.global_variables() + _copies()}
 
 
 def _values_after(op, num_steps=1):
-    with graphs.session() as session:
-        for _ in range(num_steps):
-            session.run(op)
-        return _values(session)
+    return graphs.run_steps(op, [], [[]] * num_steps, _variables())
 
 
 def test_inputs_are_split_and_outputs_joined():
@@ -197,7 +192,7 @@ def test_calls_share_variables_and_one_adam(wrap):
         np.testing.assert_allclose(
             session.run(loss)[:2], (X[:2] - oracle.x) ** 2, rtol=1e-5
         )
-        got = _values(session)
+        got = session.run(_variables())
     names = ["w", "w/Adam", "w/Adam_1", "beta1_power", "beta2_power"]
     for prefix in ("", "shard_1/"):
         found = [got.pop(prefix + name) for name in names]
@@ -225,7 +220,7 @@ def test_an_update_is_skipped_in_the_wrapped_optimizer(v2):
     with graphs.session() as session:
         for one in ([1, 1], [200, 1], [1, 2]):
             session.run(op, {x: one})
-            values.append(_values(session))
+            values.append(session.run(_variables()))
     assert values[0] == values[1]
     oracle = v1_oracle.Adam(0.0)
     for got, gradient in ((values[0], 2), (values[2], 3)):
@@ -285,7 +280,7 @@ def test_a_global_step_is_incremented_once(is_inside, how, use_resource):
     (rates,) = v1.shard(computation, [tf.ones([4])], num_shards=4)
     with graphs.session() as session:
         seen = [session.run(rates).tolist() for _ in range(4)]
-        got = _values(session)
+        got = session.run(_variables())
     expected = [1 / (1 + k) for k in range(4)]
     np.testing.assert_allclose(seen, [[r] * 4 for r in expected], rtol=1e-6)
     steps = [v for k, v in got.items() if k.endswith("global_step")]
@@ -314,7 +309,7 @@ def test_tables_moving_averages_and_devices():
         session.run(tf1.tables_initializer())
         np.testing.assert_array_equal(session.run(got), [10.0, 20.0, 0.0, 0.0])
         means = {"moving_mean": 0.75, "shard_1/moving_mean": 2.25}
-        assert _values(session) == means
+        assert session.run(_variables()) == means
     variables = tf1.global_variables() + _copies()
     assert [v.device[-6:] for v in variables] == [":CPU:0", ":CPU:1"]
 
@@ -363,26 +358,26 @@ def _unequal():
     return [_apply() for _ in range(1 if _is_first() else 2)]
 
 
+def _fewer():
+    return _apply() if _is_first() else _zeros("v")
+
+
+def _other_shapes():
+    return tf1.get_variable("v", [2 if _is_first() else 3])
+
+
+def _more_variables():
+    return [_zeros(name) for name in ("v" if _is_first() else "vw")]
+
+
 @pytest.mark.parametrize(
     "computation, error, text",
     [
         (_in_cond, RuntimeError, "top level.*whose apply_gradients calls"),
         (_unequal, ValueError, "same number of times"),
-        (
-            lambda: _apply() if _is_first() else _zeros("v"),
-            ValueError,
-            "same number of times",
-        ),
-        (
-            lambda: tf1.get_variable("v", [2 if _is_first() else 3]),
-            ValueError,
-            "same computation",
-        ),
-        (
-            lambda: [_zeros(name) for name in "vw"[: 1 + (not _is_first())]],
-            ValueError,
-            "same computation",
-        ),
+        (_fewer, ValueError, "same number of times"),
+        (_other_shapes, ValueError, "same computation"),
+        (_more_variables, ValueError, "same computation"),
         (lambda: v1.shard(lambda: None), RuntimeError, "another shard"),
         (lambda: 1 / 0, ZeroDivisionError, "division"),
     ],

@@ -22,13 +22,6 @@ def _towers(num, model_fn, reduction=R.MEAN):
     return v1.replicate_model_fn(model_fn, reduction, devices=["/CPU:0"] * num)
 
 
-def _train(spec, feeds=({},), fetches=()):
-    with graphs.session() as session:
-        for feed in feeds:
-            session.run(spec.train_op, feed)
-        return session.run(fetches)
-
-
 @pytest.mark.parametrize(
     "num_towers, name, reduction",
     [
@@ -80,15 +73,9 @@ def test_oracle(num_towers, name, reduction):
     features = dict(zip("div", inputs, strict=True))
     spec = _towers(num_towers, model_fn, reduction)(features, None, "train")
     assert spec.training_hooks == (num_towers,)  # The last tower's spec.
-    got = _train(
-        spec,
-        [graphs.feed(inputs, arrays) for arrays in steps],
-        [
-            *tf1.trainable_variables()[:4],
-            *slots[-1],
-            tf1.train.get_global_step(),
-        ],
-    )
+    fetches = [*tf1.trainable_variables()[:4], *slots[-1]]
+    fetches.append(tf1.train.get_global_step())
+    got = graphs.run_steps(spec.train_op, inputs, steps, fetches)
     expected = [oracle(np.ones(shape)) for shape in shapes.values()]
     factor = 1 if reduction == R.SUM else 1 / num_towers
     for dense, indices, values in steps:
@@ -200,8 +187,8 @@ def test_several_optimizers_and_losses():
         return v1.EstimatorSpec(mode, loss=tf.add_n(losses), train_op=train)
 
     spec = _towers(2, model_fn)(FEATURES, None, "train")
-    step = tf1.train.get_global_step()
-    got = _train(spec, [{}, {}], [*tf1.trainable_variables(), step])
+    fetches = [*tf1.trainable_variables(), tf1.train.get_global_step()]
+    got = graphs.run_steps(spec.train_op, [], [[], []], fetches)
     # Towers' gradients 1 and 3, mean 2; momentum 2, then 0.5 * 2 + 2.
     assert got == [10 - 2 - 2, 10 - 4 - 6, 2]
 
@@ -230,17 +217,18 @@ def test_devices_name_scopes_and_params():
     assert given == {"list": []}
 
 
-def _scalar_model(features, mode, *, calls=1, optimizer=None):
+def _scalar_model(features, mode, *, calls=1):
     w = tf1.get_variable("w", initializer=10.0)
     loss = tf.reduce_mean(features) * w
-    optimizer = optimizer or v1.TowerOptimizer(graphs.descent())
+    optimizer = v1.TowerOptimizer(graphs.descent())
     train = tf.group(*[optimizer.minimize(loss) for _ in range(calls)])
     return v1.EstimatorSpec(mode, loss=loss, train_op=train)
 
 
 def _after_a_step(model_fn):
     spec = _towers(2, model_fn)(FEATURES, None, "train")
-    return spec, _train(spec, [{}], tf1.trainable_variables())
+    fetches = tf1.trainable_variables()
+    return spec, graphs.run_steps(spec.train_op, [], [[]], fetches)
 
 
 @pytest.mark.parametrize(
@@ -252,28 +240,22 @@ def _after_a_step(model_fn):
     ids=["namespace", "dataclass"],
 )
 def test_any_object_with_the_fields(make):
-    made = []
-
-    def once():
-        made.append(graphs.descent())
-        return made[0]
-
-    optimizer = v1.TowerOptimizer(once)
-    assert not made
     spec, weights = _after_a_step(
-        lambda features, mode: make(
-            **_scalar_model(features, mode, optimizer=optimizer)._asdict()
-        )
+        lambda features, mode: make(**_scalar_model(features, mode)._asdict())
     )
     assert type(spec) is make
     assert weights == [8.0]
-    assert len(made) == 1  # A factory is called once.
 
 
 def test_one_tower_and_none():
-    """Everything goes to the wrapped optimizer."""
-    inner = tf1.train.MomentumOptimizer(1.0, 0.5, name="Mine")
-    optimizer = v1.TowerOptimizer(inner)
+    """Everything goes to the wrapped optimizer, which a factory makes once."""
+    made = []
+
+    def once():
+        made.append(tf1.train.MomentumOptimizer(1.0, 0.5, name="Mine"))
+        return made[0]
+
+    optimizer = v1.TowerOptimizer(once)
     assert not v1.TowerOptimizer.has_been_used()
     states = v1.TowerOptimizer.COLLECTION_FOR_GRAPH_STATES
     assert states == "replicate_model_fn_graph_states"
@@ -284,11 +266,11 @@ def test_one_tower_and_none():
     train = optimizer.minimize(w * w, global_step=step, name="train")
     assert train.name == "train"
     assert optimizer.get_slot_names() == ["momentum"]
-    assert optimizer.variables() == inner.variables()
-    with graphs.session() as session:
-        session.run(train)
-        slot = optimizer.get_slot(w, "momentum")
-        assert session.run([w, step, slot]) == [-10.0, 1, 20.0]
+    assert optimizer.variables() == made[0].variables()
+    assert len(made) == 1
+    fetches = [w, step, optimizer.get_slot(w, "momentum")]
+    got = graphs.run_steps(train, [], [[]], fetches)
+    assert got == [-10.0, 1, 20.0]
 
 
 def _is_first():
