@@ -21,6 +21,10 @@ class _Oracle:
         self.t += 1
         self.x = self.x - self.step(np.asarray(g, np.float64))
 
+    def values(self):
+        """The variable and its slots."""
+        return [self.x, *self.state.values()]
+
 
 class GradientDescent(_Oracle):
     def step(self, g):

@@ -48,11 +48,11 @@ class _Worker:
                 tf.reduce_sum(self._gradient * w), step
             )
             copies = getter.copies_of(w)
-            slots = [optimizer.get_slot(copies.center, name) for name in "mv"]
+            shared = [*graphs.with_slots(optimizer, copies.center), step]
             assert copies.local.device.startswith(device)
-            for shared in (copies.center, step, *slots):
-                assert shared.device.startswith("/job:ps/task:0")
-            self._fetches = [list(copies), slots, step]
+            for one in shared:
+                assert one.device.startswith("/job:ps/task:0")
+            self._fetches = [list(copies), shared]
             self.session = tf1.train.MonitoredTrainingSession(
                 master=server.target,
                 is_chief=index == 0,
@@ -64,10 +64,9 @@ class _Worker:
         self.session.run(self._train, {self._gradient: gradient})
 
     def check(self, oracle, num_exchanges):
-        copies, slots, step = self.session.run(self._fetches)
-        graphs.check_close(copies, oracle.values())
-        graphs.check_close(slots, [oracle.center.state[name] for name in "mv"])
-        assert step == num_exchanges
+        shared = [*oracle.center.values(), num_exchanges]
+        expected = [oracle.values(), shared]
+        graphs.check_close(self.session.run(self._fetches), expected)
 
 
 def test_workers_train_one_center_and_one_that_was_lost_adopts_it():

@@ -51,10 +51,7 @@ def test_oracle(name, period, use_resource, v2):
         assert isinstance(train, tf.Operation)
         assert optimizer.get_slot_names() == list(oracle.slots)
         copies = [list(getter.copies_of(v)) for v in (w, e)]
-        slots = [
-            [optimizer.get_slot(v, s) for s in oracle.slots]
-            for v in copies[0][:2]
-        ]
+        slots = [graphs.with_slots(optimizer, v) for v in copies[0][:2]]
         workers = [
             v1_oracle.AGNWorker(oracle(np.ones(v.shape)), period)
             for v in (w, e)
@@ -66,13 +63,10 @@ def test_oracle(name, period, use_resource, v2):
                 workers[0].step(dense[0])
                 workers[1].step(v1_oracle.as_dense(indices[0], values[0]))
             got = session.run([copies, slots, step])
-    expected_slots = [
-        [one.state[s] for s in oracle.slots]
-        for one in (workers[0].local, workers[0].center)
-    ]
     expected = [worker.values() for worker in workers]
+    with_slots = [workers[0].local.values(), workers[0].center.values()]
     graphs.check_close(
-        got, [expected, expected_slots, NUM_STEPS // period], 3e-5, 3e-6
+        got, [expected, with_slots, NUM_STEPS // period], 3e-5, 3e-6
     )
 
 
@@ -141,9 +135,7 @@ def test_the_saver_and_going_on(tmp_path):
     def build():
         getter = v1.AGNCustomGetter("/CPU:0")
         with tf1.variable_scope(
-            "",
-            custom_getter=getter,
-            partitioner=tf1.fixed_size_partitioner(2),
+            "", custom_getter=getter, partitioner=tf1.fixed_size_partitioner(2)
         ):
             ten = tf1.constant_initializer(10.0)
             w = tf1.get_variable("w", [2], initializer=ten)

@@ -73,21 +73,13 @@ def test_groups():
 
 
 def test_under_a_strategy():
+    def on_replica(x):
+        alone = v1.cross_replica_sum(x[0], [[1], [0]])
+        return v1.cross_replica_sum(x[0]), alone
+
     with tf.__internal__.eager_context.eager_mode():
-        strategy = replicas.mirrored(2)
-
-        @tf.function
-        def sums():
-            return strategy.run(
-                lambda: (
-                    v1.cross_replica_sum(replicas.power_of_ten()),
-                    v1.cross_replica_sum(replicas.power_of_ten(), [[1], [0]]),
-                )
-            )
-
-        of_all, alone = sums()
-        assert [float(x) for x in replicas.values(strategy, of_all)] == [11, 11]
-        assert [float(x) for x in replicas.values(strategy, alone)] == [1, 10]
+        found = replicas.run("mirrored", on_replica, num_replicas=2)
+    assert found == ([11, 11], [1, 10])
 
 
 @pytest.mark.parametrize("groups", [None, GROUPS], ids=str)

@@ -115,15 +115,13 @@ def test_one_optimizer_in_two_graphs_by_turns(num_shards):
     for count, session in enumerate(sessions, 1):
         # From outside of the graphs, too.
         [w] = session.graph.get_collection("trainable_variables")
-        slot = optimizer.get_slot(w, "m")
-        assert slot.graph is session.graph
+        fetches = graphs.with_slots(optimizer, w)
+        assert fetches[1].graph is session.graph
         oracle = v1_oracle.Adam([1.0, 2.0])
         with session.graph.as_default():
             session.run(tf1.global_variables_initializer())
         for step in steps[count - 1] * count:
             session.run(step)
             oracle.apply(2 * oracle.x)
-        graphs.check_close(
-            session.run([w, slot]), [oracle.x, oracle.state["m"]]
-        )
+        graphs.check_close(session.run(fetches), oracle.values())
         session.close()

@@ -58,6 +58,12 @@ def loss(dense, indices, values, w, e):
     )
 
 
+def with_slots(optimizer, variable):
+    """The variable and its slots, in the order of an oracle's values."""
+    names = optimizer.get_slot_names()
+    return [variable, *[optimizer.get_slot(variable, name) for name in names]]
+
+
 def feeds(num_parts, num_steps):
     """The gradients of each step."""
     return [v1_oracle.gradients(num_parts, step) for step in range(num_steps)]

@@ -409,8 +409,7 @@ def test_in_a_function_a_shared_variable_is_read_and_not_assigned():
     def sharded(computation):
         inputs = [tf.ones([2])]
         return tf.function(
-            lambda: v1.shard(computation, inputs, num_shards=2),
-            autograph=False,
+            lambda: v1.shard(computation, inputs, num_shards=2), autograph=False
         )()
 
     with tf.__internal__.eager_context.eager_mode():

@@ -24,17 +24,13 @@ def _towers(num, model_fn, reduction=R.MEAN):
 
 @pytest.mark.parametrize(
     "num_towers, name, reduction",
-    [
-        (4, "adagrad", R.MEAN),
-        (2, "adam", R.SUM),
-        (1, "sgd", R.MEAN),
-    ],
+    [(4, "adagrad", R.MEAN), (2, "adam", R.SUM), (1, "sgd", R.MEAN)],
 )
 def test_oracle(num_towers, name, reduction):
     """Dense, sparse, mixed, partly missing and missing gradients."""
     oracle, make = v1_oracle.OPTIMIZERS[name]
     shapes = {"w": (3, 2), "e": (4, 2), "m": (4, 2), "p": (3, 2)}
-    slots = []
+    fetched = []
 
     def model_fn(features, mode):
         dense, indices, values = (features[k][0] for k in "div")
@@ -45,11 +41,11 @@ def test_oracle(num_towers, name, reduction):
         tf1.get_variable("unused", initializer=1.0)
         loss = graphs.loss(dense, indices, values, w, e)
         rows = tf.IndexedSlices(values, indices, tf.constant([4, 2]))
-        if len(slots) % 2:  # Sparse in some towers, dense in others.
+        if len(fetched) % 2:  # Sparse in some towers, dense in others.
             loss += tf.reduce_sum(values * tf.gather(m, indices))
         else:
             loss += tf.reduce_sum(tf.convert_to_tensor(rows) * m)
-        if not slots:
+        if not fetched:
             loss += tf.reduce_sum(dense * p)
         optimizer = v1.TowerOptimizer(make)
         # The original loses a generator's pairs.
@@ -57,15 +53,10 @@ def test_oracle(num_towers, name, reduction):
             iter(optimizer.compute_gradients(loss)),
             tf1.train.get_or_create_global_step(),
         )
-        slots.append(
-            [
-                optimizer.get_slot(v, s)
-                for v in (w, e, m, p)
-                for s in oracle.slots
-            ]
-        )
+        variables = (w, e, m, p)
+        fetched.append([graphs.with_slots(optimizer, v) for v in variables])
         return v1.EstimatorSpec(
-            mode, loss=loss, train_op=train, training_hooks=(len(slots),)
+            mode, loss=loss, train_op=train, training_hooks=(len(fetched),)
         )
 
     steps = graphs.feeds(num_towers, NUM_STEPS)
@@ -73,8 +64,7 @@ def test_oracle(num_towers, name, reduction):
     features = dict(zip("div", inputs, strict=True))
     spec = _towers(num_towers, model_fn, reduction)(features, None, "train")
     assert spec.training_hooks == (num_towers,)  # The last tower's spec.
-    fetches = [*tf1.trainable_variables()[:4], *slots[-1]]
-    fetches.append(tf1.train.get_global_step())
+    fetches = [fetched[-1], tf1.train.get_global_step()]
     got = graphs.run_steps(spec.train_op, inputs, steps, fetches)
     expected = [oracle(np.ones(shape)) for shape in shapes.values()]
     factor = 1 if reduction == R.SUM else 1 / num_towers
@@ -83,10 +73,7 @@ def test_oracle(num_towers, name, reduction):
         gradients = (sum(dense), rows, rows, dense[0])
         for one, gradient in zip(expected, gradients, strict=True):
             one.apply(factor * gradient)
-    of_slots = [one.state[s] for one in expected for s in oracle.slots]
-    graphs.check_close(
-        got, [one.x for one in expected] + of_slots + [NUM_STEPS]
-    )
+    graphs.check_close(got, [[one.values() for one in expected], NUM_STEPS])
 
 
 def _scaled(features, labels, mode):
