@@ -46,7 +46,7 @@ OPTIMIZERS = {
 
 @functools.cache
 def _trained(name):
-    """Trains five steps in TF1, whose wrappers have the same variables.
+    """Trains five steps in TF1; wrappers, also the originals, add no variable.
 
     Returns a checkpoint after three steps, its values, and those after five.
     """
