@@ -79,7 +79,7 @@ def test_oracle_in_shard(name, num_shards, groups, reduction):
     train = v1.shard(computation, inputs, num_shards=num_shards)
     feeds = graphs.feeds(num_shards, NUM_STEPS)
     fetched["step"] = tf1.train.get_global_step()
-    got = graphs.run_steps(train, inputs, feeds, fetched)
+    got = graphs.run_steps(train, fetched, inputs, feeds)
     assert got["step"] == NUM_STEPS
     expected = _expected(name, num_shards, groups, reduction)
     for index, pair in enumerate(expected):
@@ -163,9 +163,8 @@ def test_oracle_under_a_strategy_in_a_tf1_graph():
         _strategy_step(strategy, optimizer, w, e, num, inputs)
     )
     fetches = [*strategy.experimental_local_results(w), num]
-    got = graphs.run_steps(
-        train, inputs, graphs.feeds(2, NUM_STEPS), fetches, 2
-    )
+    feeds = graphs.feeds(2, NUM_STEPS)
+    got = graphs.run_steps(train, fetches, inputs, feeds, num_cpus=2)
     expected = _expected("adam", 2, None, MEAN)
     graphs.check_close(got, [*[w.x for w, _ in expected], NUM_STEPS], atol=0)
 

@@ -76,7 +76,7 @@ def placeholders(num_parts):
     ]
 
 
-def run_steps(step, inputs, feeds, fetches, num_cpus=1):
+def run_steps(step, fetches, inputs=(), feeds=((),), num_cpus=1):
     """Runs a step with each of `feeds`; returns what is fetched then."""
     with session(num_cpus) as made:
         for arrays in feeds:

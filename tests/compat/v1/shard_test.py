@@ -40,7 +40,7 @@ def _variables():
 
 
 def _values_after(op, num_steps=1):
-    return graphs.run_steps(op, [], [[]] * num_steps, _variables())
+    return graphs.run_steps(op, _variables(), feeds=[()] * num_steps)
 
 
 def test_inputs_are_split_and_outputs_joined():

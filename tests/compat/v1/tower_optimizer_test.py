@@ -65,7 +65,7 @@ def test_oracle(num_towers, name, reduction):
     spec = _towers(num_towers, model_fn, reduction)(features, None, "train")
     assert spec.training_hooks == (num_towers,)  # The last tower's spec.
     fetches = [fetched[-1], tf1.train.get_global_step()]
-    got = graphs.run_steps(spec.train_op, inputs, steps, fetches)
+    got = graphs.run_steps(spec.train_op, fetches, inputs, steps)
     expected = [oracle(np.ones(shape)) for shape in shapes.values()]
     factor = 1 if reduction == R.SUM else 1 / num_towers
     for dense, indices, values in steps:
@@ -113,27 +113,28 @@ def test_metrics_predictions_and_exports_are_of_all_towers(
     metrics = specs["eval"].eval_metric_ops
     exports = specs["infer"].export_outputs
     assert isinstance(exports["class"], v1.ClassificationOutput)
-    with graphs.session() as session:
-        session.run([update for _, update in metrics.values()])
-        got = session.run(
-            [
-                metrics["accuracy"][0],
-                metrics["mean"][0],
-                specs["eval"].loss,
-                specs["infer"].predictions,
-                exports["all"].outputs["y"],
-                exports["class"].scores,
-                exports["value"].value,
-            ]
-        )
-        classes = session.run(exports["class"].classes)
+    got = graphs.run_steps(
+        [update for _, update in metrics.values()],
+        [
+            {name: value for name, (value, _) in metrics.items()},
+            specs["eval"].loss,
+            specs["infer"].predictions,
+            exports,
+        ],
+    )
+    scores, classes = got[-1].pop("class")
     y = np.stack([2 * x, -x], 1)
     loss = np.mean((2 * x - labels) ** 2)
     loss *= num_towers if reduction == R.SUM else 1
-    graphs.check_close(
-        got, [6 / 8, y.mean(), loss, {"y": y, "x": x}, y, y, x], 1e-6, 0
-    )
-    np.testing.assert_array_equal(classes.astype(np.float32), y)
+    expected = [
+        {"accuracy": 6 / 8, "mean": y.mean()},
+        loss,
+        {"y": y, "x": x},
+        {"all": v1.PredictOutput({"y": y}), "value": v1.RegressionOutput(x)},
+    ]
+    graphs.check_close(got, expected, 1e-6, 0)
+    for one in (scores, classes.astype(np.float32)):
+        np.testing.assert_array_equal(one, y)
 
 
 def test_splitting_of_structures():
@@ -175,7 +176,7 @@ def test_several_optimizers_and_losses():
 
     spec = _towers(2, model_fn)(FEATURES, None, "train")
     fetches = [*tf1.trainable_variables(), tf1.train.get_global_step()]
-    got = graphs.run_steps(spec.train_op, [], [[], []], fetches)
+    got = graphs.run_steps(spec.train_op, fetches, feeds=[(), ()])
     # Towers' gradients 1 and 3, mean 2; momentum 2, then 0.5 * 2 + 2.
     assert got == [10 - 2 - 2, 10 - 4 - 6, 2]
 
@@ -215,7 +216,7 @@ def _scalar_model(features, mode, *, calls=1):
 def _after_a_step(model_fn):
     spec = _towers(2, model_fn)(FEATURES, None, "train")
     fetches = tf1.trainable_variables()
-    return spec, graphs.run_steps(spec.train_op, [], [[]], fetches)
+    return spec, graphs.run_steps(spec.train_op, fetches)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_one_tower_and_none():
     assert optimizer.variables() == made[0].variables()
     assert len(made) == 1
     fetches = [w, step, optimizer.get_slot(w, "momentum")]
-    got = graphs.run_steps(train, [], [[]], fetches)
+    got = graphs.run_steps(train, fetches)
     assert got == [-10.0, 1, 20.0]
 
 
