@@ -7,6 +7,19 @@ import tensorflow as tf
 from tests.support import replicas
 
 
+def model(optimizer_fn, strategy=None, is_built=True):
+    """A dense layer, compiled with an optimizer."""
+    with (strategy or tf.distribute.get_strategy()).scope():
+        result = keras.Sequential(
+            [keras.layers.Input((8,)), keras.layers.Dense(16)]
+        )
+        loss = keras.losses.MeanSquaredError()
+        result.compile(optimizer_fn(), loss, auto_scale_loss=False)
+        if is_built:
+            result.optimizer.build(result.trainable_variables)
+    return result
+
+
 def variables(model):
     """Weights and all state of the optimizer."""
     return [*model.trainable_variables, *model.optimizer.variables]
@@ -51,25 +64,25 @@ def save(model, way, path):
     return path
 
 
-def load(make, strategy, way, path):
+def load(optimizer_fn, strategy, way, path):
     """Loads a model.
 
     Args:
-      make: Makes the model that loads the file, if that is no whole model.
+      optimizer_fn: Makes its optimizer, if the file is no whole model.
       strategy: The strategy.
       way: The suffix of the file; "built" or "unbuilt" for a checkpoint, and
         whether it is read after the optimizer has been built or before.
       path: The path.
     """
     with strategy.scope():
-        is_whole = way in ("keras", "h5")
-        model = keras.models.load_model(path) if is_whole else make()
-        if way != "unbuilt" and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        if way in ("keras", "h5"):
+            loaded = keras.models.load_model(path)
+        else:
+            loaded = model(optimizer_fn, strategy, way != "unbuilt")
         if "weights" in way:
-            model.load_weights(path)
+            loaded.load_weights(path)
         elif way in ("built", "unbuilt"):
-            checkpoint(model).restore(path).expect_partial()
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-    return model
+            checkpoint(loaded).restore(path).expect_partial()
+        if not loaded.optimizer.built:
+            loaded.optimizer.build(loaded.trainable_variables)
+    return loaded

@@ -56,34 +56,30 @@ class Normalized(O.SGD):
         self.assign_sub(variable, 0.01 * gradient / (1e-3 + tf.sqrt(square)))
 
 
-def _made(options):
-    return {
-        name: functools.partial(getattr(O, name), 0.05, **own)
-        for name, own in options.items()
+def _made(*names, **options):
+    return [
+        functools.partial(getattr(O, name), 0.05, **options.get(name, {}))
+        for name in (*names, *options)
         if hasattr(O, name)
-    }
+    ]
 
 
-BY_ELEMENT = _made(
-    {
-        "SGD": {"momentum": 0.9, "nesterov": True},
-        "Adam": {"amsgrad": True},
-        "AdamW": {"weight_decay": 0.1},
-        "Adamax": {},
-        "Nadam": {},
-        "Adagrad": {},
-        "Adadelta": {},
-        "RMSprop": {"centered": True, "momentum": 0.5},
-        "Ftrl": {"l1_regularization_strength": 0.001},
-        "Lion": {},
-        "ScheduleFreeAdamW": {},
-    }
-)
-BY_ELEMENT["users"] = Signs
-OWNED = _made(
-    {"Muon": {"weight_decay": 0.1}, "Lamb": {"clipnorm": 0.1}, "Adafactor": {}}
-)
-OWNED["users"] = Normalized
+BY_ELEMENT = [
+    Signs,
+    *_made(
+        *("Adamax", "Nadam", "Adagrad", "Adadelta", "Lion"),
+        "ScheduleFreeAdamW",
+        SGD={"momentum": 0.9, "nesterov": True},
+        Adam={"amsgrad": True},
+        AdamW={"weight_decay": 0.1},
+        RMSprop={"centered": True, "momentum": 0.5},
+        Ftrl={"l1_regularization_strength": 0.001},
+    ),
+]
+OWNED = [
+    Normalized,
+    *_made("Adafactor", Muon={"weight_decay": 0.1}, Lamb={"clipnorm": 0.1}),
+]
 
 
 def multi():
@@ -96,12 +92,12 @@ def multi():
     )
 
 
-def _momentum(kind, rate=0.5, **options):
+def momentum(kind, rate=0.5, **options):
     return kind(rate, momentum=0.5, name="sgd", **options)
 
 
 def _of_elements(kind):
-    optimizer = _momentum(
+    optimizer = momentum(
         kind,
         O.schedules.ExponentialDecay(0.5, 3, 0.7),
         clipvalue=0.01,
@@ -111,28 +107,26 @@ def _of_elements(kind):
     return optimizer
 
 
-_EMA = {"use_ema": True, "ema_momentum": 0.9}
+_EMA = functools.partial(momentum, use_ema=True, ema_momentum=0.9)
 _ACCUMULATION = {"gradient_accumulation_steps": 3}
 # Each makes an optimizer of a class, which is divided by element or by owner.
 SETTINGS = {
-    name: functools.partial(_momentum, **options)
-    for name, options in {
-        "static_scale": {"clipnorm": 0.01, "loss_scale_factor": 16.0},
-        "global_clipnorm": {"global_clipnorm": 0.1},
-        "averages": _EMA,
-        "ema": {"ema_overwrite_frequency": 3, **_EMA},
-        "accumulation": {"global_clipnorm": 0.05, **_ACCUMULATION},
-        "accumulation_ema": {
-            "ema_overwrite_frequency": 2,
-            **_ACCUMULATION,
-            **_EMA,
-        },
-    }.items()
+    "schedule_decay_clipvalue": _of_elements,
+    "static_scale": functools.partial(
+        momentum, clipnorm=0.01, loss_scale_factor=16.0
+    ),
+    "scale": lambda kind: O.LossScaleOptimizer(
+        momentum(kind, global_clipnorm=0.1), initial_scale=64.0
+    ),
+    "averages": _EMA,
+    "ema": functools.partial(_EMA, ema_overwrite_frequency=3),
+    "accumulation": functools.partial(
+        momentum, global_clipnorm=0.05, **_ACCUMULATION
+    ),
+    "accumulation_ema": functools.partial(
+        _EMA, ema_overwrite_frequency=2, **_ACCUMULATION
+    ),
 }
-SETTINGS["schedule_decay_clipvalue"] = _of_elements
-SETTINGS["scale"] = lambda kind: O.LossScaleOptimizer(
-    _momentum(kind, global_clipnorm=0.1), initial_scale=64.0
-)
 
 
 def of_both_kinds(name):
@@ -164,7 +158,7 @@ def gradients(num_replicas, num_steps=NUM_STEPS):
     ]
 
 
-def stepping(several, graph=True):
+def stepping(several):
     """A step that applies the same gradients with several optimizers."""
     strategy = several[0].strategy
 
@@ -172,16 +166,14 @@ def stepping(several, graph=True):
         own = [one[replicas.replica_id_tensor()] for one in arriving]
         for trained in several:
             scale = trained.optimizer.scale_loss(1.0)
-            is_scaled = tf.is_tensor(scale) or scale != 1.0
             trained.optimizer.apply(
-                [one * scale if is_scaled else one for one in own],
-                trained.variables,
+                [one * scale for one in own], trained.variables
             )
 
-    def step(*arriving):
-        strategy.run(on_replica, args=arriving)
-
-    return tf.function(step, autograph=False) if graph else step
+    return tf.function(
+        lambda *arriving: strategy.run(on_replica, args=arriving),
+        autograph=False,
+    )
 
 
 class Trained:
@@ -191,7 +183,6 @@ class Trained:
       inner_fn: Makes the inner optimizer.
       strategy: The strategy.
       groups: The groups, or None.
-      graph: Whether the step is a tf.function.
       constraint: Of the first variable.
       num_steps: The number of steps.
       names: Of the variables.
@@ -208,7 +199,6 @@ class Trained:
         inner_fn,
         strategy,
         groups=None,
-        graph=True,
         constraint=None,
         num_steps=NUM_STEPS,
         names=tuple(SHAPES),
@@ -232,7 +222,7 @@ class Trained:
             )
             self.optimizer.build(self.variables)
         self.strategy = strategy
-        self._step = stepping([self], graph)
+        self._step = stepping([self])
         self.run(num_steps)
 
     def run(self, num_steps, step=None):
@@ -285,42 +275,33 @@ def means_of(members, num_replicas, names=SHAPES, num_steps=NUM_STEPS):
     ]
 
 
-def one_device(inner_fn, steps, constraint=None, start=None):
+def one_device(inner_fn, steps, constraint=None):
     """Plain Keras with the given gradients of each step, by name.
 
     Returns:
       The weights, and the optimizer's variables by name.
     """
-    start = start or start_weights()
+    start = start_weights()
     variables = [keras.Variable(start[name], name=name) for name in steps[0]]
     variables[0].constraint = constraint
     optimizer = inner_fn()
     optimizer.build(variables)
     for step in steps:
         scale = optimizer.scale_loss(1.0)
-        optimizer.apply(
-            [
-                None if one is None else tf.constant(one) * scale
-                for one in step.values()
-            ],
-            variables,
-        )
+        optimizer.apply([one * scale for one in step.values()], variables)
     return (
         [one.numpy() for one in variables],
         _named(optimizer, lambda v: v.numpy()),
     )
 
 
-def check(
-    inner_fns, strategy, groups=None, graph=True, expected=None, **kwargs
-):
+def check(inner_fns, strategy, groups=None, expected=None, **kwargs):
     """Each optimizer ends as one device, on every replica of every group.
 
     Args:
       inner_fns: Make the inner optimizers, which take part in one step.
       strategy: The strategy.
       groups: The groups, or None.
-      graph: Whether the step is a tf.function.
       expected: Makes plain Keras' optimizer; by default the inner one.
       **kwargs: Further arguments of `Trained`.
     """
@@ -328,21 +309,20 @@ def check(
         Trained(one, strategy, groups, num_steps=0, shard_update=True, **kwargs)
         for one in inner_fns
     ]
-    several[0].run(NUM_STEPS, stepping(several, graph))
+    several[0].run(NUM_STEPS, stepping(several))
     num_replicas = strategy.num_replicas_in_sync
     for trained, inner_fn in zip(several, inner_fns, strict=True):
-        own = [*trained.weights, *trained.state().values()]
+        state = trained.state()
         for members in groups or [range(num_replicas)]:
             expected_weights, expected_state = one_device(
                 expected or inner_fn,
                 means_of(members, num_replicas, trained.names),
                 kwargs.get("constraint"),
             )
-            names = [*trained.names, *expected_state]
-            assert names == [*trained.names, *trained.state()]
+            assert [*state] == [*expected_state]
             for name, value, want in zip(
-                names,
-                own,
+                [*trained.names, *state],
+                [*trained.weights, *state.values()],
                 [*expected_weights, *expected_state.values()],
                 strict=True,
             ):
