@@ -1,6 +1,5 @@
 """TensorFlow's collectives: ranks, keys, and what TensorFlow is told."""
 
-import itertools
 import types
 
 import numpy as np
@@ -14,7 +13,6 @@ from tf_xshard.collectives import subgroups
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import site as site_lib
 
-WHOLE = None
 ONE = [tf.config.LogicalDeviceConfiguration(1024)]
 GPU = "/job:localhost/replica:0/task:0/device:GPU:1"
 CPU = "/job:localhost/replica:0/task:0/device:CPU:1"
@@ -23,13 +21,13 @@ CPU = "/job:localhost/replica:0/task:0/device:CPU:1"
 @pytest.mark.parametrize(
     "kind, device, gpus, hint",
     [
-        ("mirrored", GPU, [WHOLE, WHOLE], "nccl"),
+        ("mirrored", GPU, [None, None], "nccl"),
         ("mirrored", GPU, [ONE, ONE], "nccl"),
         ("mirrored", GPU, [2 * ONE], "auto"),
-        ("mirrored", GPU, [WHOLE, 2 * ONE], "auto"),
-        ("mirrored", CPU, [WHOLE, WHOLE], "auto"),
+        ("mirrored", GPU, [None, 2 * ONE], "auto"),
+        ("mirrored", CPU, [None, None], "auto"),
         # Its CommunicationOptions decide, which "auto" leaves to TensorFlow.
-        ("multi_worker", GPU, [WHOLE, WHOLE], "auto"),
+        ("multi_worker", GPU, [None, None], "auto"),
     ],
 )
 def test_nccl_is_for_whole_gpus(kind, device, gpus, hint, monkeypatch):
@@ -52,16 +50,8 @@ CROSSED = [[3, 1], [0, 2]]
         (replicas.MIXED, CROSSED, True),
         (replicas.MIXED, CROSSED, False),
         (replicas.TWELVE, [[*range(12)]], True),
-        # Parts of the group have different sizes.
-        pytest.param(
-            *(replicas.SIXTEEN[:13], [[*range(13)]], True),
-            marks=replicas.in_full,
-        ),
-        pytest.param(
-            *(replicas.SIXTEEN, [[*range(16)]], True), marks=replicas.in_full
-        ),
     ],
-    ids=["graph", "eager", "twelve", "thirteen", "sixteen"],
+    ids=["graph", "eager", "twelve"],
 )
 def test_ranks_are_positions(devices, groups, graph):
     """Each row names its source and its destination, by replica."""
@@ -87,7 +77,7 @@ def test_ranks_are_positions(devices, groups, graph):
     run = lambda: strategy.run(on_replica)
     found = (tf.function(run, autograph=False) if graph else run)()
     position, gathered, stacked, exchanged, summed = (
-        [np.asarray(one) for one in strategy.experimental_local_results(value)]
+        [*map(np.asarray, strategy.experimental_local_results(value))]
         for value in found
     )
     for group in groups:
@@ -141,16 +131,13 @@ def test_every_pair_exchanges_rows_under_keys_of_its_own(group_size):
         position: subgroups._exchanges(group_size, position)
         for position in range(group_size)
     }
-    # The replicas of an exchange all take part in it, in one order.
+    # The replicas of an exchange all take part in it, in one order. Eleven is
+    # the largest number in which all pairs of digits differ.
     in_order = list(
         dict.fromkeys(tuple(one) for e in exchanges.values() for one in e)
     )
+    assert max(map(len, in_order)) <= 11
     for position, own in exchanges.items():
         assert own == [list(one) for one in in_order if position in one]
         assert {i for one in own for i in one} == set(range(group_size))
         assert sum(map(len, own)) < 2 * group_size
-    for one in in_order:
-        keys = [
-            f"{a}{b}" for a, b in itertools.product(range(len(one)), repeat=2)
-        ]
-        assert len(set(keys)) == len(keys)

@@ -8,6 +8,8 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import stacks
+from tests.support import steps
+from tests.support import traced
 from tf_xshard.reduction import quantization
 
 # Two blocks of numbers in a group of two, and padding.
@@ -34,59 +36,33 @@ def _optimizer(inner=None, communication=INT8, **kwargs):
 
 
 def _gradients(num_replicas, shapes=SHAPES, num_steps=3):
-    """Magnitudes that differ by variable, replica and step."""
+    """For each variable [steps, replicas, *shape], of different magnitudes."""
     rng = np.random.default_rng(7)
-    return [
-        [
-            [
-                (10.0 ** (i % 3 - r) * rng.normal(size=shape)).astype("float32")
-                for i, shape in enumerate(shapes)
-            ]
-            for r in range(num_replicas)
-        ]
-        for _ in range(num_steps)
-    ]
+    result = []
+    for i, shape in enumerate(shapes):
+        scale = 10.0 ** (i % 3 - np.arange(num_replicas))
+        numbers = rng.normal(size=(num_steps, *shape, num_replicas)) * scale
+        result.append(np.moveaxis(numbers, -1, 1).astype("float32"))
+    return result
 
 
 def _trained(make, gradients, devices=(0, 1), graph=True):
-    """Weights and residuals, `[variable][replica]`."""
+    """Weights and residuals, each for all replicas."""
     strategy = replicas.mirrored_on(devices)
-    with strategy.scope():
-        weights = [
-            keras.Variable(np.zeros(g.shape), dtype="float32")
-            for g in gradients[0][0]
-        ]
-        optimizer = make()
-        optimizer.build(weights)
-
-    def on_replica(*stacks):
-        own = [stack[replicas.replica_id_tensor()] for stack in stacks]
-        optimizer.apply(own, weights)
-
-    run = lambda *stacks: strategy.run(on_replica, stacks)
-    step = tf.function(run, autograph=False) if graph else run
-    for of_replicas in gradients:
-        step(*map(tf.stack, zip(*of_replicas, strict=True)))
-    return [
-        [np.stack(replicas.values(strategy, v)) for v in variables]
-        for variables in (weights, getattr(optimizer, "_residuals", []))
-    ]
+    initial = [np.zeros(one.shape[2:]) for one in gradients]
+    one = traced.Traced(make, initial, strategy, graph=graph)
+    weights = one.run(*gradients)
+    residuals = getattr(one.optimizer, "_residuals", [])
+    return weights, [np.stack(replicas.values(strategy, v)) for v in residuals]
 
 
 def _check(got, gradients, groups):
     """What has not arrived is what the replicas keep, and it is little."""
-    weights, residuals = got
-    of_steps = [
-        np.stack([[own[i] for own in step] for step in gradients])
-        for i in range(len(weights))
-    ]
-    largest = max(np.abs(one).max() for one in of_steps)
+    largest = max(np.abs(one).max() for one in gradients)
     for members in groups:
         # Half a step of a replica's numbers, and half a step of their sum's.
         bound = 1.05 * (1 + len(members)) * largest / 127 / 2
-        for value, residual, sent in zip(
-            weights, residuals, of_steps, strict=True
-        ):
+        for value, residual, sent in zip(*got, gradients, strict=True):
             own = sent[:, members].astype("float64")
             np.testing.assert_allclose(
                 residual[members].sum(0) - value[members[0]],
@@ -125,7 +101,7 @@ def test_nothing_is_lost(devices, groups, sharded, graph):
 def test_feedback_brings_it_closer_to_float32(dtype, kind, most):
     """The sum of many steps; without feedback errors add up."""
     gradients = _gradients(2, [(40, 30)], 20)
-    exact = -np.sum([sum(g[0] for g in step) for step in gradients], 0)
+    exact = -gradients[0].sum((0, 1))
     errors = []
     for feedback in (True, False):
         [weights], _ = _trained(
@@ -143,20 +119,17 @@ def test_feedback_brings_it_closer_to_float32(dtype, kind, most):
 def test_neither_scale_nor_overflow_changes_anything():
     """The scale doubles after a step, and halves after one that is skipped."""
     gradients = _gradients(2, [(40, 30)], 4)
-    scaled = [
-        [[g * np.float32(scale) for g in of_replica] for of_replica in step]
-        for scale, step in zip((4, 8, 4, 8), gradients, strict=True)
-    ]
-    overflows = np.ones([2, 2, 1, 40, 30], "float32")
-    overflows[0, 1, 0, 3, 5] = np.inf
-    overflows[1, 0, 0, 3, 5] = np.nan
+    overflows = np.ones([2, 2, 40, 30], "float32")
+    overflows[0, 1, 3, 5] = np.inf
+    overflows[1, 0, 3, 5] = np.nan
+    good = gradients[0]
     got = _trained(
         lambda: _optimizer(
             keras.optimizers.LossScaleOptimizer(
                 SGD(1.0), initial_scale=4.0, dynamic_growth_steps=1
             )
         ),
-        [*scaled[:2], *overflows, *scaled[2:]],
+        [np.concatenate([good[:2], overflows, good[2:]])],
     )
     _check(got, gradients, [[0, 1]])
 
@@ -220,7 +193,7 @@ def test_group_reduce():
 
 def test_check_numerics():
     """Its operations have no kernels in XLA; it finds a nan."""
-    gradients = [[[np.float32([1, 2, 127])], [np.float32([np.nan, 6, 127])]]]
+    gradients = [np.float32([[[1, 2, 127], [np.nan, 6, 127]]])]
     tf.debugging.enable_check_numerics()
     try:
         with pytest.raises(tf.errors.InvalidArgumentError, match="NaN"):
@@ -234,18 +207,16 @@ def test_a_nan_does_not_stay(dtype):
     """A hook that removes nan from the sums works as it does in float32."""
 
     def without_nan(pairs):
-        return [
-            (tf.where(tf.math.is_finite(g), g, tf.zeros_like(g)), v)
-            for g, v in pairs
-        ]
+        [(g, variable)] = pairs
+        return [(tf.where(tf.math.is_finite(g), g, tf.zeros_like(g)), variable)]
 
-    gradients = np.ones([4, 2, 1, 3], "float32")
+    gradients = np.ones([4, 2, 3], "float32")
     gradients[1, 0] = np.nan
     [weights], [residuals] = _trained(
         lambda: _optimizer(
             communication=_communication(dtype), post_reduce=without_nan
         ),
-        gradients,
+        [gradients],
     )
     np.testing.assert_allclose(weights, np.full([2, 3], -6.0), rtol=1e-6)
     assert np.isfinite(residuals).all()
@@ -253,24 +224,21 @@ def test_a_nan_does_not_stay(dtype):
 
 def test_what_is_not_quantized():
     """What float8 training assigns instead of gradients, and sparse rows."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        variables = [keras.Variable(1.0) for _ in range(2)]
-        for variable in variables:
-            variable.overwrite_with_gradient = True
-        variables.append(keras.Variable(np.zeros([2, 1]), dtype="float32"))
-        optimizer = _optimizer()
-    replicas.apply_once(
-        strategy,
-        optimizer,
+
+    def overwritten():
+        variable = keras.Variable(1.0)
+        variable.overwrite_with_gradient = True
+        return variable
+
+    found = steps.stepped(
+        _optimizer,
         lambda r: [
             *tf.unstack([[448.0, 0.01], [0.0, 0.03]][r]),
             tf.IndexedSlices([[0.1 + r]], [1], [2, 1]),
         ],
-        variables,
+        [overwritten, overwritten, np.zeros([2, 1])],
+        num_replicas=2,
     )
-    for variable, want in zip(
-        variables, (224, 0.02, [[0], [-1.2]]), strict=True
-    ):
-        for value in replicas.values(strategy, variable):
+    for values, want in zip(found, (224, 0.02, [[0], [-1.2]]), strict=True):
+        for value in values:
             np.testing.assert_allclose(value, want, rtol=1e-6)

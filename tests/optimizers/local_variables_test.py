@@ -11,22 +11,20 @@ import tf_xshard
 from tests.support import filled
 from tests.support import replicas
 from tests.support import seeds
+from tests.support import sharded
+from tests.support import steps
 
 O = keras.optimizers  # noqa: E741
 SGD = O.SGD
 CROSS = tf_xshard.CrossShardOptimizer
 PAIRS = [[0, 1], [2, 3]]
 RNG = np.random.default_rng(3)
-X = RNG.normal(size=(2, 6, 2)).astype("float32")
-Y = RNG.normal(size=(2, 6, 1)).astype("float32") + np.float32([[[3]], [[-3]]])
-
-
-def _variables():
-    with keras.name_scope("layer"):
-        return [
-            keras.Variable(np.zeros(shape), dtype="float32", name=name)
-            for name, shape in (("shared", (2,)), ("own", (3,)))
-        ]
+X = RNG.normal(size=(12, 2)).astype("float32")
+Y = RNG.normal(size=(12, 1)).astype("float32") + np.repeat([[3], [-3]], 6, 0)
+VARIABLES = [
+    functools.partial(keras.Variable, np.zeros(shape, "float32"), name=name)
+    for name, shape in (("shared", 2), ("own", 3))
+]
 
 
 @pytest.mark.parametrize(
@@ -40,135 +38,83 @@ def _variables():
     ],
 )
 def test_oracle(kind, reduction, normalization, options, factor):
-    strategy = replicas.STRATEGIES[kind](4)
-    with strategy.scope():
-        shared, own = _variables()
-        optimizer = CROSS(
+    divisor = 4 if normalization == "global" else 1
+    shared, own = steps.stepped(
+        lambda: CROSS(
             SGD(1.0),
             reduction,
             PAIRS,
             local="own",
             loss_normalization=normalization,
             **options,
-        )
-    divisor = 4 if normalization == "global" else 1
-    replicas.apply_once(
-        strategy,
-        optimizer,
-        lambda r: [tf.fill(v.shape, 10.0**r / divisor) for v in (shared, own)],
-        [shared, own],
+        ),
+        lambda r: [tf.fill([size], 10.0**r / divisor) for size in (2, 3)],
+        VARIABLES,
+        kind,
     )
-    of_group = {"mean": 0.5, "sum": 1}[reduction]
-    for r in range(4):
-        [members] = [group for group in PAIRS if r in group]
-        total = of_group * sum(10.0**m for m in members)
-        for variable, expected in ((shared, total), (own, factor * 10.0**r)):
-            np.testing.assert_allclose(
-                replicas.values(strategy, variable)[r], -expected, rtol=1e-6
-            )
-
-
-def _adam():
-    return O.Adam(0.1)
+    for members in PAIRS:
+        total = getattr(np, reduction)([10.0**m for m in members])
+        for r in members:
+            np.testing.assert_allclose(shared[r], [-total] * 2, rtol=1e-6)
+            expected = [-factor * 10.0**r] * 3
+            np.testing.assert_allclose(own[r], expected, rtol=1e-6)
 
 
 def _sgd():
     return SGD(0.1)
 
 
-def _cross(inner_fn, **options):
-    return lambda: CROSS(inner_fn(), local="b$", **options)
-
-
-def _tower(inner_fn):
-    return lambda: tf_xshard.TowerOptimizer(inner_fn(), 1)
-
-
-def _scaled():
-    return O.LossScaleOptimizer(_sgd(), initial_scale=4.0)
-
-
 _CLIP = tf_xshard.clip_by_global_norm(1e3)
 _BFLOAT16 = tf_xshard.Communication("bfloat16", error_feedback=True)
-# Each with the plain optimizer that it must equal.
+# The inner optimizer, and what is around it.
 WRAPS = {
-    "adam": (_cross(_adam), _adam),
-    "sharded": (_cross(_adam, shard_update=True), _adam),
-    "residuals": (_cross(_adam, communication=_BFLOAT16), _adam),
-    "tower_around": (_tower(_cross(_sgd)), _sgd),
-    "tower_inside": (_cross(_tower(_sgd)), _sgd),
-    "loss_scale": (_cross(_scaled), _sgd),
-    "hooks": (_cross(_sgd, pre_reduce=_CLIP, post_reduce=_CLIP), _sgd),
+    "adam": (lambda: O.Adam(0.1), {}),
+    "sharded": (lambda: O.Adam(0.1), {"shard_update": True}),
+    "lamb": (lambda: O.Lamb(0.1, clipnorm=0.1), {"shard_update": True}),
+    "adafactor": (lambda: O.Adafactor(0.1), {"shard_update": True}),
+    "residuals": (_sgd, {"communication": _BFLOAT16}),
+    "tower_around": (
+        _sgd,
+        {"wrap": lambda one: tf_xshard.TowerOptimizer(one, 1)},
+    ),
+    "tower_inside": (lambda: tf_xshard.TowerOptimizer(_sgd(), 1), {}),
+    "loss_scale": (lambda: O.LossScaleOptimizer(_sgd()), {}),
+    "hooks": (_sgd, {"pre_reduce": _CLIP, "post_reduce": _CLIP}),
 }
-# Norms and means are of one replica's copy, as in an unsharded update.
-for _name in ("Lamb", "Adafactor"):
-    _whole = functools.partial(getattr(O, _name), 0.1, clipnorm=0.1)
-    WRAPS[_name] = (_cross(_whole, shard_update=True), _cross(_whole))
-
-
-def _trained(makers, strategy, heads):
-    """y = x w + b_r, with one b for each replica, or with all in `heads`.
-
-    Returns:
-      Of each optimizer, w and b on all replicas, after three steps.
-    """
-    several = []
-    with strategy.scope():
-        for make in makers:
-            w = keras.Variable(np.ones((2, 1)), dtype="float32", name="w")
-            b = keras.Variable(np.zeros(heads), dtype="float32", name="b")
-            optimizer = make()
-            optimizer.build([w, b])
-            several.append((optimizer, w, b))
-
-    def on_replica():
-        for optimizer, w, b in several:
-            with tf.GradientTape() as tape:
-                if heads == 1:
-                    r = replicas.replica_id_tensor()
-                    error = tf.gather(X, r) @ w + b - tf.gather(Y, r)
-                else:
-                    error = X @ w.value + b.value[:, None, None] - Y
-                loss = tf.reduce_mean(error**2) / strategy.num_replicas_in_sync
-                loss = optimizer.scale_loss(loss)
-            gradients = tape.gradient(loss, [w.value, b.value])
-            optimizer.apply(gradients, [w, b])
-
-    step = tf.function(lambda: strategy.run(on_replica), autograph=False)
-    for _ in range(3):
-        step()
-    return [
-        [np.stack(replicas.values(strategy, v)) for v in (w, b)]
-        for _, w, b in several
-    ]
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """What each of `WRAPS` has trained, and what is expected."""
-    strategy = replicas.mirrored(2)
-    wholes = [WRAPS[name][1] for name in ("Lamb", "Adafactor")]
-    got = _trained([one for one, _ in WRAPS.values()] + wholes, strategy, 1)
-    alone = _trained([_adam, _sgd], tf.distribute.get_strategy(), 2)
-    expected = {
-        make: [np.stack([w[0]] * 2), b.T]
-        for make, (w, b) in zip((_adam, _sgd), alone, strict=True)
+    """What each of `WRAPS` has trained."""
+    result = {
+        name: sharded.Trained(
+            inner_fn,
+            replicas.mirrored(2),
+            num_steps=0,
+            names=sharded.TWO,
+            local="bias",
+            **options,
+        )
+        for name, (inner_fn, options) in WRAPS.items()
     }
-    expected |= dict(zip(wholes, got[-2:], strict=True))
-    return {
-        name: (one, expected[make])
-        for (name, (_, make)), one in zip(WRAPS.items(), got, strict=False)
-    }
+    several = [*result.values()]
+    several[0].run(sharded.NUM_STEPS, sharded.stepping(several))
+    return result
 
 
 @pytest.mark.parametrize("name", WRAPS)
 def test_equals_one_device_with_a_copy_for_each_replica(name, trained):
     """The gradient of the mean loss by copy r is g_r / 2."""
     tolerance = 1e-2 if name == "residuals" else 1e-6
-    for got, expected in zip(*trained[name], strict=True):
-        np.testing.assert_allclose(got, expected, atol=tolerance)
-    (_, b), _ = trained[name]
-    assert b[0] != b[1]
+    inner_fn, _ = WRAPS[name]
+    for r in range(2):
+        of_copy = [
+            {"kernel": step["kernel"].mean(0), "bias": step["bias"][r] / 2}
+            for step in sharded.gradients(2)
+        ]
+        expected, _ = sharded.one_device(inner_fn, of_copy)
+        for got, want in zip(trained[name].weights, expected, strict=True):
+            np.testing.assert_allclose(got[r], want, atol=tolerance)
 
 
 def test_kinds_of_slots():
@@ -193,36 +139,34 @@ def test_kinds_of_slots():
 
 def test_no_residual_no_bytes():
     with replicas.mirrored(2).scope():
-        variables = _variables()
+        variables = [make() for make in VARIABLES]
         optimizer = CROSS(SGD(), local=variables[1], communication=_BFLOAT16)
         alone = CROSS(SGD(), communication=_BFLOAT16)
     plan = tf_xshard.communication_plan(optimizer, variables)
     expected = tf_xshard.communication_plan(alone, variables[:1])
     assert plan.bytes_per_step == expected.bytes_per_step > 0
     names = [v.path.split("/")[-1] for v in optimizer.variables]
-    assert [n for n in names if "residual" in n] == ["layer_shared_residual"]
+    assert [n for n in names if "residual" in n] == ["shared_residual"]
 
 
 def test_rows_and_missing_gradients():
     """An Embedding may be local, and have no gradient on a replica."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        table = keras.Variable(np.zeros((3, 1)), dtype="float32", name="own")
-        shared = keras.Variable(0.0, name="shared")
-        optimizer = CROSS(SGD(1.0), local=table)
 
     def gradients(r):
-        rows = tf.IndexedSlices(
-            tf.constant([[1.0], [2.0]]), [1, 1], tf.constant([3, 1])
-        )
-        return [None if r else rows, tf.constant(2.0 * r)]
+        rows = tf.IndexedSlices([[1.0], [2.0]], [1, 1], [3, 1])
+        return [tf.fill([2], 2.0 * r), None if r else rows]
 
+    make = functools.partial(keras.Variable, np.zeros((3, 1)), name="own")
     # Keras warns of the replica that has none.
     with pytest.warns(UserWarning, match="Gradients do not exist for"):
-        replicas.apply_once(strategy, optimizer, gradients, [table, shared])
-    first, second = replicas.values(strategy, table)
-    assert first.ravel().tolist() == [0, -3, 0] and not second.any()
-    assert replicas.values(strategy, shared) == [-2, -2]
+        shared, own = steps.stepped(
+            lambda: CROSS(SGD(1.0), local="own"),
+            gradients,
+            [VARIABLES[0], make],
+            num_replicas=2,
+        )
+    assert own[0].ravel().tolist() == [0, -3, 0] and not own[1].any()
+    np.testing.assert_array_equal(shared, np.full([2, 2], -2))
 
 
 def _model(local=None):
@@ -244,8 +188,7 @@ def fitted():
     with replicas.mirrored(2).scope():
         model = _model()
         sentinel = tf_xshard.DivergenceSentinel(every=1)
-    x, y = X.reshape(-1, 2), Y.reshape(-1, 1)
-    model.fit(x, y, batch_size=4, verbose=0, callbacks=[sentinel])
+    model.fit(X, Y, batch_size=4, verbose=0, callbacks=[sentinel])
     return model
 
 
@@ -315,7 +258,7 @@ def test_an_unbuilt_layer_is_saved_by_its_name():
 
 
 def _built(inner, local):
-    CROSS(inner, local=local).build(_variables())
+    CROSS(inner, local=local).build([make() for make in VARIABLES])
 
 
 @pytest.mark.parametrize(
@@ -353,8 +296,8 @@ def test_a_value_of_a_whole_group_is_refused(tmp_path):
         lambda: state.get_weights(0),
         lambda: state.set_weights(0, {}),
         lambda: state.merge(),
-        lambda: state.evaluate(X[0], Y[0]),
-        lambda: state.predict(X[0]),
+        lambda: state.evaluate(X, Y),
+        lambda: state.predict(X),
         lambda: state.export(0, "model.keras"),
         lambda: state.restore(tmp_path, regroup="mean"),
     ):

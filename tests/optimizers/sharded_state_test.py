@@ -114,25 +114,6 @@ def test_group_state_of_whole_slots(inner, tmp_path):
     _assert_equal(_state(back).get_weights(0)["optimizer"], expected[1])
 
 
-def test_averages_at_the_end_of_fit():
-    """`fit` calls finalize_variable_values; each group has its own average."""
-    for inner_fn in sharded.of_both_kinds("averages"):
-        trained = sharded.Trained(
-            inner_fn,
-            replicas.mirrored(4),
-            GROUPS,
-            num_steps=2,
-            names=sharded.ONE,
-            shard_update=True,
-        )
-        [average] = [v for k, v in trained.state().items() if "average" in k]
-        [before] = trained.weights
-        trained.optimizer.finalize_variable_values(trained.variables)
-        _assert_equal(trained.weights, [average])
-        assert np.abs(before - average).max() > 1e-3
-        assert (average[0] != average[1]).any()
-
-
 def _sharded(inner, **kwargs):
     return tf_xshard.CrossShardOptimizer(inner, shard_update=True, **kwargs)
 

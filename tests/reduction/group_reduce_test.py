@@ -38,7 +38,6 @@ def _run(strategy, on_replica, graph=True):
 )
 def test_nested_values(kind, graph, reduction):
     """Dense values and rows; an overflow stays in its group."""
-    strategy = replicas.STRATEGIES[kind](4)
     gathers = kind == "mirrored" or (kind == "multi_worker" and graph)
 
     def on_replica():
@@ -53,6 +52,7 @@ def test_nested_values(kind, graph, reduction):
             tf.debugging.assert_equal(tf.size(rows.indices), 2)
         return one["a"][0], bad, tf.convert_to_tensor(rows)
 
+    strategy = replicas.STRATEGIES[kind](4)
     one, bad, rows = _run(strategy, on_replica, graph)
     combine = getattr(np, reduction)
     for members in GROUPS:
@@ -126,15 +126,15 @@ def test_replicas_with_different_values(own, text, graph):
 
 
 @pytest.mark.parametrize(
-    "kind, reduction",
+    "kind, graph, reduction",
     [
-        ("eager", "mean"),
-        ("mirrored", "sum"),
-        ("tpu", "mean"),
-        ("tpu_permuted", "sum"),
+        ("mirrored", False, "mean"),
+        ("mirrored", True, "sum"),
+        ("tpu", True, "mean"),
+        ("tpu_permuted", True, "sum"),
     ],
 )
-def test_its_gradient_reduces_the_upstream_gradients(kind, reduction):
+def test_its_gradient_reduces_the_upstream_gradients(kind, graph, reduction):
     """Of dense values and of rows; of a value without an upstream, 0."""
 
     def on_replica():
@@ -153,9 +153,7 @@ def test_its_gradient_reduces_the_upstream_gradients(kind, reduction):
             loss = (r + 1) * (of_dense + of_rows)
         return tape.gradient(loss, x)
 
-    graph = kind != "eager"
-    strategy = replicas.STRATEGIES[kind if graph else "mirrored"](4)
-    got = _run(strategy, on_replica, graph)
+    got = _run(replicas.STRATEGIES[kind](4), on_replica, graph)
     combine = getattr(np, reduction)
     for members in GROUPS:
         reduced = combine([10.0**r for r in members])

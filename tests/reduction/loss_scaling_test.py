@@ -71,25 +71,11 @@ def test_an_overflow_of_the_sum_in_one_group_only():
     assert values == [0.0] * 4
 
 
-def _hides(pairs):
-    """A function that hides the overflow."""
-    return [(tf.ones_like(g), v) for g, v in pairs]
-
-
-@pytest.mark.parametrize(
-    "argument, function",
-    [
-        ("pre_reduce", tf_xshard.clip_by_value(-1.0, 1.0)),
-        ("post_reduce", tf_xshard.clip_by_norm(1.0)),
-        ("pre_reduce", tf_xshard.clip_by_global_norm(1.0)),
-        ("pre_reduce", _hides),
-        ("post_reduce", _hides),
-    ],
-    ids=["value", "norm", "global_norm", "hides_before", "hides_after"],
-)
-def test_no_clipping_hides_an_overflow(argument, function):
+@pytest.mark.parametrize("argument", ["pre_reduce", "post_reduce"])
+def test_no_hook_hides_an_overflow(argument):
+    hide = lambda pairs: [(tf.ones_like(g), v) for g, v in pairs]
     [values] = steps.stepped(
-        lambda: _optimizer(**{argument: function}),
+        lambda: _optimizer(**{argument: hide}),
         lambda r: [tf.constant(np.inf if r == 1 else 1.0)],
         num_replicas=2,
     )

@@ -1,7 +1,5 @@
 """How many collectives a step has in its graph, and how many it runs."""
 
-import contextlib
-
 import keras
 import tensorflow as tf
 
@@ -42,15 +40,14 @@ def trained(strategy, optimizer_fn, num_steps):
         def step():
             strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight]))
 
-        is_tpu = replicas.is_tpu(strategy)
-        with strategy.capture() if is_tpu else contextlib.nullcontext() as seen:
-            graph = (
-                tf.function(step, autograph=False).get_concrete_function().graph
-            )
-        graph_def = graph.as_graph_def()
-        if is_tpu:
-            [extraction] = seen
+        if replicas.is_tpu(strategy):
+            with strategy.capture() as extractions:
+                tf.function(step, autograph=False).get_concrete_function()
+            [extraction] = extractions
             graph_def = extraction.program.graph_def
+        else:
+            traced = tf.function(step, autograph=False).get_concrete_function()
+            graph_def = traced.graph.as_graph_def()
         run = tf.function(step, autograph=False)
         for _ in range(num_steps):
             run()

@@ -108,7 +108,6 @@ def _of_elements(kind):
 
 
 _EMA = functools.partial(momentum, use_ema=True, ema_momentum=0.9)
-_ACCUMULATION = {"gradient_accumulation_steps": 3}
 # Each makes an optimizer of a class, which is divided by element or by owner.
 SETTINGS = {
     "schedule_decay_clipvalue": _of_elements,
@@ -119,12 +118,11 @@ SETTINGS = {
         momentum(kind, global_clipnorm=0.1), initial_scale=64.0
     ),
     "averages": _EMA,
-    "ema": functools.partial(_EMA, ema_overwrite_frequency=3),
     "accumulation": functools.partial(
-        momentum, global_clipnorm=0.05, **_ACCUMULATION
-    ),
-    "accumulation_ema": functools.partial(
-        _EMA, ema_overwrite_frequency=2, **_ACCUMULATION
+        _EMA,
+        global_clipnorm=0.05,
+        ema_overwrite_frequency=2,
+        gradient_accumulation_steps=3,
     ),
 }
 
@@ -186,6 +184,7 @@ class Trained:
       constraint: Of the first variable.
       num_steps: The number of steps.
       names: Of the variables.
+      wrap: Makes an optimizer around CrossShardOptimizer.
       **kwargs: Further arguments of CrossShardOptimizer.
 
     Attributes:
@@ -202,6 +201,7 @@ class Trained:
         constraint=None,
         num_steps=NUM_STEPS,
         names=tuple(SHAPES),
+        wrap=lambda optimizer: optimizer,
         **kwargs,
     ):
         # TensorFlow can't broadcast an empty variable to other processes.
@@ -213,13 +213,14 @@ class Trained:
                 keras.Variable(values[name], name=name) for name in self.names
             ]
             self.variables[0].constraint = constraint
-            self.optimizer = tf_xshard.CrossShardOptimizer(
+            optimizer = tf_xshard.CrossShardOptimizer(
                 inner_fn(),
                 "mean",
                 groups,
                 loss_normalization="replica",
                 **kwargs,
             )
+            self.optimizer = wrap(optimizer)
             self.optimizer.build(self.variables)
         self.strategy = strategy
         self._step = stepping([self])
@@ -289,6 +290,8 @@ def one_device(inner_fn, steps, constraint=None):
     for step in steps:
         scale = optimizer.scale_loss(1.0)
         optimizer.apply([one * scale for one in step.values()], variables)
+    # As at the end of `fit`.
+    optimizer.finalize_variable_values(variables)
     return (
         [one.numpy() for one in variables],
         _named(optimizer, lambda v: v.numpy()),
@@ -312,6 +315,7 @@ def check(inner_fns, strategy, groups=None, expected=None, **kwargs):
     several[0].run(NUM_STEPS, stepping(several))
     num_replicas = strategy.num_replicas_in_sync
     for trained, inner_fn in zip(several, inner_fns, strict=True):
+        trained.optimizer.finalize_variable_values(trained.variables)
         state = trained.state()
         for members in groups or [range(num_replicas)]:
             expected_weights, expected_state = one_device(

@@ -19,7 +19,7 @@ def stepped(
     Args:
       make: Makes the optimizer, in the scope of the strategy.
       gradients_of: The gradients, of a replica id.
-      initial: A value of each variable.
+      initial: A value of each variable, or a function that makes the variable.
       kind: The strategy.
       num_replicas: Of the strategy.
       graph: Whether the step is a tf.function.
@@ -30,7 +30,10 @@ def stepped(
     """
     strategy = replicas.STRATEGIES[kind](num_replicas)
     with strategy.scope():
-        variables = [keras.Variable(value, dtype=dtype) for value in initial]
+        variables = [
+            value() if callable(value) else keras.Variable(value, dtype=dtype)
+            for value in initial
+        ]
         optimizer = make()
     replicas.apply_once(strategy, optimizer, gradients_of, variables, graph)
     return [replicas.values(strategy, variable) for variable in variables]

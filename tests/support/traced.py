@@ -13,8 +13,8 @@ class Traced:
     Args:
       make: Makes the optimizer, in the scope of the strategy.
       initial: The initial value of each variable.
-      kind: The strategy.
-      num_replicas: Of the strategy.
+      kind: The strategy, or its kind.
+      num_replicas: Of a strategy of this kind.
       dtype: Of the variables and gradients, if not float32.
       graph: Whether the step is a tf.function.
 
@@ -35,7 +35,9 @@ class Traced:
         graph=True,
     ):
         dtype = dtype or "float32"
-        self.strategy = replicas.STRATEGIES[kind](num_replicas)
+        self.strategy = kind
+        if isinstance(kind, str):
+            self.strategy = replicas.STRATEGIES[kind](num_replicas)
         with self.strategy.scope():
             self.weights = [
                 keras.Variable(value, dtype=dtype, autocast=False)
