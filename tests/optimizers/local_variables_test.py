@@ -114,7 +114,7 @@ def test_equals_one_device_with_a_copy_for_each_replica(name, trained):
         ]
         expected, _ = sharded.one_device(inner_fn, of_copy)
         for got, want in zip(trained[name].weights, expected, strict=True):
-            np.testing.assert_allclose(got[r], want, atol=tolerance)
+            np.testing.assert_allclose(got[r], want.numpy(), atol=tolerance)
 
 
 def test_kinds_of_slots():

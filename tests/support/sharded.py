@@ -231,19 +231,18 @@ class Trained:
         for one in gradients(self.strategy.num_replicas_in_sync, num_steps):
             (step or self._step)(*[tf.constant(one[i]) for i in self.names])
 
+    def _values(self, variables):
+        return [np.stack(replicas.values(self.strategy, v)) for v in variables]
+
     @property
     def weights(self):
         """An array for each variable, [num_replicas, ...]."""
-        return [
-            np.stack(replicas.values(self.strategy, v)) for v in self.variables
-        ]
+        return self._values(self.variables)
 
+    @property
     def state(self):
-        """The optimizer's variables by name, [num_replicas, ...]."""
-        return _named(
-            self.optimizer,
-            lambda v: np.stack(replicas.values(self.strategy, v)),
-        )
+        """The same for each of the optimizer's variables."""
+        return self._values(self.optimizer.variables)
 
     def slots(self):
         """The sharded variables of the optimizer."""
@@ -254,18 +253,12 @@ class Trained:
         ]
 
 
-def _named(optimizer, value_of):
-    """By position and Keras' name, without the numbers of optimizers."""
-    names = [
+def names_of(optimizer):
+    """Keras' names of its variables, without the numbers of optimizers."""
+    return [
         re.sub(r"_\d+|^CrossShardOptimizer/", "", one.path)
         for one in optimizer.variables
     ]
-    return {
-        f"{index} {name}": value_of(one)
-        for index, (name, one) in enumerate(
-            zip(names, optimizer.variables, strict=True)
-        )
-    }
 
 
 def means_of(members, num_replicas, names=SHAPES, num_steps=NUM_STEPS):
@@ -280,7 +273,7 @@ def one_device(inner_fn, steps, constraint=None):
     """Plain Keras with the given gradients of each step, by name.
 
     Returns:
-      The weights, and the optimizer's variables by name.
+      The variables and the optimizer.
     """
     start = start_weights()
     variables = [keras.Variable(start[name], name=name) for name in steps[0]]
@@ -292,10 +285,7 @@ def one_device(inner_fn, steps, constraint=None):
         optimizer.apply([one * scale for one in step.values()], variables)
     # As at the end of `fit`.
     optimizer.finalize_variable_values(variables)
-    return (
-        [one.numpy() for one in variables],
-        _named(optimizer, lambda v: v.numpy()),
-    )
+    return variables, optimizer
 
 
 def check(inner_fns, strategy, groups=None, expected=None, **kwargs):
@@ -316,24 +306,25 @@ def check(inner_fns, strategy, groups=None, expected=None, **kwargs):
     num_replicas = strategy.num_replicas_in_sync
     for trained, inner_fn in zip(several, inner_fns, strict=True):
         trained.optimizer.finalize_variable_values(trained.variables)
-        state = trained.state()
+        own = [*trained.weights, *trained.state]
         for members in groups or [range(num_replicas)]:
-            expected_weights, expected_state = one_device(
+            variables, optimizer = one_device(
                 expected or inner_fn,
                 means_of(members, num_replicas, trained.names),
                 kwargs.get("constraint"),
             )
-            assert [*state] == [*expected_state]
-            for name, value, want in zip(
-                [*trained.names, *state],
-                [*trained.weights, *state.values()],
-                [*expected_weights, *expected_state.values()],
-                strict=True,
+            assert names_of(trained.optimizer) == names_of(optimizer)
+            for value, want in zip(
+                own, [*variables, *optimizer.variables], strict=True
             ):
                 for r in members:
                     np.testing.assert_array_equal(value[r], value[members[0]])
                 np.testing.assert_allclose(
-                    value[members[0]], want, 1e-4, 3e-6, err_msg=name
+                    value[members[0]],
+                    want.numpy(),
+                    1e-4,
+                    3e-6,
+                    err_msg=want.path,
                 )
         _check_shards(trained, len(groups[0]) if groups else num_replicas)
 
