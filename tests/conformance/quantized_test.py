@@ -176,21 +176,6 @@ def test_residuals_are_saved_and_regrouped(tmp_path):
         tf.train.Checkpoint(optimizer=made(2, None)).read(path)
 
 
-def test_group_reduce():
-    """The mean of replicas whose values are one and three times these."""
-    numbers = np.array([1.0, 2.0, 127.0], "float32")
-    reduced = replicas.run(
-        "mirrored",
-        lambda own: tf_xshard.group_reduce(
-            own, communication=_communication(error_feedback=False)
-        ),
-        2,
-        lambda c: tf.constant(numbers * (1 + 2 * c.replica_id_in_sync_group)),
-    )
-    for value in reduced:
-        np.testing.assert_allclose(value, 2 * numbers, rtol=1e-6)
-
-
 def test_check_numerics():
     """Its operations have no kernels in XLA; it finds a nan."""
     gradients = [np.float32([[[1, 2, 127], [np.nan, 6, 127]]])]

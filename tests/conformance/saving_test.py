@@ -1,6 +1,7 @@
 """Nothing of an optimizer's state is lost, whichever way it is saved."""
 
 import copy
+import functools
 
 import keras
 import numpy as np
@@ -48,21 +49,11 @@ ignore_lost = pytest.mark.filterwarnings("ignore:Skipping variable loading")
 
 def _kept(model, make, way, path, strategy=None):
     """A second model, which has got what the first has."""
-    strategy = strategy or model.distribute_strategy
-    if way == "set_weights":
-        kept = filled.model(make, strategy)
-        kept.set_weights(model.get_weights())
-        kept.optimizer.set_weights(
-            [v.numpy() for v in model.optimizer.variables]
-        )
-        return kept
-    path = filled.save(model, way, path)
-    return filled.load(make, strategy, way, path)
+    saved = filled.save(model, way, path)
+    return filled.load(make, strategy or model.distribute_strategy, way, saved)
 
 
-def _of(name, *rest):
-    marks = needs_multi_optimizer if name == "multi" else ()
-    return pytest.param(name, *rest, marks=marks)
+_multi = functools.partial(pytest.param, "multi", marks=needs_multi_optimizer)
 
 
 @ignore_hdf5
@@ -70,19 +61,19 @@ def _of(name, *rest):
     "name, way, kind",
     [
         # Keras takes the optimizer out of a model's config to write `.h5`.
-        _of("adam", "h5", "mirrored"),
-        _of("adam", "unbuilt", "tpu"),
-        _of("nadam", "weights.h5", "mirrored"),
-        _of("accumulation", "keras", "tpu"),
-        _of("accumulation", "unbuilt", "mirrored"),
-        _of("multi", "built", "mirrored"),
-        _of("multi", "keras", "mirrored"),
-        _of("loss_scale", "h5", "mirrored"),
-        _of("loss_scale", "keras", "outside"),
-        _of("loss_scale", "set_weights", "mirrored"),
-        _of("nested", "weights.h5", "mirrored"),
-        _of("tower", "weights.json", "mirrored"),
-        _of("agn", "weights.json", "mirrored"),
+        ("adam", "h5", "mirrored"),
+        ("adam", "unbuilt", "tpu"),
+        ("nadam", "weights.h5", "mirrored"),
+        ("accumulation", "keras", "tpu"),
+        ("accumulation", "unbuilt", "mirrored"),
+        _multi("built", "mirrored"),
+        _multi("keras", "mirrored"),
+        ("loss_scale", "h5", "mirrored"),
+        ("loss_scale", "keras", "outside"),
+        ("loss_scale", "set_weights", "mirrored"),
+        ("nested", "weights.h5", "mirrored"),
+        ("tower", "weights.json", "mirrored"),
+        ("agn", "weights.json", "mirrored"),
     ],
 )
 def test_every_way_keeps_the_state(name, way, kind, tmp_path):
@@ -101,11 +92,7 @@ def test_every_way_keeps_the_state(name, way, kind, tmp_path):
 @ignore_lost
 @pytest.mark.parametrize(
     "name, way",
-    [
-        _of("multi", "built"),
-        _of("adam", "h5"),
-        _of("loss_scale", "set_weights"),
-    ],
+    [_multi("built"), ("adam", "h5"), ("loss_scale", "set_weights")],
 )
 def test_plain_keras_loses_it(name, way, tmp_path):
     """The rows of README, which the tests above hold for the wrappers."""

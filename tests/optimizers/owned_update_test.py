@@ -13,22 +13,22 @@ from tf_xshard.private.keras import shards as keras_shards
 O = keras.optimizers  # noqa: E741
 
 
-def _made(inner_fn, shapes, num_replicas, names=None):
+def _made(inner, num_replicas, **shapes):
     """Variables and a sharded optimizer, which is not built."""
-    names = names or [f"w{i}" for i in range(len(shapes))]
     with replicas.mirrored(num_replicas).scope():
         variables = [
             keras.Variable(tf.ones(shape), name=name)
-            for shape, name in zip(shapes, names, strict=True)
+            for name, shape in shapes.items()
         ]
-        optimizer = tf_xshard.CrossShardOptimizer(inner_fn(), shard_update=True)
+        optimizer = tf_xshard.CrossShardOptimizer(inner(), shard_update=True)
     return variables, optimizer
 
 
 def test_slots_are_on_their_owners_only():
     """Shapes of several dtypes and blocks; the bytes are those of the plan."""
     shapes = [[200, 100], [120, 130], [90, 150], [5], [64, 64], []]
-    variables, optimizer = _made(O.Lamb, shapes, 4)
+    shapes = {f"w{i}": shape for i, shape in enumerate(shapes)}
+    variables, optimizer = _made(O.Lamb, 4, **shapes)
     with replicas.mirrored(4).scope():
         double = keras.Variable(np.ones([110, 100]), dtype="float64")
         variables.append(double)
@@ -48,10 +48,8 @@ def test_slots_are_on_their_owners_only():
     plan = tf_xshard.communication_plan(optimizer, variables)
     assert plan.slot_bytes == held + 8 + 4  # iterations, learning rate
     assert 1 <= plan.balance.largest_owner < 1.5
-    values = [
-        np.arange(np.prod(slot.shape)).reshape(slot.shape) + number
-        for number, slot in enumerate(slots)
-    ]
+    rng = np.random.default_rng(0)
+    values = [rng.integers(99, size=tuple(slot.shape)) for slot in slots]
     for slot, value in zip(slots, values, strict=True):
         slot.assign(value)
     for slot, value in zip(slots, values, strict=True):
@@ -59,9 +57,9 @@ def test_slots_are_on_their_owners_only():
 
 
 def test_the_plan_says_what_one_large_variable_costs():
-    variables, optimizer = _made(
-        O.Lamb, [[90, 90], [30, 30]], 4, ["table", "w"]
-    )
+    """Weights are gathered when they change, which is every fourth step."""
+    inner = lambda: O.Lamb(gradient_accumulation_steps=4)
+    variables, optimizer = _made(inner, 4, table=[90, 90], w=[30, 30])
     plan = tf_xshard.communication_plan(optimizer, variables)
     largest, variable, share = plan.balance
     assert variable == "table"
@@ -69,31 +67,23 @@ def test_the_plan_says_what_one_large_variable_costs():
     assert "3.6 times the mean. The costliest variable, table, has 90.0%" in (
         str(plan)
     )
-    [scattered] = [
-        one for one in plan.operations if one.operation == "reduce-scatter"
-    ]
+    planned = {one.operation: one for one in plan.operations}
     # Four rows of the length of the largest owner's.
-    assert scattered.num_bytes == 4 * 4 * 8100
-    assert scattered.num_variables == 2
+    assert planned["reduce-scatter"].num_bytes == 4 * 4 * 8100
+    assert planned["reduce-scatter"].num_variables == 2
+    assert {name: one.every for name, one in planned.items()} == {
+        "reduce-scatter": 1,
+        "all-gather": 4,
+    }
     elementwise = tf_xshard.CrossShardOptimizer(O.Adam(), shard_update=True)
     plan = tf_xshard.communication_plan(elementwise, [keras.Variable(1.0)])
     assert plan.balance is None
 
 
-def test_weights_are_gathered_when_they_change():
-    variables, optimizer = _made(
-        lambda: O.Lamb(gradient_accumulation_steps=4), [[4, 4]] * 3, 2
-    )
-    plan = tf_xshard.communication_plan(optimizer, variables)
-    assert {one.operation: one.every for one in plan.operations} == {
-        "reduce-scatter": 1,
-        "all-gather": 4,
-    }
-
-
 def test_muon_divides_what_it_updates_like_adamw_by_element():
-    names = ["kernel", "embeddings", "bias"]
-    variables, optimizer = _made(O.Muon, [[6, 4], [6, 4], [4]], 2, names)
+    variables, optimizer = _made(
+        O.Muon, 2, kernel=[6, 4], embeddings=[6, 4], bias=[4]
+    )
     optimizer.build(variables)
     kinds_of_slots = {
         v.path.split("/")[-1]: type(v) for v in optimizer.variables[2:]

@@ -42,7 +42,7 @@ def test_every_optimizer_is_one_device(inner_fns, variables):
         ("schedule_decay_clipvalue", "mirrored", (0, 1), None),
         ("static_scale", "mirrored", (0, 1), None),
         ("scale", "mirrored", replicas.MIXED, PAIRS),
-        ("averages", "tpu", 2, None),
+        ("accumulation_ema", "tpu", 2, None),
         ("accumulation", "tpu_permuted", 4, PAIRS),
         # The identity.
         ("averages", "mirrored", (0, 1), [[0], [1]]),
@@ -59,7 +59,7 @@ def test_settings_are_one_devices(name, kind, devices, groups):
 
 def test_constraints_are_of_whole_variables():
     sharded.check(
-        sharded.of_both_kinds("accumulation"),
+        sharded.of_both_kinds("accumulation_ema"),
         replicas.mirrored(2),
         names=sharded.TWO,
         constraint=keras.constraints.MaxNorm(0.4, axis=0),

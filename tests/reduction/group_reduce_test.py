@@ -66,6 +66,19 @@ def test_nested_values(kind, graph, reduction):
                 np.testing.assert_allclose(got, expected)
 
 
+def test_8_bit_integers():
+    """The mean of replicas whose values are one and three times these."""
+    numbers = np.float32([1, 2, 127])
+    int8 = tf_xshard.Communication("int8")
+
+    def on_replica():
+        own = tf.constant(numbers * (1 + 2 * replicas.replica_id()))
+        return tf_xshard.group_reduce(own, communication=int8)
+
+    for value in _run(replicas.mirrored(2), on_replica):
+        np.testing.assert_allclose(value, 2 * numbers, rtol=1e-6)
+
+
 def test_nothing_to_reduce():
     """Without a strategy, or without a value."""
     assert float(tf_xshard.group_reduce(3.0)) == 3.0

@@ -50,7 +50,10 @@ def checkpoint(model):
 
 
 def save(model, way, path):
-    """Saves a model, and returns the path for `load`."""
+    """Saves a model, and returns what `load` needs: a path or values."""
+    if way == "set_weights":
+        state = [v.numpy() for v in model.optimizer.variables]
+        return model.get_weights(), state
     if way in ("built", "unbuilt"):
         return checkpoint(model).save(str(path))
     path = f"{path}.{way}"
@@ -64,25 +67,29 @@ def save(model, way, path):
     return path
 
 
-def load(optimizer_fn, strategy, way, path):
+def load(optimizer_fn, strategy, way, saved):
     """Loads a model.
 
     Args:
       optimizer_fn: Makes its optimizer, if the file is no whole model.
       strategy: The strategy.
       way: The suffix of the file; "built" or "unbuilt" for a checkpoint, and
-        whether it is read after the optimizer has been built or before.
-      path: The path.
+        whether it is read after the optimizer has been built or before; or
+        "set_weights".
+      saved: What `save` has returned.
     """
     with strategy.scope():
         if way in ("keras", "h5"):
-            loaded = keras.models.load_model(path)
+            loaded = keras.models.load_model(saved)
         else:
             loaded = model(optimizer_fn, strategy, way != "unbuilt")
-        if "weights" in way:
-            loaded.load_weights(path)
+        if way == "set_weights":
+            loaded.set_weights(saved[0])
+            loaded.optimizer.set_weights(saved[1])
+        elif "weights" in way:
+            loaded.load_weights(saved)
         elif way in ("built", "unbuilt"):
-            checkpoint(loaded).restore(path).expect_partial()
+            checkpoint(loaded).restore(saved).expect_partial()
         if not loaded.optimizer.built:
             loaded.optimizer.build(loaded.trainable_variables)
     return loaded

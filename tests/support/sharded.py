@@ -108,6 +108,7 @@ def _of_elements(kind):
 
 
 _EMA = functools.partial(momentum, use_ema=True, ema_momentum=0.9)
+_ACCUMULATION = {"gradient_accumulation_steps": 3}
 # Each makes an optimizer of a class, which is divided by element or by owner.
 SETTINGS = {
     "schedule_decay_clipvalue": _of_elements,
@@ -119,10 +120,10 @@ SETTINGS = {
     ),
     "averages": _EMA,
     "accumulation": functools.partial(
-        _EMA,
-        global_clipnorm=0.05,
-        ema_overwrite_frequency=2,
-        gradient_accumulation_steps=3,
+        momentum, global_clipnorm=0.05, **_ACCUMULATION
+    ),
+    "accumulation_ema": functools.partial(
+        _EMA, ema_overwrite_frequency=2, **_ACCUMULATION
     ),
 }
 
