@@ -286,11 +286,8 @@ def test_refused(call, error, message):
         call()
 
 
-def test_a_value_of_a_whole_group_is_refused(tmp_path):
-    with replicas.mirrored(2).scope():
-        model = _model()
-        model.optimizer.build(model.trainable_variables)
-    state = tf_xshard.GroupState(model)
+def test_a_value_of_a_whole_group_is_refused(fitted, tmp_path):
+    state = tf_xshard.GroupState(fitted)
     state.save(tmp_path)
     for call in (
         lambda: state.get_weights(0),
