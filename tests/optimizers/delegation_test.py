@@ -129,19 +129,6 @@ def test_an_inner_apply_gradients_is_called():
     assert values == [-6.0, -6.0]
 
 
-def test_static_loss_scale_with_indexed_slices():
-    [values] = steps.stepped(
-        lambda: CROSS(O.SGD(1.0, loss_scale_factor=8.0)),
-        lambda r: [
-            tf.IndexedSlices(tf.fill([2, 1], 4.0 * (r + 1)), [1, 1], [2, 1])
-        ],
-        [np.zeros([2, 1])],
-        num_replicas=2,
-    )
-    for value in values:
-        assert value.tolist() == [[0.0], [-3.0]]
-
-
 def test_constraints_and_overwrite_with_gradient():
     """An overwritten variable gets the group's mean."""
     strategy = replicas.mirrored(4)

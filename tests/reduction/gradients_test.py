@@ -22,6 +22,7 @@ CROSS = tf_xshard.CrossShardOptimizer
         [
             lambda: CROSS(SGD(1.0)),
             lambda: tf_xshard.TowerOptimizer(SGD(1.0), 1),
+            lambda: CROSS(SGD(8.0, loss_scale_factor=8.0)),
             lambda: tf_xshard.AGNOptimizer(SGD(1.0), communication_period=1),
         ],
     ),
