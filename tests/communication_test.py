@@ -57,16 +57,14 @@ def test_what_a_transport_gets(group_size, expected, packs):
         tf.distribute.get_strategy(), "mirrored", 2 * group_size, 0, "", 1
     )
     how = transport.Channel(groups, tf_xshard.Communication(dtype="bfloat16"))
-    sums = buckets.sum_dense(
-        [tf.ones([3]), tf.ones([2, 2])], Recording(site, how)
-    ).values
+    ones = [tf.ones([3]), tf.ones([2, 2])]
+    sums = buckets.sum_dense(ones, Recording(site, how)).values
     assert set(seen) == {expected}
     assert [one.dtype for one in sums] == [tf.float32, tf.float32]
 
 
 @pytest.mark.parametrize(
-    "kind, dtype",
-    [("mirrored", "bfloat16"), ("tpu", "float16")],
+    "kind, dtype", [("mirrored", "bfloat16"), ("tpu", "float16")]
 )
 def test_the_error_on_eight_replicas(kind, dtype, report):
     """Real gradients over one group of eight: within the documented error."""
