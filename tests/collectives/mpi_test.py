@@ -10,14 +10,10 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.multi_worker import four_processes_test
 from tests.programs import mpi_program as program
-from tests.programs import multi_worker_program as cases
 from tests.support import cluster
 from tests.support import mpiexec
-from tests.support import random_stacks
 from tests.support import replicas
-from tests.support import stacks
 from tf_xshard.collectives import mpi
 from tf_xshard.distribute import engines
 
@@ -25,74 +21,25 @@ _PROGRAM = "tests.programs.mpi_program"
 
 
 @pytest.fixture(scope="module")
-def results_of():
-    """A function: what so many processes hold, by rank."""
+def results():
+    """A function: what the two processes have found."""
 
-    def run(number):
-        ended = mpiexec.run(number, _PROGRAM)
+    def run():
+        ended = mpiexec.run(program.NUM_WORKERS, _PROGRAM)
         assert ended.returncode == 0, ended.stderr[-5000:]
-        found = sorted(mpiexec.printed(ended), key=lambda one: one["rank"])
-        assert len(found) == number
+        found = mpiexec.printed(ended)
+        assert len(found) == program.NUM_WORKERS
         return found
 
-    outcomes = {n: cluster.once(lambda n=n: run(n)) for n in program.GROUPS}
-    return lambda number: outcomes[number]()
-
-
-def _of(members, shape, dtype):
-    return [
-        np.float64(program.own_numbers(rank, shape, dtype)) for rank in members
-    ]
-
-
-def _expected(rank, groups):
-    """What each operation gives to a process, by NumPy."""
-    [members] = [group for group in groups if rank in group]
-    # In the order of ranks, whatever the order in the group.
-    members = sorted(members)
-    position = members.index(rank)
-    found = {"alone": _of([rank], [3], "float32")}
-    for dtype in program.SUMMED:
-        found[f"sum {dtype}"] = [
-            sum(_of(members, shape, dtype)) for shape in ([3, 5], [], [0])
-        ]
-        large = sum(_of(members, program.LARGE, dtype))
-        found[f"checksum {dtype}"] = [program.checksum(large)]
-        rows = _of(members, [2, 3], dtype)
-        found[f"reduce_scatter {dtype}"] = [sum(rows)[position]]
-    for dtype in program.MOVED:
-        rows = _of(members, [2, 3], dtype)
-        found[f"all_to_all {dtype}"] = [np.stack(rows)[:, position]]
-        found[f"all_gather {dtype}"] = [np.stack(rows)[:, 0]]
-        some = [_of([r], [program.ROWS[r], 2], dtype)[0] for r in members]
-        found[f"gather {dtype}"] = [np.concatenate(some)]
-    return found
+    return cluster.once(run)
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-@pytest.mark.parametrize("number", [2, pytest.param(4, marks=replicas.in_full)])
-def test_operations(results_of, number, mode):
-    for rank, result in enumerate(results_of(number)):
-        expected = _expected(rank, program.GROUPS[number])
-        got = result[mode]
-        assert got.pop("path") == "MPI"
-        assert got.keys() == expected.keys()
-        for name, values in expected.items():
-            for one, value in zip(got[name], values, strict=True):
-                np.testing.assert_array_equal(one, value, err_msg=name)
-
-
-@pytest.mark.full
-def test_oracle_and_nested_optimizers(results_of):
-    """Dense, sparse, and None on one worker; all kinds of wrappers."""
-    every = results_of(4)
-    for name, groups in cases.GROUPS.items():
-        got = [one["oracle"][name] for one in every]
-        four_processes_test.check_oracle(got, groups)
-    for seed in every[0]["nesting"]:
-        stack, gradients = random_stacks.random_case(int(seed), 4)
-        got = np.stack([one["nesting"][seed] for one in every])
-        stacks.check(got, stack, gradients, f"seed {seed}")
+def test_operations(results, mode):
+    """Groups of two processes and of one, against NumPy."""
+    number = 1 + 2 * len(program.SUMMED) + 3 * len(program.MOVED)
+    for result in results():
+        assert result[mode] == ["MPI", number, []]
 
 
 # Failures, the first ones of requests that MPI never completes.
@@ -112,13 +59,11 @@ def group(monkeypatch):
     monkeypatch.setattr(mpi, "_ended", lambda ranks: [])
     monkeypatch.setattr(mpi.atexit, "register", lambda *_: None)
     result = mpi._Group((1, 3), 1, None)
-    waits = []
+    waits = set()
     for name, function in {
-        "say_waits": lambda key, rank: waits.append((key, rank)),
-        "silent": lambda key, ranks: [
-            r for r in ranks if (key, r) not in waits
-        ],
-        "named": lambda ranks: f"Worker {ranks}",
+        "say_waits": lambda key, rank: waits.add(rank),
+        "silent": lambda key, ranks: [*({*ranks} - waits)],
+        "named": str,
     }.items():
         monkeypatch.setattr(mpi.silent_workers, name, function)
     return result
@@ -164,27 +109,20 @@ def test_an_error_ends_the_job(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_process_that_fails_ends_the_job():
-    """Its error comes at once, and the others do not wait 300 seconds."""
-    start = time.monotonic()
-    ended = mpiexec.run(2, _PROGRAM, "raises")
-    assert time.monotonic() - start < 60
-    assert ended.returncode != 0
-    assert "ValueError: the cause" in ended.stderr
-    assert not mpiexec.printed(ended)
-
-
-@pytest.mark.full
 def test_a_process_that_ends_too_early():
     """The others say so, long before their timeout."""
     ended = mpiexec.run(2, _PROGRAM, "leaves")
-    [text, seconds] = mpiexec.printed(ended)[0]["leaves"]
+    [found] = mpiexec.printed(ended)
+    [text, seconds] = found["leaves"]
     assert "can't be completed: ranks [1] of [0, 1] have ended." in text
     assert seconds < 60
 
 
 def test_mpi_tells_where_rank_0_is():
-    """Where the launcher does not say that all are on one host."""
+    """Where the launcher does not say that all are on one host.
+
+    The job is that of `mpiexec`, not of the shell that starts Python.
+    """
     # Without TensorFlow, as `launch`, and as if each were on its own host.
     code = (
         "import os, sys; sys.argv[0] = 'tf-xshard';"
@@ -192,7 +130,8 @@ def test_mpi_tells_where_rank_0_is():
         " from tf_xshard.multi_worker import connect; connect.connect(60);"
         " print(os.environ['TF_CONFIG'], flush=True)"
     )
-    command = [*mpiexec.command(2, "x")[:-2], "-c", code]
+    script = ["bash", "-c", '"$0" -c "$1"; true', sys.executable, code]
+    command = [*mpiexec.command(2, "x")[:3], *script]
     ended = mpiexec.run_command(command, tensorflow=0)
     found = mpiexec.printed(ended)
     assert sorted(one["task"]["index"] for one in found) == [0, 1], (

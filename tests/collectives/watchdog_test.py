@@ -1,10 +1,11 @@
 """A collective that waits too long fails; what is watched is counted."""
 
+import gc
 import os
+import sys
 import threading
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -13,6 +14,7 @@ from tests.programs import watchdog_program as program
 from tests.support import cluster
 from tests.support import replicas
 from tf_xshard.collectives import watchdog
+from tf_xshard.private.tensorflow import runtime
 
 # A program that hangs fails its test after this time.
 _LIMIT_SECONDS = 75
@@ -46,18 +48,17 @@ def test_time_in_which_a_process_is_stopped_does_not_count(result_of):
 
 
 def test_threads_and_a_context_that_is_reset(result_of):
-    errors, in_threads, after_reset = result_of("threads")
-    assert not errors
-    assert in_threads == [[-11.0 * 50 * n] * 2 for n in (1, 2, 3)]
-    assert after_reset == [-44.0, -44.0]
+    in_threads, after_reset = result_of("threads")
+    assert in_threads == [[11.0 * n] * 2 for n in (1, 2, 3)]
+    assert after_reset == [22.0, 22.0]
 
 
 def test_only_a_missing_replica_is_an_error_after_the_timeout(
     result_of, programs
 ):
     """Neither time between steps, nor inputs, nor a step that failed."""
-    values, error, seconds = result_of("missing")
-    assert values == [-5.0, -5.0]
+    totals, error, seconds = result_of("missing")
+    assert totals == [2.0, 2.0]
     assert "waited longer than 2.0 seconds for the other" in error
     assert 2 <= seconds < 6
     # Also where nobody catches the error.
@@ -71,9 +72,22 @@ def test_a_batch_that_stands_still_is_an_error_after_the_timeout(result_of):
     assert seconds >= 2
 
 
-def test_looking_at_threads_collects_no_garbage(result_of):
-    """And leaves the collector enabled, or disabled, as it was."""
-    assert result_of("garbage") == [True, False]
+def test_looking_at_threads_collects_no_garbage(monkeypatch):
+    """Before Python 3.11.9, all threads of the process would wait forever."""
+    seen = []
+    monkeypatch.setattr(sys, "version_info", (3, 11, 8))
+    monkeypatch.setattr(
+        sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {}
+    )
+    try:
+        for switch in (gc.disable, gc.enable):
+            switch()
+            before = gc.isenabled()
+            assert not runtime.a_function_runs()
+            assert gc.isenabled() == before
+    finally:
+        gc.enable()
+    assert set(seen) == {False}
 
 
 def _num_threads():
@@ -102,12 +116,8 @@ def test_a_timeout_costs_no_threads():
     for _ in range(50):
         step()
     assert _num_threads() <= before + 10
-    watchdogs = [
-        thread
-        for thread in threading.enumerate()
-        if thread.name == "tf_xshard_watchdog"
-    ]
-    assert len(watchdogs) == 1
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("tf_xshard_watchdog") == 1
 
 
 def test_a_failed_call_does_not_count_for_the_next_one(monkeypatch):
@@ -120,36 +130,11 @@ def test_a_failed_call_does_not_count_for_the_next_one(monkeypatch):
     )
     for now, runs, seconds in (
         (1.0, True, 0.0),
-        (3.0, False, 0.0),
         (9.0, False, 0.0),
         (10.0, True, 1.0),
-        (12.0, True, 3.0),
         (12.5, True, 3.5),
     ):
         monkeypatch.setattr(
             watchdog.runtime, "a_function_uses", lambda handle, runs=runs: runs
         )
         assert waiting.seconds(now) == seconds, now
-
-
-def test_a_graph_of_tf1_is_not_counted_when_it_is_built():
-    tf1 = tf.compat.v1
-    before = watchdog.WATCHDOG.totals()
-    with tf.Graph().as_default():
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        with strategy.scope():
-            weight = tf1.get_variable(
-                "weight", [2], initializer=tf1.zeros_initializer()
-            )
-            optimizer = tf_xshard.compat.v1.CrossShardOptimizer(
-                tf1.train.GradientDescentOptimizer(1.0)
-            )
-            step = strategy.run(
-                lambda: optimizer.apply_gradients([(tf.ones([2]), weight)])
-            )
-        with tf1.Session() as session:
-            session.run(tf1.global_variables_initializer())
-            session.run(strategy.experimental_local_results(step))
-            for value in session.run(list(weight.values)):
-                np.testing.assert_array_equal(value, [-2.0, -2.0])
-    assert watchdog.WATCHDOG.totals() == before

@@ -18,7 +18,6 @@ from tf_xshard.multi_worker import local_cluster
 # Without TensorFlow, which a worker need not import to be started and ended.
 # Workers end by themselves after a while, so that a launch that does not end
 # them fails its test soon.
-_CONFIG = local_cluster.tf_config(["a:1", "b:1"], 0)
 _SCRIPT = """
 import json, os, signal, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
@@ -31,8 +30,6 @@ print("settings", *(os.environ.get(name) for name in names.split()))
 print("to stderr", file=sys.stderr)
 if case == "fail" and rank == 1:
     raise ValueError("the cause")
-if case == "fail_once" and rank == 1 and not restart:
-    sys.exit(3)
 print("at", time.time())
 if case == "fail_first" and not restart:
     sys.exit(3)
@@ -42,10 +39,6 @@ if case == "fails_late" and not restart:
     sys.exit(3)
 if case == "killed" and rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
-if case == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if rank == 1:
-        sys.exit(5)
 if case == "child":
     if not (child := os.fork()):
         time.sleep(99)
@@ -54,7 +47,6 @@ if case == "told":
     def told(number, frame):
         print("told", number)
         sys.exit(0)
-    signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
     signal.signal(signal.SIGUSR1, lambda *_: print("asked"))
     print("ready")
@@ -85,8 +77,7 @@ if case == "held":
     print("the end")
 if case == "hangup":
     os.kill(os.getppid(), signal.SIGHUP)
-if case not in ("end", "fail_once", "fail_first", "child", "fails_late",
-                "hangup", "held"):
+if case not in "end fail_first fails_late child hangup held".split():
     time.sleep(30)
 """
 _HOSTS = "--hosts a:1,b:1"
@@ -202,17 +193,11 @@ def test_a_failure_ends_all_and_comes_last(launch):
     assert f"{told} ended\n" in err and "is killed" not in err
 
 
-def test_one_that_does_not_listen_is_killed(launch):
-    code, _, err = launch("--workers 2", "stubborn")
-    why = "since it still ran 1 s after worker 1 had failed"
-    assert code == 5 and f"worker 0 is killed, {why}\n" in err
-
-
 def test_restart(launch):
-    code, out, err = launch("--workers 2 --max-restarts 2", "fail_once")
+    code, out, err = launch("--workers 2 --max-restarts 2", "fail_first")
     assert code == 0
     started = {(rank, restart) for rank, restart, *_ in _started(out)}
-    assert started >= {(0, 1), (1, 0), (1, 1)}
+    assert started >= {(0, 1), (1, 1)}
     assert "restart 1 of 2" in err and "restart 2" not in err
 
 
@@ -248,12 +233,9 @@ def hosts():
 def ended(start, hosts):
     """A function: outputs, errors and exit codes of hosts with these ranks."""
 
-    def run(cases, *options, addresses=(None, None)):
+    def run(cases, *options):
         running = [
-            start(
-                *(case, "--hosts", addresses[rank] or hosts),
-                *("--rank", str(rank), *options),
-            )
+            start(case, "--hosts", hosts, "--rank", str(rank), *options)
             for rank, case in cases.items()
         ]
         return [(*p.communicate(timeout=60), p.returncode) for p in running]
@@ -261,21 +243,17 @@ def ended(start, hosts):
     return run
 
 
-def test_each_host_starts_its_rank(ended, hosts):
-    results = ended({1: "end", 0: "end"})
-    for rank, (out, err, code) in zip((1, 0), results, strict=True):
-        assert code == 0, err
-        [(own, _, cluster, _)] = _started(out)
-        assert (own, cluster) == (rank, hosts.split(","))
-
-
-def test_hosts_restart_together(ended):
+def test_hosts_restart_together(ended, hosts):
     """A host's new worker starts after the other host's old one has ended."""
     first, second = ended(
         {0: "fail_first", 1: "fails_late"}, "--max-restarts", "1"
     )
-    for out, *_ in (first, second):
-        assert [r for _, r, *_ in _started(out)] == [0, 1]
+    for rank, (out, err, code) in enumerate((first, second)):
+        assert code == 0, err
+        addresses = hosts.split(",")
+        assert [one[:3] for one in _started(out)] == [
+            (rank, restart, addresses) for restart in (0, 1)
+        ]
     [late] = re.findall(r"fails (\S+)", second[0])
     again = re.findall(r"at (\S+)", first[0])[-1]
     assert float(again) > float(late)
@@ -288,30 +266,6 @@ def test_a_host_that_does_not_start(ended, hosts):
     assert code == 1 and not _started(out)
     text = f"ranks [1] of 2 did not connect to rank 0 ({hosts.split(',')[0]})"
     assert err.count(text) == 1
-
-
-def test_hosts_that_disagree(ended, hosts):
-    """The whole job ends, on each host, with one text."""
-    longer = ",".join([hosts, *local_cluster.local_addresses(1)])
-    cases = {0: "end", 1: "end"}
-    for out, err, code in ended(cases, addresses=(None, longer)):
-        assert code == 1 and not _started(out)
-        assert "rank 1 on" in err and "as one of 3 processes, but rank 0" in err
-
-
-def test_one_that_can_not_be_started_ends_the_others(monkeypatch, launch):
-    started, popen = [], subprocess.Popen
-
-    def second_fails(*args, **kwargs):
-        if started:
-            raise OSError("no more processes")
-        started.append(popen(*args, **kwargs))
-        return started[0]
-
-    monkeypatch.setattr(subprocess, "Popen", second_fails)
-    with pytest.raises(OSError, match="no more processes"):
-        launch("--workers 2", "sleep")
-    assert started[0].wait(10) == -signal.SIGKILL
 
 
 def test_a_module(launch):
@@ -358,41 +312,31 @@ def test_workers_may_save_after_a_signal(start, grace, saved):
     assert said[-1] == "worker 0 failed with exit code 1."
 
 
-@pytest.fixture
-def waiting(start, script):
-    """A function: a launch that has written more than a pipe holds.
-
-    Its workers have ended.
-    """
-
-    def wait():
-        process = start("much", "--workers", "2")
-        deadline = time.monotonic() + 30
-        while not all(os.path.exists(f"{script}.{r}") for r in (0, 1)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(2)
-        assert process.poll() is None
-        return process
-
-    return wait
+def _waiting(start, script):
+    """A launch that has written more than a pipe holds; its workers ended."""
+    process = start("much", "--workers", "2")
+    deadline = time.monotonic() + 30
+    while not all(os.path.exists(f"{script}.{r}") for r in (0, 1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(2)
+    assert process.poll() is None
+    return process
 
 
-def test_a_slow_reader_gets_all_output(waiting):
+def test_a_slow_reader_gets_all_output(start, script):
     """Progress lines, too, and a last line without an end."""
-    process = waiting()
+    process = _waiting(start, script)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 7
+    lines = [f"line {number} {'x' * 200}" for number in range(250)]
     for rank in (0, 1):
         own = re.findall(rf"^\[{rank}\] (line \d+ x+|the end)$", out, re.M)
-        assert own == [
-            *(f"line {number} {'x' * 200}" for number in range(250)),
-            "the end",
-        ]
+        assert own == [*lines, "the end"]
 
 
-def test_a_signal_ends_what_waits_for_the_reader(waiting):
-    process = waiting()
+def test_a_signal_ends_what_waits_for_the_reader(start, script):
+    process = _waiting(start, script)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == -signal.SIGTERM
 
@@ -432,6 +376,7 @@ def test_nohup(handler, launch):
     assert code == (0 if handler == signal.SIG_IGN else 128 + signal.SIGHUP)
 
 
+_IN_A_CLUSTER = {"TF_CONFIG": local_cluster.tf_config(["a:1", "b:1"], 0)}
 _OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3"}
 
 
@@ -444,11 +389,7 @@ _OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3"}
         (f"--from-env {_HOSTS} --rank 0", "not allowed with", {}),
         ("--from-env --max-restarts 1", "the engine restarts", {}),
         ("--workers 1 --connect-timeout 0", "must be positive", {}),
-        (
-            "--hosts 127.0.0.2:4000,127.0.0.3:4000 --rank 0",
-            "Give each its own port",
-            {},
-        ),
+        ("--hosts 127.0.0.2:4,127.0.0.3:4 --rank 0", "its own port", {}),
         ("--workers 2 --rank 1", "--rank needs --hosts", {}),
         ("--hosts a:1,b --rank 0", "'b' is not host:port", {}),
         ("--hosts a:99999 --rank 0", "up to 65535", {}),
@@ -459,18 +400,10 @@ _OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3"}
         ("--workers 1 --grace -1", "--grace -1.0: must be 0 or more", {}),
         ("--workers 1 --grace nan", "--grace nan: must be 0 or more", {}),
         ("--workers 1", "'no_such.py' is not a file", {}),
-        ("--workers 2", "TF_CONFIG is set already", {"TF_CONFIG": _CONFIG}),
-        ("--from-env", "TF_CONFIG is set already", {"TF_CONFIG": _CONFIG}),
-        (
-            "--workers 2",
-            "each of the 3 processes that torchrun started would train 3 times",
-            _OF_TORCHRUN,
-        ),
-        (
-            "--from-env -m",
-            "torchrun does not tell where rank 0 is",
-            _OF_TORCHRUN,
-        ),
+        ("--workers 2", "TF_CONFIG is set already", _IN_A_CLUSTER),
+        ("--from-env", "TF_CONFIG is set already", _IN_A_CLUSTER),
+        ("--workers 2", "of the 3 processes that torchrun", _OF_TORCHRUN),
+        ("--from-env -m", "does not tell where rank 0 is", _OF_TORCHRUN),
     ],
     ids=str,
 )

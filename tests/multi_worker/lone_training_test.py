@@ -11,33 +11,26 @@ import tensorflow as tf
 import tf_xshard
 from tests.multi_worker import engines_test
 from tests.support import replicas
-from tf_xshard.multi_worker import local_cluster
 
 
-def _config(cluster, task):
-    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+def _config(task, **cluster):
+    return json.dumps(
+        {"cluster": cluster, "task": {"type": task, "index": 0}},
+        # As `engines_test.variables` reads it.
+        separators=(",", ":"),
+    )
 
 
+_CHIEF = _config("chief", chief=["a:1"], worker=["b:2"])
+_WORKER = _config("worker", worker=["a:1", "b:2"])
 _ALONE = {
     "torchrun": (engines_test.TORCHRUN, "2 processes .torchrun."),
     "slurm": (engines_test.SLURM, "4 processes .Slurm."),
     "mpi": (engines_test.PMI, "2 processes .MPI."),
     "open_mpi": (engines_test.OPEN_MPI, "4 processes .Open MPI."),
-    "worker": (
-        {"TF_CONFIG": local_cluster.tf_config(["a:1", "b:2"], 1)},
-        "2 processes .TF_CONFIG.",
-    ),
-    "chief": (
-        _config(
-            {"chief": ["a:1"], "worker": ["b:2"]},
-            {"type": "chief", "index": 0},
-        ),
-        "2 processes .TF_CONFIG.",
-    ),
+    "worker": (f"TF_CONFIG={_WORKER}", "2 processes .TF_CONFIG."),
+    "chief": (f"TF_CONFIG={_CHIEF}", "2 processes .TF_CONFIG."),
 }
-_EVALUATOR = _config(
-    {"worker": ["a:1", "b:2"]}, {"type": "evaluator", "index": 0}
-)
 
 
 class _Calls:
@@ -114,24 +107,31 @@ def calls(tmp_path):
     return _Calls(tmp_path)
 
 
+@pytest.fixture
+def set_variables(monkeypatch):
+    def set_all(text):
+        for name, value in engines_test.variables(text).items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
 @pytest.mark.parametrize("name", _ALONE)
-def test_training_alone_is_refused(name, calls, monkeypatch):
+def test_training_alone_is_refused(name, calls, set_variables):
     variables, who = _ALONE[name]
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
+    set_variables(variables)
     calls.are_refused(f"one of {who}")
 
 
-def test_a_user_may_want_to_train_alone(calls, monkeypatch):
-    for name, value in engines_test.TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TF_XSHARD_ALONE", "0")
+def test_a_user_may_want_to_train_alone(calls, set_variables):
+    set_variables(f"{engines_test.TORCHRUN} TF_XSHARD_ALONE=0")
     tf_xshard.connect(alone=True)
     calls.work()
 
 
-def test_an_evaluator_is_not_the_chief(calls, monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", _EVALUATOR["TF_CONFIG"])
+def test_an_evaluator_is_not_the_chief(calls, set_variables):
+    evaluator = _config("evaluator", worker=["a:1", "b:2"])
+    set_variables(f"TF_CONFIG={evaluator}")
     assert not tf_xshard.is_chief()
     calls.are_refused("an evaluator")
     x = np.ones([4, 2], "float32")
@@ -141,8 +141,7 @@ def test_an_evaluator_is_not_the_chief(calls, monkeypatch):
     np.testing.assert_allclose(loss, np.mean((outputs - 1) ** 2), rtol=1e-5)
 
 
-def test_a_job_s_variables_are_not_a_step_s(calls, monkeypatch):
+def test_a_job_s_variables_are_not_a_step_s(calls, set_variables):
     """A batch script's Python runs once, whatever the job's size."""
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    monkeypatch.setenv("SLURM_PROCID", "0")
+    set_variables("SLURM_NTASKS=4 SLURM_PROCID=0")
     calls.work()

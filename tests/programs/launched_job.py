@@ -31,12 +31,8 @@ STEPS_PER_EPOCH = 8
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 
 
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
+def _signal(number):
+    return lambda: os.kill(os.getpid(), number)
 
 
 def hang():
@@ -50,24 +46,20 @@ def cut():
     os.system(f"ip link set eth0 down; setsid sh -c '{again}' &")
 
 
-def preempt():
-    """What Slurm or a cloud does."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def requeue():
-    """What an administrator does."""
+    """What an administrator of Slurm does."""
     job = os.environ["SLURM_JOB_ID"]
     processes.run(["scontrol", "requeue", job], check=True, tensorflow=0)
 
 
 FAULTS = {
-    "kill": kill,
-    "stop": stop,
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    # What Slurm or a cloud does.
+    "preempt": _signal(signal.SIGTERM),
     "hang": hang,
     "load": hang,
     "cut": cut,
-    "preempt": preempt,
     "requeue": requeue,
 }
 
@@ -93,21 +85,16 @@ def _be_at_fault(fault):
 
 def _hanging_loader(dataset, step):
     """The same data, of which a batch never comes."""
-    num_read = 0
 
-    def load(x, y):
-        nonlocal num_read
-        num_read += 1
-        if num_read > step:
+    def look(index):
+        if index == step:
             _be_at_fault("load")
-        return x, y
 
-    def of_batch(x, y):
-        shapes = x.shape, y.shape
-        x, y = tf.py_function(load, [x, y], [x.dtype, y.dtype])
-        return tf.ensure_shape(x, shapes[0]), tf.ensure_shape(y, shapes[1])
+    def of_batch(index, batch):
+        tf.py_function(look, [index], [])
+        return batch
 
-    return dataset.map(of_batch)
+    return dataset.enumerate().map(of_batch)
 
 
 def _trained(strategy, callbacks=(), changed=lambda dataset: dataset):
@@ -151,7 +138,7 @@ def _preempted(strategy, directory):
 
     def ask(batch, logs=None):
         if own == 1 and batch == 4:
-            preempt()
+            FAULTS["preempt"]()
 
     asking = keras.callbacks.LambdaCallback(on_train_batch_begin=ask)
     code = None

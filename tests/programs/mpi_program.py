@@ -1,45 +1,38 @@
 """What each process of mpi_test.py runs, started by `mpiexec`.
 
-`python -m tests.programs.mpi_program [raises|leaves]`. Prints one JSON
+`python -m tests.programs.mpi_program [leaves]`. Prints one JSON
 line with what this process's replica holds.
 """
 
 import json
 import sys
 import time
-import zlib
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tf_xshard
-from tests.programs import multi_worker_program as cases
 from tf_xshard import collectives
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import site as site_lib
 
-# By the number of processes.
-GROUPS = {2: [[1, 0]], 4: cases.CROSSED}
+NUM_WORKERS = 2
 SUMMED = ("float32", "float64", "int32", "int64", "bfloat16", "float16")
 MOVED = ("int8", "bfloat16", "float32")
-# The processes' numbers of rows.
-ROWS = (2, 0, 3, 1)
-# An odd number of elements, more than MPI's own all-reduce gets.
-LARGE = (4099, 3)
+# An odd number of elements, none at all, and more than MPI's own all-reduce
+# gets.
+SHAPES = ([3, 5], [], [0], [4099, 3])
 
 
-def checksum(numbers):
-    """Stands for float64 numbers that are too many to print."""
-    return zlib.crc32(np.ascontiguousarray(numbers))
-
-
-def own_numbers(rank, shape, dtype):
-    """Small integers, which every dtype holds exactly."""
-    rng = np.random.default_rng(rank)
-    return rng.integers(-9, 9, size=shape).astype(
-        tf.as_dtype(dtype).as_numpy_dtype
-    )
+def _every(shape, dtype):
+    """Small integers of each process, which every dtype holds exactly."""
+    return [
+        np.random.default_rng(rank)
+        .integers(-9, 9, size=shape)
+        .astype(tf.as_dtype(dtype).as_numpy_dtype)
+        for rank in range(NUM_WORKERS)
+    ]
 
 
 def _transport(groups):
@@ -53,57 +46,50 @@ def _transport(groups):
 
 
 def operations(strategy, graph):
-    """Every operation of the transport, by name."""
-    result = {}
+    """The transport's name, and what its operations and NumPy give, by name."""
+    rank, result, expected = tf_xshard.rank(strategy), {}, {}
 
     def on_replica():
-        num_workers = strategy.num_replicas_in_sync
-        path = _transport(GROUPS[num_workers])
-        rank = path.site.rank
-        result["path"] = path.name
+        # In the order of ranks, whatever the order in the group.
+        together, alone = _transport([[1, 0]]), _transport([[0], [1]])
+        result["path"] = together.name
         found = {}
+
+        def check(operation, every, wanted):
+            name = f"{operation.__name__} {every[0][0].dtype} {len(found)}"
+            own = [tf.constant(values[rank]) for values in every]
+            found[name], expected[name] = operation(own), wanted
+
+        numbers = _every([3], "float32")
+        check(alone.sum, [numbers], [numbers[rank]])
         for dtype in SUMMED:
-            # An odd number of elements, and none at all.
-            numbers = [
-                tf.constant(own_numbers(rank, shape, dtype))
-                for shape in ([3, 5], [], [0])
-            ]
-            found[f"sum {dtype}"] = path.sum(numbers)
-            large = tf.constant(own_numbers(rank, LARGE, dtype))
-            found[f"checksum {dtype}"] = path.sum([large])
-            rows = tf.constant(own_numbers(rank, [2, 3], dtype))
-            found[f"reduce_scatter {dtype}"] = path.reduce_scatter([rows])
-        # Groups of one process each.
-        alone = _transport([[r] for r in range(num_workers)])
-        own = tf.constant(own_numbers(rank, [3], "float32"))
-        found["alone"] = alone.sum([own])
+            every = [_every(shape, dtype) for shape in SHAPES]
+            check(together.sum, every, [sum(one) for one in every])
+            rows = _every([2, 3], dtype)
+            check(together.reduce_scatter, [rows], [sum(rows)[rank]])
         for dtype in MOVED:
-            rows = tf.constant(own_numbers(rank, [2, 3], dtype))
-            found[f"all_to_all {dtype}"] = path.all_to_all([rows])
-            found[f"all_gather {dtype}"] = path.all_gather([rows[0]])
-            some = tf.constant(own_numbers(rank, [ROWS[rank], 2], dtype))
-            found[f"gather {dtype}"] = path.gather([some])
+            rows = _every([2, 3], dtype)
+            check(together.all_to_all, [rows], [np.stack(rows)[:, rank]])
+            check(
+                together.all_gather,
+                [[r[0] for r in rows]],
+                [np.stack(rows)[:, 0]],
+            )
+            some = [rows[0], rows[1][:0]]
+            check(together.gather, [some], [np.concatenate(some)])
         return found
 
     def run():
         return strategy.run(on_replica)
 
     found = tf.function(run, autograph=False)() if graph else run()
-    for name, values in found.items():
-        numbers = [tf.cast(v, tf.float64).numpy() for v in values]
-        result[name] = [
-            checksum(one) if "checksum" in name else one.tolist()
-            for one in numbers
-        ]
-    return result
-
-
-def raises(strategy):
-    """Worker 1 fails, and the others wait for it."""
-    tf_xshard.barrier(strategy)
-    if tf_xshard.rank(strategy) == 1:
-        raise ValueError("the cause")
-    tf_xshard.barrier(strategy, timeout_seconds=300)
+    wrong = [
+        name
+        for name, values in found.items()
+        for value, wanted in zip(values, expected[name], strict=True)
+        if not np.array_equal(value.numpy(), wanted)
+    ]
+    return [result["path"], len(found), wrong]
 
 
 def leaves(strategy):
@@ -118,21 +104,18 @@ def leaves(strategy):
         return [str(error), time.monotonic() - start]
 
 
-def main(case=None):
+def main(case="operations"):
     tf_xshard.connect(60)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    if case:
-        print(json.dumps({case: globals()[case](strategy)}), flush=True)
-        return
-    results = {
-        "rank": tf_xshard.rank(strategy),
-        "eager": operations(strategy, graph=False),
-        "graph": operations(strategy, graph=True),
-    }
-    if strategy.num_replicas_in_sync == cases.NUM_WORKERS:
-        results["oracle"] = cases.oracle(strategy)
-        results["nesting"] = cases.nesting(strategy, cases.SEEDS)
-    print(json.dumps(results), flush=True)
+    result = (
+        {"leaves": leaves(strategy)}
+        if case == "leaves"
+        else {
+            "eager": operations(strategy, graph=False),
+            "graph": operations(strategy, graph=True),
+        }
+    )
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

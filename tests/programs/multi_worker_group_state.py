@@ -1,9 +1,11 @@
 """What each process of four_processes_test.py does with GroupState."""
 
 import os
+import re
 import shutil
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_xshard
@@ -11,19 +13,8 @@ from tests.support import group_training
 from tf_xshard.group_state import divergence
 
 
-def _learned(model):
-    return [*model.weights, *model.optimizer.variables]
-
-
 def _own(variables):
     return [np.float64(v.numpy()).tolist() for v in variables]
-
-
-def _error(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _jsonable(weights):
@@ -33,50 +24,60 @@ def _jsonable(weights):
     }
 
 
-def _add_one(state, variables):
-    for variable in variables:
-        state.replicas.assign(variable, [variable.numpy() + 1])
-
-
-def run(strategy, directory, full):
-    """Trains two groups, and looks at all of GroupState."""
-    rank = strategy.cluster_resolver.task_id
+def run(strategy, directory):
+    """Trains two groups, and looks at all of GroupState; what is gathered."""
     model = group_training.compiled(strategy)
-    x, y = group_training.data()
-    result = {}
     group_training.trainer(model)(2)
     state = tf_xshard.GroupState(model)
-    learned = _learned(model)
-    result["own"] = _own(learned)
-    result["weights"] = [_jsonable(state.get_weights(g)) for g in (0, 1)]
-    result["evaluate"] = full and list(
-        state.evaluate(x[:50], y[:50], batch_size=16)
-    )
-    # The ensemble's needs those of the groups.
-    result["predict"] = [
-        state.predict(x[:50], g, batch_size=16).tolist()
-        for g in ((0, 1, None) if full else (None,))
-    ]
-    result["unchanged"] = _own(learned) == result["own"]
-    result["divergence"] = list(state.divergence())
+    learned = [*model.weights, *model.optimizer.variables]
+    x, _ = group_training.data()
+    result = {
+        "own": _own(learned),
+        "weights": [_jsonable(state.get_weights(g)) for g in (0, 1)],
+        # The ensemble's need those of the groups.
+        "predict": state.predict(x[:50], batch_size=16).tolist(),
+        "divergence": list(state.divergence()),
+    }
+    assert _own(learned) == result["own"]
     tf.config.run_functions_eagerly(True)
-    result["eagerly"] = _jsonable(state.get_weights(1)) == result["weights"][1]
+    assert _jsonable(state.get_weights(1)) == result["weights"][1]
     tf.config.run_functions_eagerly(False)
+    _export(state, tf_xshard.rank(strategy), directory)
+    _save_apart(state, learned, strategy, directory)
+    _save_together(state, learned, tf_xshard.rank(strategy), directory)
+    _repair(state, model.layers[0].kernel, tf_xshard.rank(strategy))
+    state.set_weights(1, {"model": state.get_weights(0)["model"]})
+    result["set"] = _own(model.weights)
+    state.merge()
+    result["merged"] = _own(learned)
+    return result
+
+
+def _export(state, rank, directory):
+    """What fails on the chief, which alone writes, fails on all."""
     state.export(1, os.path.join(directory, "group_1.keras"))
-    # Where only the chief, which writes, can fail.
-    result["not_exported"] = _error(
-        lambda: state.export(1, os.path.join(directory, "none", "group.keras"))
-    )
-    # Directories that the processes do not share, after a good save.
-    own_directory = os.path.join(directory, f"own_{rank}")
-    result["not_saved"] = _error(lambda: state.save(own_directory))
-    result["not_committed"] = not os.path.exists(
-        os.path.join(own_directory, "manifest.json")
-    )
-    # Each keeps its own files, of the last save only; then they are merged.
+    path = os.path.join(directory, "none", "group.keras")
+    with pytest.raises(Exception) as info:
+        state.export(1, path)
+    assert ("failed on worker 0" in str(info.value)) == (rank != 0)
+
+
+def _save_apart(state, learned, strategy, directory):
+    """Directories that the processes do not share, and then merge."""
+    rank = tf_xshard.rank(strategy)
+    own = os.path.join(directory, f"own_{rank}")
+    text = "another process wrote, is missing here(?s:.*)pass shared=False"
+    with pytest.raises(Exception, match=text):
+        state.save(own)
+    assert not os.path.exists(os.path.join(own, "manifest.json"))
     for _ in range(2):
-        state.save(own_directory, epoch=2, shared=False)
-    result["kept_files"] = sorted(os.listdir(own_directory))
+        state.save(own, epoch=2, shared=False)
+    # Of the last save only. Rank 0 has the manifest; each has values that no
+    # other has.
+    files = os.listdir(own)
+    name = rf"(state-[0-9a-f]{{16}}-{rank:05d}\..*|manifest\.json)"
+    assert len(files) == (2 if rank else 3)
+    assert all(re.fullmatch(name, file) for file in files)
     tf_xshard.barrier(strategy)
     merged = os.path.join(directory, "merged")
     if rank == 0:
@@ -86,33 +87,39 @@ def run(strategy, directory, full):
     tf_xshard.barrier(strategy)
     before = _own(learned)
     _add_one(state, learned)
-    position = state.restore(merged)
-    result["from_merged"] = [position.epoch, _own(learned) == before]
+    assert state.restore(merged).epoch == 2
+    assert _own(learned) == before
+
+
+def _save_together(state, learned, rank, directory):
     path = os.path.join(directory, "save")
     state.save(path, epoch=3, step=1)
-    own = _own(learned)
+    saved = _own(learned)
     _add_one(state, learned)
-    changed = _own(learned)
-    result["position"] = state.restore(path)
-    result["restored"] = _own(learned) == own != changed
     # One process can't read it: nothing changes on any.
-    elsewhere = os.path.join(directory, "none") if rank == 2 else path
-    _add_one(state, learned)
-    result["refused"] = _error(lambda: state.restore(elsewhere))
-    result["kept"] = _own(learned) == changed
-    state.restore(path)
-    kernel = model.layers[0].kernel
+    error = "FileNotFoundError" if rank == 2 else "failed on worker 2"
+    changed = _own(learned)
+    with pytest.raises(Exception) as info:
+        state.restore(os.path.join(directory, "none") if rank == 2 else path)
+    assert error in f"{type(info.value).__name__}: {info.value}"
+    assert _own(learned) == changed != saved
+    assert tuple(state.restore(path)) == (3, 1)
+    assert _own(learned) == saved
+
+
+def _add_one(state, variables):
+    for variable in variables:
+        state.replicas.assign(variable, [variable.numpy() + 1])
+
+
+def _repair(state, kernel, rank):
+    """Worker 3's kernel differs, until it gets its group's."""
     if rank == 3:
         state.replicas.assign(kernel, [kernel.numpy() + 0.5])
-    result["unequal"] = list(
-        divergence.unequal(state.catalog(), state.replicas, repair=True)
-    )
-    result["repaired"] = list(
+    [found] = divergence.unequal(state.catalog(), state.replicas, repair=True)
+    assert found["variable"].endswith("/kernel")
+    assert (found["group"], found["replicas"]) == (1, [3])
+    np.testing.assert_allclose(found["largest_difference"], 0.5, rtol=1e-5)
+    assert not list(
         divergence.unequal(state.catalog(), state.replicas, repair=False)
     )
-    weights = state.get_weights(0)
-    state.set_weights(1, {"model": weights["model"]})
-    result["set"] = _own(model.weights)
-    state.merge()
-    result["merged"] = _own(learned)
-    return result

@@ -10,33 +10,16 @@ from tf_xshard.collectives import watchdog
 
 NUM_FLOATS = 1 << 18
 NUM_CALLS = 4
-CROSSED = [[0, 2], [1, 3]]
-
-
-def _cross_shard(dtype=None, error_feedback=False, **kwargs):
-    return tf_xshard.CrossShardOptimizer(
-        keras.optimizers.SGD(1.0),
-        communication=tf_xshard.Communication(
-            dtype=dtype, error_feedback=error_feedback
-        ),
-        **kwargs,
-    )
-
-
 OPTIMIZERS = {
-    "towers": lambda: tf_xshard.TowerOptimizer(_cross_shard(), NUM_CALLS),
-    "int8 sharded": lambda: _cross_shard("int8", True, shard_update=True),
-    "agn": lambda: tf_xshard.AGNOptimizer(
-        keras.optimizers.SGD(1.0), communication_period=NUM_CALLS
+    "towers": lambda: tf_xshard.TowerOptimizer(
+        keras.optimizers.SGD(1.0), NUM_CALLS
     ),
-    "all": _cross_shard,
-    "groups": lambda: _cross_shard(group_assignment=CROSSED),
-    "sharded": lambda: _cross_shard(shard_update=True),
-    "bfloat16": lambda: _cross_shard("bfloat16"),
-    "int8": lambda: _cross_shard("int8", True),
+    "int8 sharded": lambda: tf_xshard.CrossShardOptimizer(
+        keras.optimizers.SGD(1.0),
+        shard_update=True,
+        communication=tf_xshard.Communication("int8", error_feedback=True),
+    ),
 }
-# Without --full.
-FEW = ("towers", "int8 sharded")
 
 
 def _bytes_sent(strategy, make):
@@ -81,8 +64,7 @@ def _bytes_sent(strategy, make):
     }
 
 
-def run(strategy, full):
+def run(strategy):
     return {
-        name: _bytes_sent(strategy, OPTIMIZERS[name])
-        for name in (OPTIMIZERS if full else FEW)
+        name: _bytes_sent(strategy, make) for name, make in OPTIMIZERS.items()
     }

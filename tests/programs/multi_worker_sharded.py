@@ -52,40 +52,26 @@ def _weights(trained):
     return [v.numpy().tolist() for v in trained.weights]
 
 
-MODES = {"momentum": momentum, "owned": adafactor}
+def run(strategy, directory):
+    return {**_steps(strategy), "saved": _saved(strategy, directory)}
 
 
-def run(strategy, directory, full):
-    return {
-        "steps": {
-            name: _steps(strategy, MODES[name])
-            for name in (MODES if full else ["momentum"])
-        },
-        "saved": _saved(strategy, directory),
-        "alone": _alone(strategy),
-    }
-
-
-def _steps(strategy, inner_fn):
+def _steps(strategy):
+    """Weights and whole slots, which are on their owners only."""
     trained = sharded.Trained(
-        inner_fn,
+        adafactor,
         strategy,
         GROUPS,
         num_steps=NUM_STEPS,
         shard_update=True,
         communication=COMMUNICATION,
     )
+    slots = trained.slots()
+    assert all(isinstance(v, keras_shards.Owned) for v in slots)
     return {
         "weights": [w[0].tolist() for w in trained.weights],
         # All workers read them together.
-        "slots": [v.numpy().tolist() for v in trained.slots()],
-        "sizes": [
-            v.layout.held_size
-            if isinstance(v, keras_shards.Owned)
-            # What this process holds.
-            else int(v.shards.values[0].shape[0])
-            for v in trained.slots()
-        ],
+        "slots": [v.numpy().tolist() for v in slots],
     }
 
 
@@ -102,22 +88,3 @@ def _saved(strategy, directory):
     # Back to what the files hold.
     tf_xshard.GroupState(trained).restore(path)
     return [*result, train(trained, 2)]
-
-
-def _alone(strategy):
-    """Worker 2 reads what each holds a part of; then all of them do."""
-    trained = sharded.Trained(
-        momentum,
-        strategy,
-        num_steps=1,
-        shard_update=True,
-        communication=tf_xshard.Communication(timeout_seconds=8),
-    )
-    error = None
-    if strategy.cluster_resolver.task_id == 2:
-        try:
-            trained.slots()[0].numpy()
-        except RuntimeError as caught:
-            error = str(caught)
-    tf_xshard.barrier(strategy)
-    return [error, trained.slots()[0].numpy().shape]

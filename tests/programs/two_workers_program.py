@@ -1,6 +1,7 @@
 """What each process of two_processes_test.py runs, by `support/cluster.py`.
 
-No case before `shuffled`, the first, sets a seed.
+Each case asserts what a process can see alone, and returns what it holds. No
+case before the first sets a seed.
 """
 
 import os
@@ -9,9 +10,11 @@ import resource
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import cluster
 from tests.support import fitting
 from tests.support import paths
 from tf_xshard.private.tensorflow import runtime
@@ -29,7 +32,7 @@ def data():
     return x, x[:, :1] - 2 * x[:, 1:2] + 1
 
 
-def model(optimizer, loss="mse", **options):
+def model(optimizer, loss="mse"):
     """Begins the same in every process and under every strategy."""
     result = keras.Sequential(
         [
@@ -37,21 +40,24 @@ def model(optimizer, loss="mse", **options):
             keras.layers.Dense(1, kernel_initializer="ones"),
         ]
     )
-    result.compile(optimizer, loss, **options)
+    result.compile(optimizer, loss)
     return result
+
+
+def _weights(trained):
+    return [np.float64(v).tolist() for v in trained.get_weights()]
 
 
 def sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def _compiled(strategy, **options):
+def _compiled(strategy):
     with strategy.scope():
         communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
         return model(
             tf_xshard.CrossShardOptimizer(sgd(), communication=communication),
             tf_xshard.GlobalMean("mse"),
-            **options,
         )
 
 
@@ -66,12 +72,10 @@ class _PageFaults(keras.callbacks.Callback):
         self.number = after - before
 
 
-def shuffled(strategy):
-    """How often `fit` has trained on each of 32 rows, in its own order.
+def each_row_is_trained_on_once(strategy):
+    """However the processes are seeded, or not; `fit` leaves that as it is.
 
-    Returns:
-      For no seed, and for one of each process: the rows' counts, and whether
-      `fit` has left the seed as it was. And the page faults of a batch.
+    Returns the page faults of a batch.
     """
     with strategy.scope():
         trained = keras.Sequential(
@@ -86,7 +90,7 @@ def shuffled(strategy):
             tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(8.0)),
             loss=lambda y, outputs: -outputs,
         )
-    before, result, faults = runtime.GlobalSeed(), [], _PageFaults()
+    before, faults = runtime.GlobalSeed(), _PageFaults()
     for seed in (None, tf_xshard.rank(strategy) + 7):
         if seed is not None:
             tf.random.set_seed(seed)
@@ -97,10 +101,10 @@ def shuffled(strategy):
             verbose=0,
             callbacks=[faults],
         )
-        counts = trained.get_weights()[0].ravel().tolist()
-        result.append([counts, _seed() == seed])
+        np.testing.assert_allclose(trained.get_weights()[0], 1, rtol=1e-6)
+        assert _seed() == seed
     before.restore()
-    return result, faults.number
+    return faults.number
 
 
 def _seed():
@@ -132,8 +136,8 @@ def _undivided(strategy):
     return own.batch(BATCH_SIZE * NUM_WORKERS).with_options(options)
 
 
-def _fit(strategy, pipeline, **options):
-    trained, batches = _compiled(strategy, **options), []
+def _fit(strategy, pipeline):
+    trained, batches = _compiled(strategy), []
     history = trained.fit(
         pipeline,
         epochs=2,
@@ -145,65 +149,64 @@ def _fit(strategy, pipeline, **options):
         ),
     ).history
     return {
-        "weights": [np.float64(v).tolist() for v in trained.get_weights()],
+        "weights": _weights(trained),
         "steps": int(trained.optimizer.iterations.numpy()),
         "batches": [float(one) for one in batches],
         "history": {k: [float(v) for v in vs] for k, vs in history.items()},
     }
 
 
-def different_batches(strategy, full):
+def different_batches(strategy):
     """The workers' pipelines have 4 and 3 batches."""
     pipeline = _pipeline(strategy)
     untrained = _compiled(strategy)
     return {
         "fit": _fit(strategy, pipeline),
-        "in_twos": full and _fit(strategy, pipeline, steps_per_execution=2),
         "undivided": _fit(strategy, _undivided(strategy)),
         "evaluate": float(untrained.evaluate(pipeline, verbose=0)),
         "predict": np.ravel(untrained.predict(pipeline, verbose=0)).tolist(),
     }
 
 
-UNKNOWN_SIZE = {
-    "cross": lambda: tf_xshard.CrossShardOptimizer(sgd()),
-    "tower": lambda: tf_xshard.TowerOptimizer(sgd(), num_towers=2),
-    "agn": lambda: tf_xshard.AGNOptimizer(sgd(), communication_period=4),
-}
+def unknown_size(strategy):
+    """The weights after three epochs of three batches, by optimizer.
 
-
-def unknown_size(strategy, optimizer):
-    """Three epochs of three batches, whose number Keras does not know."""
+    Keras does not know their number. The step that meets the end of the data
+    changes nothing.
+    """
     x, y = data()
     rows = fitting.untuned(tf.data.Dataset.from_tensor_slices((x[:24], y[:24])))
-    with strategy.scope():
-        trained = model(optimizer())
-    trained.fit(
-        rows.filter(lambda x, y: True).batch(8),
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-    )
-    return {
-        "weights": [np.float64(v).tolist() for v in trained.get_weights()],
-        "steps": int(trained.optimizer.iterations.numpy()),
-    }
+    rows, result = rows.filter(lambda x, y: True).batch(8), {}
+    for make, num_steps in (
+        (lambda: tf_xshard.CrossShardOptimizer(sgd()), 9),
+        (lambda: tf_xshard.TowerOptimizer(sgd(), num_towers=2), 4),
+        (lambda: tf_xshard.AGNOptimizer(sgd(), communication_period=4), 9),
+    ):
+        with strategy.scope():
+            trained = model(make())
+        trained.fit(rows, epochs=3, shuffle=False, verbose=0)
+        assert int(trained.optimizer.iterations.numpy()) == num_steps
+        result[type(trained.optimizer).__name__] = _weights(trained)
+    return result
 
 
-def different_counts(strategy):
-    """The error of a worker whose optimizer is a step ahead, as by a file."""
+def different_counts_are_refused(strategy):
+    """On both, where one worker's optimizer is a step ahead, as by a file."""
     trained = _compiled(strategy)
     trained.optimizer.build(trained.trainable_variables)
     [own] = strategy.experimental_local_results(
         trained.optimizer.iterations.value
     )
-    own.assign(3 + tf_xshard.rank(strategy))
-    error = _error(lambda: trained.fit(*data(), batch_size=16, verbose=0))
-    return error, int(own)
+    count = 3 + tf_xshard.rank(strategy)
+    own.assign(count)
+    text = r"different numbers of steps.*by worker: \[\[3\], \[4\]\]\. Restore"
+    with pytest.raises(ValueError, match=text):
+        trained.fit(*data(), batch_size=16, verbose=0)
+    assert int(own) == count
 
 
-def refused(strategy):
-    """The errors of workers that pass different data or numbers of steps."""
+def different_data_are_refused(strategy):
+    """On both workers; so are different numbers of steps."""
     rank = tf_xshard.rank(strategy)
     x, y = (one[: (61, 60)[rank]] for one in data())
     arrays = {"x": x, "y": y, "batch_size": 16}
@@ -213,28 +216,35 @@ def refused(strategy):
         lambda _: pipeline.repeat() if rank else pipeline
     )
     trained = _compiled(strategy)
-    calls = {
-        "arrays": lambda: trained.fit(**arrays),
-        "evaluate": lambda: trained.evaluate(**arrays),
-        "predict": lambda: trained.predict(x, batch_size=16),
-        "validation": lambda: trained.fit(
-            *data(), validation_data=(x, y), verbose=0
+    rows = (
+        "worker 0 has 61 rows in batches of {0}, worker 1 has 60 rows in"
+        " batches of {0}. Pass the same data on all workers."
+    )
+    for call, text in (
+        (lambda: trained.fit(**arrays), rows.format(16)),
+        (lambda: trained.evaluate(**arrays), rows.format(16)),
+        (lambda: trained.predict(x, batch_size=16), rows.format(16)),
+        (
+            lambda: trained.fit(*data(), validation_data=(x, y), verbose=0),
+            rows.format(32),
         ),
-        "dataset": lambda: trained.fit(dataset.batch(16), shuffle=False),
-        "infinite": lambda: trained.fit(
-            infinite, steps_per_epoch=2, shuffle=False
+        (
+            lambda: trained.fit(dataset.batch(16), shuffle=False),
+            "worker 0 has 4 batches, worker 1 has 3 batches. Pass",
         ),
-        "steps": lambda: trained.fit(*data(), steps_per_epoch=1 + rank),
-    }
-    return {name: [_error(call), _seed()] for name, call in calls.items()}
-
-
-def _error(call):
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return None
+        (
+            lambda: trained.fit(infinite, steps_per_epoch=2, shuffle=False),
+            "infinite: worker 0 has 16 batches, worker 1 has infinitely many"
+            " batches. Call repeat()",
+        ),
+        (
+            lambda: trained.fit(*data(), steps_per_epoch=1 + rank),
+            "differs between the workers: [1, 2]. Pass the same number",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
+        assert _seed() is None
 
 
 def saves(strategy, directory):
@@ -245,12 +255,16 @@ def saves(strategy, directory):
         for block in re.findall(r"```python\n(.*?)```", page, re.S)
         if "def save(" in block
     ]
-    scope = {}
-    exec(code, scope)
-    # The same code with the other call that it names.
-    weights_scope = {}
-    assert "model.save(path)" in code
-    exec(code.replace("model.save(", "model.save_weights("), weights_scope)
+    call, functions = "model.save(path)", {}
+    assert call in code
+    for ending, own in (
+        (".keras", call),
+        # The other call that the page names.
+        (".weights.h5", "model.save_weights(path)"),
+    ):
+        scope = {}
+        exec(code.replace(call, own), scope)
+        functions[ending] = scope["save"]
     with strategy.scope():
         trained = model(
             tf_xshard.CrossShardOptimizer(
@@ -259,31 +273,34 @@ def saves(strategy, directory):
         )
     trained.fit(*data(), batch_size=16, verbose=0)
     for number in range(NUM_SAVES):
-        path = os.path.join(directory, str(number))
-        scope["save"](trained, f"{path}.keras")
-        weights_scope["save"](trained, f"{path}.weights.h5")
-        # All workers find the chief's files.
-        assert os.path.exists(f"{path}.keras")
-        assert os.path.exists(f"{path}.weights.h5")
-    return [np.float64(v).tolist() for v in trained.get_weights()]
+        for ending, save in functions.items():
+            path = os.path.join(directory, f"{number}{ending}")
+            save(trained, path)
+            # All workers find the chief's files.
+            assert os.path.exists(path)
+    return _weights(trained)
 
 
-def main(directory, *options):
-    """All cases; `--full` has more of them."""
+CASES = (
+    each_row_is_trained_on_once,
+    different_batches,
+    unknown_size,
+    different_counts_are_refused,
+    different_data_are_refused,
+)
+
+
+def main(directory):
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with tf_xshard.multi_worker_fit(
         tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
     ):
-        return {
-            "shuffled": shuffled(strategy),
-            "different_batches": different_batches(
-                strategy, "--full" in options
-            ),
-            "unknown_size": {
-                name: unknown_size(strategy, optimizer)
-                for name, optimizer in UNKNOWN_SIZE.items()
-            },
-            "different_counts": different_counts(strategy),
-            "refused": refused(strategy),
-            "saved": saves(strategy, directory),
-        }
+        return cluster.attempted(
+            {
+                **{
+                    case.__name__: lambda case=case: case(strategy)
+                    for case in CASES
+                },
+                "saved": lambda: saves(strategy, directory),
+            }
+        )

@@ -33,16 +33,18 @@ NUM_IMPORTS = 5
 _PROCESSES = "tests/multi_worker/"
 _EXAMPLES = "tests/conformance/examples_test.py::test_one_epoch"
 ABOVE_ONE_I = {
-    f"{_PROCESSES}four_processes_test.py::test_oracle[pairs]": (
+    f"{_PROCESSES}four_processes_test.py"
+    "::test_each_worker_holds_what_it_must[sums_of_groups]": (
         "four processes run all cases of the file, once"
     ),
     f"{_PROCESSES}faults_test.py::test_the_chief_is_killed": (
         "two workers are killed and started again, twice in all"
     ),
-    f"{_PROCESSES}two_processes_test.py::test_each_row_is_trained_on_once": (
+    f"{_PROCESSES}two_processes_test.py"
+    "::test_each_worker_holds_what_it_must[each_row_is_trained_on_once]": (
         "two processes run all cases of the file, once"
     ),
-    "tests/collectives/mpi_test.py::test_operations[2-graph]": (
+    "tests/collectives/mpi_test.py::test_operations[graph]": (
         "two processes of an MPI run all cases of the file, once"
     ),
     "tests/collectives/watchdog_test.py"

@@ -50,19 +50,41 @@ def results_of(program, num_workers, arguments=(), seconds=300):
     """What `main` of a module returns on each worker, by rank."""
     addresses = local_cluster.local_addresses(num_workers)
     jobs = [
-        [
+        (
             "main",
             arguments,
             {"TF_CONFIG": local_cluster.tf_config(addresses, r)},
-        ]
+        )
         for r in range(num_workers)
     ]
-    results, said = _run(
-        program, jobs, seconds, local_cluster.settings(num_workers)
-    )
+    found = _run(program, jobs, seconds, local_cluster.settings(num_workers))
+    results, said = zip(*found, strict=True)
     # The first cause may be in any of them.
     assert None not in results, "\n".join(one[-3000:] for one in said)
-    return [json.loads(one) for one in results]
+    return results
+
+
+def attempted(cases):
+    """What each function returns, and how it failed, by its name."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = [case(), None]
+        except Exception:
+            found[name] = [None, traceback.format_exc()]
+    return found
+
+
+def cases_of(program, *arguments):
+    """A function: what one of `main`'s cases returned on each worker."""
+    launched = once(lambda: results_of(program, *arguments))
+
+    def of(name):
+        values, errors = zip(*(one[name] for one in launched()), strict=True)
+        assert not any(errors), "\n".join(filter(None, errors))
+        return [*values]
+
+    return of
 
 
 def each_of(program, names, seconds):
@@ -70,37 +92,28 @@ def each_of(program, names, seconds):
 
     A function that fails, or has not ended after so many seconds, has None.
     """
-    jobs = [[name, [], {}] for name in names]
-    results, said = _run(program, jobs, seconds)
-    return {
-        name: (result and json.loads(result), text)
-        for name, result, text in zip(names, results, said, strict=True)
-    }
+    jobs = [(name, (), {}) for name in names]
+    return dict(zip(names, _run(program, jobs, seconds, {}), strict=True))
 
 
-def _run(program, jobs, seconds, environment=()):
-    """The results as JSON (None: failed), and what each job has printed."""
+def _run(program, jobs, seconds, environment):
+    """The result (None: failed) of each job, and what it has printed."""
     with tempfile.TemporaryDirectory() as directory:
         ended = processes.run(
             processes.python("-m", "tests.support.cluster", directory, program),
             seconds + 120,
             given=json.dumps([seconds, jobs]),
-            env={
-                "PYTHONUNBUFFERED": "1",
-                "TF_CPP_MIN_LOG_LEVEL": "2",
-                **os.environ,
-                **dict(environment),
-            },
+            env={"PYTHONUNBUFFERED": "1", **os.environ, **environment},
         )
         assert ended.returncode == 0, ended.stderr[-3000:]
-        files = [pathlib.Path(directory, str(i)) for i in range(len(jobs))]
-        return (
-            [file.read_text() if file.exists() else None for file in files],
-            [
-                file.with_suffix(".txt").read_text("utf8", "replace")
-                for file in files
-            ],
-        )
+        return [
+            _outcome(pathlib.Path(directory, str(i))) for i in range(len(jobs))
+        ]
+
+
+def _outcome(file):
+    result = json.loads(file.read_text()) if file.exists() else None
+    return result, file.with_suffix(".txt").read_text("utf8", "replace")
 
 
 def _work(function, arguments, file):
