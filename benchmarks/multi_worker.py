@@ -58,6 +58,12 @@ _GIGABITS = flags.DEFINE_float(
 _WORKER = flags.DEFINE_bool("worker", False, "for the program's own use")
 
 NUM_WORKERS = 4
+# Open MPI over the loopback interface, and not by shared memory.
+_OPEN_MPI_OVER_TCP = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,tcp",
+    "OMPI_MCA_btl_tcp_if_include": "lo",
+}
 
 
 def _worker():
@@ -286,7 +292,7 @@ def _started(arguments) -> list[subprocess.Popen]:
                 _limited(command),
                 env={
                     **mpiexec.OPEN_MPI,
-                    **(mpiexec.OPEN_MPI_OVER_TCP if _GIGABITS.value else {}),
+                    **(_OPEN_MPI_OVER_TCP if _GIGABITS.value else {}),
                     **os.environ,
                     **quiet,
                 },

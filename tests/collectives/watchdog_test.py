@@ -49,8 +49,8 @@ def test_time_in_which_a_process_is_stopped_does_not_count(result_of):
 
 def test_threads_and_a_context_that_is_reset(result_of):
     in_threads, after_reset = result_of("threads")
-    assert in_threads == [[11.0 * n] * 2 for n in (1, 2, 3)]
-    assert after_reset == [22.0, 22.0]
+    assert in_threads == [[-11.0 * 50 * n] * 2 for n in (1, 2, 3)]
+    assert after_reset == [-44.0, -44.0]
 
 
 def test_only_a_missing_replica_is_an_error_after_the_timeout(
@@ -106,11 +106,9 @@ def test_a_timeout_costs_no_threads():
         weight = keras.Variable(0.0)
         optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
         optimizer.build([weight])
-
-    @tf.function(autograph=False)
-    def step():
-        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
-
+    step = replicas.applying(
+        strategy, optimizer, lambda r: [tf.constant(1.0)], [weight]
+    )
     step()
     before = _num_threads()
     for _ in range(50):

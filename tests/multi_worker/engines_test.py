@@ -73,19 +73,18 @@ def variables(text):
     return dict(one.split("=", 1) for one in text.split())
 
 
+def set_variables(monkeypatch, text):
+    for name, value in variables(text).items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(autouse=True)
-def set_variables(monkeypatch):
-    """A function that sets variables; no engine has started this process."""
+def no_engine(monkeypatch):
+    """No engine has started this process, on a machine of Kubernetes."""
     monkeypatch.setattr(socket, "getfqdn", lambda name: f"{name}.net.ns.svc")
     for text, _ in _PLACES:
         for name in variables(text).keys() - {"HOSTNAME"}:
             monkeypatch.delenv(name, raising=False)
-
-    def set_all(text):
-        for name, value in variables(text).items():
-            monkeypatch.setenv(name, value)
-
-    return set_all
 
 
 @pytest.mark.parametrize(
@@ -421,8 +420,8 @@ def test_a_process_of_no_engine(from_env):
         ({"timeout_seconds": 0}, "", "timeout_seconds must be positive"),
     ],
 )
-def test_connect_refuses(arguments, text, message, set_variables):
-    set_variables(text)
+def test_connect_refuses(arguments, text, message, monkeypatch):
+    set_variables(monkeypatch, text)
     with pytest.raises(ValueError, match=message):
         tf_xshard.connect(**arguments)
 
@@ -435,10 +434,8 @@ def test_connect_refuses(arguments, text, message, set_variables):
         ("TF_XSHARD_ALONE", "1"),
     ],
 )
-def test_connect_leaves_a_process_as_it_is(
-    name, value, set_variables, monkeypatch
-):
-    set_variables(TORCHRUN)
+def test_connect_leaves_a_process_as_it_is(name, value, monkeypatch):
+    set_variables(monkeypatch, TORCHRUN)
     monkeypatch.setenv(name, value)
     before = os.environ.get("TF_CONFIG")
     tf_xshard.connect()
@@ -446,12 +443,10 @@ def test_connect_leaves_a_process_as_it_is(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_connect_joins_the_engine_s_processes(
-    rank, port, set_variables, monkeypatch
-):
+def test_connect_joins_the_engine_s_processes(rank, port, monkeypatch):
     """TF_CONFIG has this process's rank; what the user set is kept."""
     text = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-    set_variables(f"{text} RANK={rank} TF_NUM_INTRAOP_THREADS=7")
+    set_variables(monkeypatch, f"{text} RANK={rank} TF_NUM_INTRAOP_THREADS=7")
     for name in ("TF_CONFIG", "TF_XSHARD_CONNECTED", "TF_XSHARD_RESTART"):
         monkeypatch.setenv(name, "")
     other = engines.place(variables(f"{text} RANK={1 - rank}"))
@@ -467,8 +462,8 @@ def test_connect_joins_the_engine_s_processes(
     assert os.environ["TF_XSHARD_CONNECTED"] == str(os.getpid())
 
 
-def test_arguments_complete_the_place(set_variables):
-    set_variables(_KUBERNETES)
+def test_arguments_complete_the_place(monkeypatch):
+    set_variables(monkeypatch, _KUBERNETES)
     place = connect.found_place(num_workers=3, leader="b", port=5)
     assert (place.rank, place.size, place.leader, place.port) == (1, 3, "b", 5)
 

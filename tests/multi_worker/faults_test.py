@@ -17,7 +17,7 @@ from tests.support import namespaces
 from tests.support import processes
 
 NUM_WORKERS = launched_job.NUM_WORKERS
-_LIMIT_SECONDS = 240
+_SECONDS_PER_START = 120
 # What TensorFlow says of a worker that is gone: its heartbeat stopped, or its
 # connection was closed, or, of the leader, that it can't be reached.
 _CAUSE = (
@@ -59,7 +59,9 @@ class _Launched:
         ) as process:
             # A launch that hangs fails, and the test with it. It ends workers,
             # which have a process group of their own.
-            limit = threading.Timer(_LIMIT_SECONDS, process.terminate)
+            limit = threading.Timer(
+                _SECONDS_PER_START * len(arguments), process.terminate
+            )
             limit.start()
             for line in process.stdout:
                 self.lines.append((time.time(), line.rstrip()))

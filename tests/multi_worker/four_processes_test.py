@@ -12,7 +12,6 @@ from tests.support import cluster
 from tests.support import group_training
 from tests.support import random_stacks
 from tests.support import replicas
-from tests.support import sharded
 from tests.support import stacks
 from tests.support import training
 
@@ -48,49 +47,21 @@ def test_nested_optimizers(of):
         stacks.check(got, stack, gradients, f"seed {seed}")
 
 
-def test_sharded_update(of):
-    """Weights and whole slots are those of one process, on every worker."""
-    reference = sharded.Trained(
-        sharded_cases.adafactor,
-        replicas.mirrored(NUM_WORKERS),
-        sharded_cases.GROUPS,
-        num_steps=sharded_cases.NUM_STEPS,
-    )
-    expected = {
-        "weights": [w for w in reference.weights if w.size],
-        # Without the counter, the learning rate, those of the empty variable,
-        # and Adafactor's whole placeholders for the means of a vector.
-        "slots": [
-            np.stack(replicas.values(reference.strategy, v))
-            for v in reference.optimizer.variables[2:]
-            if v.shape.num_elements() and v.dtype != "int32"
-        ],
-    }
-    for rank, got in enumerate(of("sharded")):
-        for name, values in expected.items():
-            for value, want in zip(got[name], values, strict=True):
-                np.testing.assert_allclose(value, want[rank], atol=1e-6)
-
-
-def test_sharded_update_saves_and_restores(of, directory):
+@pytest.mark.parametrize("name", sharded_cases.OPTIMIZERS)
+def test_sharded_update_saves_and_restores(of, name, directory):
     """Every file holds whole slots, which plain Keras takes up."""
-    plain = sharded_cases.model(replicas.mirrored(1))
+    of_workers = sum((one[name] for one in of("sharded")), [])
+    plain = sharded_cases.model(replicas.mirrored(1), name)
     sharded_cases.train(plain, 3)
     expected = sharded_cases.train(plain, 2)
-
-    def check(got):
-        for value, want in zip(got, expected, strict=True):
-            np.testing.assert_allclose(value, want, atol=2e-6)
-
-    for rank in of("sharded"):
-        for got in rank["saved"]:
-            check(got)
-    loaded = sharded_cases.model(replicas.mirrored(1))
+    loaded = sharded_cases.model(replicas.mirrored(1), name)
     loaded.optimizer.build(loaded.trainable_variables)
     checkpoint = tf.train.Checkpoint(model=loaded, optimizer=loaded.optimizer)
-    path = str(directory / "sharded_3_state")
+    path = str(directory / f"{name}_3_state")
     checkpoint.read(path).expect_partial()
-    check(sharded_cases.train(loaded, 2))
+    for got in (*of_workers, sharded_cases.train(loaded, 2)):
+        for value, want in zip(got, expected, strict=True):
+            np.testing.assert_allclose(value, want, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ledger_cases.OPTIMIZERS)

@@ -107,31 +107,24 @@ def calls(tmp_path):
     return _Calls(tmp_path)
 
 
-@pytest.fixture
-def set_variables(monkeypatch):
-    def set_all(text):
-        for name, value in engines_test.variables(text).items():
-            monkeypatch.setenv(name, value)
-
-    return set_all
-
-
 @pytest.mark.parametrize("name", _ALONE)
-def test_training_alone_is_refused(name, calls, set_variables):
+def test_training_alone_is_refused(name, calls, monkeypatch):
     variables, who = _ALONE[name]
-    set_variables(variables)
+    engines_test.set_variables(monkeypatch, variables)
     calls.are_refused(f"one of {who}")
 
 
-def test_a_user_may_want_to_train_alone(calls, set_variables):
-    set_variables(f"{engines_test.TORCHRUN} TF_XSHARD_ALONE=0")
+def test_a_user_may_want_to_train_alone(calls, monkeypatch):
+    engines_test.set_variables(
+        monkeypatch, f"{engines_test.TORCHRUN} TF_XSHARD_ALONE=0"
+    )
     tf_xshard.connect(alone=True)
     calls.work()
 
 
-def test_an_evaluator_is_not_the_chief(calls, set_variables):
+def test_an_evaluator_is_not_the_chief(calls, monkeypatch):
     evaluator = _config("evaluator", worker=["a:1", "b:2"])
-    set_variables(f"TF_CONFIG={evaluator}")
+    engines_test.set_variables(monkeypatch, f"TF_CONFIG={evaluator}")
     assert not tf_xshard.is_chief()
     calls.are_refused("an evaluator")
     x = np.ones([4, 2], "float32")
@@ -141,7 +134,7 @@ def test_an_evaluator_is_not_the_chief(calls, set_variables):
     np.testing.assert_allclose(loss, np.mean((outputs - 1) ** 2), rtol=1e-5)
 
 
-def test_a_job_s_variables_are_not_a_step_s(calls, set_variables):
+def test_a_job_s_variables_are_not_a_step_s(calls, monkeypatch):
     """A batch script's Python runs once, whatever the job's size."""
-    set_variables("SLURM_NTASKS=4 SLURM_PROCID=0")
+    engines_test.set_variables(monkeypatch, "SLURM_NTASKS=4 SLURM_PROCID=0")
     calls.work()

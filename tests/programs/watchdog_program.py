@@ -8,6 +8,7 @@ import signal
 import time
 from concurrent import futures
 
+import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -75,28 +76,41 @@ def stopped():
 
 
 def threads():
-    """Sums of the same shapes, in threads, and a context that is reset."""
+    """Optimizers of equal shapes, in threads, and a context that is reset."""
 
-    def summing(seconds):
-        return _summing(
-            _strategy(), seconds, lambda x: x * 10.0 ** replicas.replica_id()
-        )
+    def training(seconds, number):
+        strategy = _strategy()
+        with strategy.scope():
+            weight = keras.Variable(0.0)
+            optimizer = tf_xshard.CrossShardOptimizer(
+                keras.optimizers.SGD(1.0),
+                "sum",
+                loss_normalization="replica",
+                communication=tf_xshard.Communication(timeout_seconds=seconds),
+            )
+            optimizer.build([weight])
 
-    def sums(step, number):
-        for _ in range(49):
-            step(number)
-        return step(number)
+        def gradients_of(replica_id):
+            return [tf.constant(number * 10.0**replica_id)]
 
-    steps = [summing(20.0) for _ in range(3)]
-    numbers = [tf.constant(float(n)) for n in (1, 2, 3)]
+        step = replicas.applying(strategy, optimizer, gradients_of, [weight])
+
+        def train(num_steps):
+            for _ in range(num_steps):
+                step()
+            return [float(one) for one in replicas.values(strategy, weight)]
+
+        return train
+
+    trained = [training(20.0, number) for number in (1.0, 2.0, 3.0)]
     with futures.ThreadPoolExecutor(3) as pool:
-        totals = list(pool.map(sums, steps, numbers))
+        values = list(pool.map(lambda train: train(50), trained))
     context._reset_context()
-    step = summing(1.0)
-    step(tf.constant(2.0))
+    train = training(1.0, 2.0)
+    train(1)
     # After the reset, time goes on.
     time.sleep(1.5)
-    return totals, step(tf.constant(2.0))
+    return values, train(1)
 
 
 def missing():

@@ -18,12 +18,6 @@ OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-# Open MPI over the loopback interface, and not by shared memory.
-OPEN_MPI_OVER_TCP = {
-    "OMPI_MCA_pml": "ob1",
-    "OMPI_MCA_btl": "self,tcp",
-    "OMPI_MCA_btl_tcp_if_include": "lo",
-}
 
 
 def is_open_mpi():
