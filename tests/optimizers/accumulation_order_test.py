@@ -12,8 +12,8 @@ from tests.support import versions
 O = keras.optimizers  # noqa: E741
 
 
-def _towers(inner=None, num_towers=2, **kwargs):
-    return tf_xshard.TowerOptimizer(inner or O.SGD(1.0), num_towers, **kwargs)
+def _towers(inner=None, num_towers=2):
+    return tf_xshard.TowerOptimizer(inner or O.SGD(1.0), num_towers)
 
 
 def _agn(inner=None, period=2, **kwargs):
@@ -22,27 +22,29 @@ def _agn(inner=None, period=2, **kwargs):
     )
 
 
-def _dense(num_outputs=1, **kwargs):
-    return keras.Sequential(
-        [keras.layers.Input((2,)), keras.layers.Dense(num_outputs, **kwargs)]
-    )
+def _applied(optimizer, variable, *gradients):
+    """The variable, after a call with each gradient."""
+    for gradient in gradients:
+        optimizer.apply([gradient], [variable])
+    return variable
 
 
 X, Y = np.ones((8, 2), "float32"), 5 * np.ones((8, 1), "float32")
+ONE = tf.constant(1.0)
 with_both = pytest.mark.parametrize(
     "make", [_towers, _agn], ids=["tower", "agn"]
 )
 
 
-def _compiled(optimizer, model=None):
-    model = model or _dense()
+def _compiled(optimizer, *layers):
+    layers = layers or [keras.layers.Dense(1)]
+    model = keras.Sequential([keras.layers.Input((2,)), *layers], name="net")
     # Traces would take most of the time.
     model.compile(optimizer, "mse", run_eagerly=True)
     return model
 
 
-def _fit(optimizer, model=None, batch_size=4, y=Y):
-    model = _compiled(optimizer, model)
+def _fit(model, y=Y, batch_size=4):
     model.fit(X, y, batch_size=batch_size, verbose=0)
     return model
 
@@ -61,18 +63,15 @@ def _row(index):
     ids=["sparse", "then_dense", "dense_first"],
 )
 def test_sparse_gradients_of_a_vector(gradients, want):
-    vector, optimizer = keras.Variable(np.zeros(4)), _towers()
-    for gradient in gradients:
-        optimizer.apply([gradient], [vector])
+    vector = _applied(_towers(), keras.Variable(np.zeros(4)), *gradients)
     assert vector.numpy().tolist() == want
 
 
 def test_a_variable_that_the_last_call_does_not_have():
     a, b = keras.Variable(0.0), keras.Variable(0.0)
     optimizer = _towers()
-    optimizer.build([a, b])
-    optimizer.apply([tf.constant(1.0)] * 2, [a, b])
-    optimizer.apply([tf.constant(1.0)], [a])
+    optimizer.apply([ONE, ONE], [a, b])
+    optimizer.apply([ONE], [a])
     assert (a.numpy(), b.numpy()) == (-1, -0.5)
 
 
@@ -83,16 +82,10 @@ def test_functions_that_know_nothing_of_each_other_are_refused(make):
     a, b = keras.Variable(0.0, name="a"), keras.Variable(0.0, name="b")
     optimizer = make()
     optimizer.build([a, b])
-    one = tf.constant(1.0)
-
-    @tf.function(autograph=False)
-    def first():
-        optimizer.apply([one, None], [a, b])
-
-    @tf.function(autograph=False)
-    def second():
-        optimizer.apply([None, one], [a, b])
-
+    first, second, third = (
+        tf.function(lambda g=gradients: optimizer.apply(g, [a, b]))
+        for gradients in ([ONE, None], [None, ONE], [ONE, ONE])
+    )
     first()
     first()
     with pytest.raises(ValueError, match="'b' has a dense gradient in a tf.f"):
@@ -100,7 +93,6 @@ def test_functions_that_know_nothing_of_each_other_are_refused(make):
     assert (a.numpy(), b.numpy()) == (-1, 0)
     # One that handles both is no contradiction, once the first is gone.
     del first
-    third = tf.function(lambda: optimizer.apply([one, one], [a, b]))
     third()
     third()
     assert b.numpy() < 0
@@ -110,13 +102,12 @@ def test_functions_that_know_nothing_of_each_other_are_refused(make):
     "setting, make", [("momentum", _towers), ("weight_decay", _agn)]
 )
 def test_frozen_layers_do_not_move(setting, make):
-    layers = [keras.layers.Dense(2), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.layers.Input((2,)), *layers])
-    _fit(make(O.SGD(0.05, **{setting: 0.5})), model)
-    frozen, trained = layers
+    frozen, trained = keras.layers.Dense(2), keras.layers.Dense(1)
+    optimizer = make(O.SGD(0.05, **{setting: 0.5}))
+    _fit(_compiled(optimizer, frozen, trained))
     frozen.trainable = False
     before = frozen.kernel.numpy(), trained.kernel.numpy()
-    _fit(model.optimizer, model)
+    _fit(_compiled(optimizer, frozen, trained))
     np.testing.assert_array_equal(frozen.kernel, before[0])
     assert np.abs(trained.kernel.numpy() - before[1]).max() > 1e-3
 
@@ -124,61 +115,60 @@ def test_frozen_layers_do_not_move(setting, make):
 @with_both
 def test_variables_that_are_given_train(make):
     """In a loop of one's own, whatever their flag says."""
-    variable = keras.Variable(0.0, trainable=False)
     optimizer = make()
-    for _ in range(2):
-        optimizer.apply([tf.constant(1.0)], [variable])
-    assert variable.numpy() == -1
+    variable = keras.Variable(0.0, trainable=False)
+    assert _applied(optimizer, variable, ONE, ONE).numpy() == -1
     optimizer.finalize_variable_values([variable])
     assert variable.numpy() == -1
 
 
 def _restored(first, second, num_steps):
-    a = keras.Variable(0.0)
-    for _ in range(3):
-        first.apply([tf.constant(1.0)], [a])
+    """A variable of `second`, which has what `first` had after some steps."""
+    a = _applied(first, keras.Variable(0.0), *[ONE] * num_steps)
     b = keras.Variable(a.numpy())
     second.build([b])
     second.set_weights([v.numpy() for v in first.variables])
-    for _ in range(num_steps):
-        second.apply([tf.constant(1.0)], [b])
-    return b.numpy()
+    return b
 
 
 def test_an_open_round_of_more_towers():
-    """The mean of all that is there, at the next call."""
     optimizer = _towers()
-    assert _restored(_towers(num_towers=5), optimizer, 1) == -1
+    b = _restored(_towers(num_towers=5), optimizer, 3)
+    assert _applied(optimizer, b, ONE).numpy() == -1
     assert optimizer.iterations.numpy() == 1
-    assert _restored(_towers(num_towers=5), _towers(), 3) == -2
+    assert _applied(optimizer, b, ONE, ONE).numpy() == -2
 
 
 def test_steps_of_a_longer_period():
     optimizer = _agn()
-    _restored(_agn(period=5), optimizer, 1)
+    _applied(optimizer, _restored(_agn(period=5), optimizer, 3), ONE)
     assert optimizer.exchanges.numpy() == 1
     assert optimizer.center_variables[0].numpy() == -1
 
 
+def test_the_end_of_fit_right_after_a_restore():
+    optimizer = _agn()
+    b = _restored(_agn(), optimizer, 1)
+    optimizer.finalize_variable_values([b])
+    assert optimizer.exchanges.numpy() == 1 and b.numpy() == -1
+
+
 def test_means_of_float16_do_not_overflow():
-    gradient = tf.constant(30000.0, tf.float16)
-    towers, agn, at_once = (
-        keras.Variable(0.0, dtype="float16") for _ in range(3)
-    )
-    for optimizer, variable in (
-        (_towers(num_towers=4), towers),
-        (_agn(period=4, local_optimizer=O.SGD(0.0)), agn),
+    gradients = [tf.constant(30000.0, tf.float16)] * 4
+    for optimizer in (
+        _towers(num_towers=4),
+        _agn(period=4, local_optimizer=O.SGD(0.0)),
     ):
-        for _ in range(4):
-            optimizer.apply([gradient], [variable])
-        assert variable.numpy() == -30000
-    _towers(num_towers=4).apply_towers([[gradient]] * 4, [at_once])
+        variable = keras.Variable(0.0, dtype="float16")
+        assert _applied(optimizer, variable, *gradients).numpy() == -30000
+    at_once = keras.Variable(0.0, dtype="float16")
+    _towers(num_towers=4).apply_towers([[g] for g in gradients], [at_once])
     assert at_once.numpy() == -30000
 
 
 def test_loading_into_an_optimizer_that_is_not_built(tmp_path):
     """The weights alone, as with plain Keras, and a warning."""
-    model, unbuilt = _fit(_towers()), _compiled(_towers())
+    model, unbuilt = _fit(_compiled(_towers())), _compiled(_towers())
     model.save_weights(tmp_path / "saved.weights.h5")
     with pytest.warns(UserWarning, match="call optimizer.build.model"):
         unbuilt.load_weights(tmp_path / "saved.weights.h5")
@@ -192,34 +182,28 @@ def test_loading_into_an_optimizer_that_is_not_built(tmp_path):
 
 
 def test_values_that_are_set_between_fits_count():
-    model = _fit(_agn(O.SGD(0.01), 3), batch_size=2)
+    model = _fit(_compiled(_agn(O.SGD(0.01), 3)), batch_size=2)
     model.set_weights([np.full_like(w, 50) for w in model.get_weights()])
     model.optimizer.learning_rate = 0.0
     model.optimizer.inner_optimizer.learning_rate = 0.0
-    model.fit(X, Y, batch_size=2, verbose=0)
+    _fit(model, batch_size=2)
     for weight in model.get_weights():
         np.testing.assert_array_equal(weight, np.full_like(weight, 50))
 
 
 def test_constraints_hold_for_the_center():
-    model = _dense(kernel_constraint="non_neg")
-    _fit(_agn(O.SGD(0.5)), model, batch_size=2, y=-2 * Y)
-    assert (model.get_weights()[0] >= 0).all()
+    layer = keras.layers.Dense(1, kernel_constraint="non_neg")
+    _fit(_compiled(_agn(O.SGD(0.5)), layer), y=-2 * Y, batch_size=2)
+    assert (layer.kernel.numpy() >= 0).all()
 
 
 @versions.needs_multi_optimizer
 def test_optimizers_by_path_reach_the_center():
     by_path = O.OptimizerMap(O.SGD(0.0), {"net/enc/.*": O.Adam(0.1)})
-    model = keras.Sequential(
-        [
-            keras.layers.Input((2,)),
-            keras.layers.Dense(2, name="enc"),
-            keras.layers.Dense(1, name="head"),
-        ],
-        name="net",
-    )
+    layers = [keras.layers.Dense(2, name="enc"), keras.layers.Dense(1)]
+    model = _compiled(_agn(O.MultiOptimizer(by_path), 1), *layers)
     before = model.get_weights()
-    _fit(_agn(O.MultiOptimizer(by_path), 1), model)
+    _fit(model)
     moved = [
         np.abs(a - b).max()
         for a, b in zip(model.get_weights(), before, strict=True)
@@ -228,40 +212,33 @@ def test_optimizers_by_path_reach_the_center():
 
 
 @pytest.mark.parametrize(
-    "period, is_before, names",
+    "period, is_before, excluded",
     [
-        (1, False, ["bias"]),
-        (9, False, ["^bias$"]),
-        (1, False, None),
-        (9, False, None),
+        (1, False, {"var_names": ["bias"]}),
+        (9, False, {"var_names": ["^bias$"]}),
         (9, True, None),
     ],
 )
-def test_exclude_from_weight_decay(period, is_before, names):
-    """Weights of layers have a path that is not their name.
+def test_exclude_from_weight_decay(period, is_before, excluded):
+    """By names, which are no paths, or by a list.
 
     A period of 1 moves the center, a longer one the local variables.
     """
-    layers = [
-        keras.layers.Dense(1, bias_initializer="ones", name="bias"),
-        keras.layers.Dense(1, bias_initializer="ones"),
-    ]
-    model = keras.Sequential([keras.layers.Input((1,)), *layers])
-    biases = [layer.bias for layer in layers]
-    for layer in layers:
-        layer.kernel.assign([[1.0]])
-    excluded = {"var_names": names} if names else {"var_list": biases}
+    layer = keras.layers.Dense(
+        1, kernel_initializer="ones", bias_initializer="ones", name="bias"
+    )
+    layer.build((None, 1))
+    excluded = excluded or {"var_list": [layer.bias]}
     inner = O.SGD(1.0, weight_decay=0.1)
     if is_before:
         inner.exclude_from_weight_decay(**excluded)
     optimizer = _agn(inner, period)
     if not is_before:
         optimizer.exclude_from_weight_decay(**excluded)
-    variables = model.trainable_variables
+    variables = layer.trainable_variables
     optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
-    assert [float(bias[0]) for bias in biases] == [1, 1]
-    for layer in layers:
-        np.testing.assert_allclose(layer.kernel.numpy(), 0.9, rtol=1e-6)
+    assert layer.bias.numpy().tolist() == [1]
+    np.testing.assert_allclose(layer.kernel.numpy(), 0.9, rtol=1e-6)
 
 
 def test_exclude_a_variable_whose_name_is_part_of_another():
@@ -272,70 +249,43 @@ def test_exclude_a_variable_whose_name_is_part_of_another():
     np.testing.assert_allclose((raw.numpy(), weight.numpy()), (0.9, 1.0))
 
 
-# AGN under a strategy, and around the end of fit.
+# AGN under a strategy.
 
 
-def test_a_moving_average_of_the_center_reaches_all_replicas():
+@pytest.fixture
+def one_weight():
+    """A weight of 10, its optimizer, and a step that subtracts 1 locally."""
     strategy = replicas.mirrored(2)
     with strategy.scope():
-        inner = O.SGD(1.0, use_ema=True, ema_momentum=0.5)
-        weight, optimizer = keras.Variable(10.0), _agn(inner, 1)
+        weight, optimizer = keras.Variable(10.0), _agn(period=4)
         optimizer.build([weight])
-    gradients = lambda r: [tf.constant(r + 0.5)]
-    step = replicas.applying(strategy, optimizer, gradients, [weight])
-    step()
-    step()
-    optimizer.finalize_variable_values([weight])
-    # The mean of 1 and 3 is subtracted twice. The average is of 8 and 6.
-    for one in (weight, *optimizer.center_variables):
-        np.testing.assert_allclose(replicas.values(strategy, one), [7.0] * 2)
+    # Keras' loss would be divided by 2.
+    half = lambda r: [tf.constant(0.5)]
+    return (
+        weight,
+        optimizer,
+        replicas.applying(strategy, optimizer, half, [weight]),
+    )
 
 
-def test_applied_outside_of_the_strategy():
-    with replicas.mirrored(2).scope():
-        weight = keras.Variable(10.0)
-        optimizer = _agn()
-    with pytest.raises(RuntimeError, match="outside of it, where there are no"):
-        optimizer.apply([tf.constant(1.0)], [weight])
-    assert weight.numpy() == 10
-
-
-def _one_weight(strategy):
-    """A weight of 10, its optimizer, and a step that subtracts 1 locally."""
-    with strategy.scope():
-        weight = keras.Variable(10.0)
-        optimizer = _agn(period=4)
-        optimizer.build([weight])
-
-    @tf.function(autograph=False)
-    def step():
-        strategy.run(lambda: optimizer.apply([tf.constant(0.5)], [weight]))
-
-    return weight, optimizer, step
-
-
-@pytest.mark.parametrize(
-    "kind", ["mirrored", pytest.param("tpu", marks=replicas.in_full)]
-)
-def test_training_goes_on_from_the_local_variables(kind):
+def test_training_goes_on_from_the_local_variables(one_weight):
     """Also where nobody has put them back."""
-    strategy = replicas.STRATEGIES[kind](2)
-    weight, optimizer, step = _one_weight(strategy)
+    weight, optimizer, step = one_weight
+    strategy = replicas.mirrored(2)
     step()
     optimizer.show_center(True)
-    assert [v.item() for v in replicas.values(strategy, weight)] == [10, 10]
-    step()  # Keras' loss would be divided by 2; this is 1.0 a step.
-    assert [v.item() for v in replicas.values(strategy, weight)] == [8, 8]
+    assert replicas.values(strategy, weight) == [10, 10]
+    step()
+    assert replicas.values(strategy, weight) == [8, 8]
     optimizer.show_center(False)
-    assert [v.item() for v in replicas.values(strategy, weight)] == [8, 8]
+    assert replicas.values(strategy, weight) == [8, 8]
     assert optimizer.center_variables[0].numpy() == 10
     with pytest.raises(RuntimeError, match="show_center.* in replica context"):
         tf.function(strategy.run)(lambda: optimizer.show_center(True))
 
 
-def test_the_end_of_many_fits_warns_of_no_retracing(monkeypatch):
-    strategy = replicas.mirrored(2)
-    weight, optimizer, step = _one_weight(strategy)
+def test_the_end_of_many_fits_warns_of_no_retracing(one_weight, monkeypatch):
+    weight, optimizer, step = one_weight
     logged = []
     monkeypatch.setattr(
         tf.get_logger(), "warning", lambda *args: logged.append(args)
@@ -345,17 +295,6 @@ def test_the_end_of_many_fits_warns_of_no_retracing(monkeypatch):
         optimizer.finalize_variable_values([weight])
     assert optimizer.exchanges.numpy() == 6
     assert not logged
-
-
-def test_the_end_of_fit_right_after_a_restore():
-    a = keras.Variable(0.0)
-    first, second = _agn(), _agn()
-    first.apply([tf.constant(1.0)], [a])
-    b = keras.Variable(a.numpy())
-    second.build([b])
-    second.set_weights([v.numpy() for v in first.variables])
-    second.finalize_variable_values([b])
-    assert second.exchanges.numpy() == 1 and b.numpy() == -1
 
 
 def test_an_inner_optimizer_that_is_built_or_can_not_be_copied():

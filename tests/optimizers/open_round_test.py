@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import training
 
 SGD = keras.optimizers.SGD
 # The gradients of each replica, and how many rows have them.
@@ -17,7 +18,7 @@ FIRST, NUM_FIRST = np.float32([1, 10, 100, 1000]), [3, 1, 2, 4]
 SECOND, NUM_SECOND = np.float32([7, 70, 700]), [1, 4, 2]
 
 
-def _tower(reduction, groups):
+def _tower(reduction="mean", groups=None):
     return tf_xshard.TowerOptimizer(
         tf_xshard.CrossShardOptimizer(SGD(1.0), reduction, groups), 2
     )
@@ -40,15 +41,18 @@ MAKERS = {
 
 
 class _Training:
-    """A weight and its optimizer on several replicas."""
+    """A model of one weight, trained on several replicas."""
 
-    def __init__(self, maker, reduction, num_replicas, groups=None):
+    def __init__(self, maker, reduction="mean", num_replicas=2, groups=None):
         self.num_replicas = num_replicas
         self.strategy = replicas.mirrored(num_replicas)
         with self.strategy.scope():
-            self.weight = keras.Variable(0.0, name="weight")
-            self.optimizer = MAKERS[maker](reduction, groups)
-            self.optimizer.build([self.weight])
+            layer = keras.layers.Dense(1, use_bias=False)
+            self.model = keras.Sequential([keras.layers.Input((1,)), layer])
+            self.model.compile(MAKERS[maker](reduction, groups))
+            self.model.optimizer.build(self.model.weights)
+        [self.weight] = self.model.weights
+        self.weight.assign([[0.0]])
         self._loss = None
         if maker == "global_mean":
             self._loss = tf_xshard.GlobalMean(lambda y, p: p, groups)
@@ -56,26 +60,34 @@ class _Training:
     def step(self, gradients, num_rows):
         def gradient(r):
             if self._loss is None:
-                return [tf.constant(gradients[r] / self.num_replicas)]
+                value = gradients[r] / self.num_replicas
+                return [tf.reshape(value, (1, 1))]
             rows = tf.fill([num_rows[r], 1], gradients[r])
             with tf.GradientTape() as tape:
                 value = self._loss(rows, rows * self.weight)
             return [tape.gradient(value, self.weight.value)]
 
+        # A trace would take longer than the step.
         replicas.apply_once(
-            self.strategy, self.optimizer, gradient, [self.weight]
+            self.strategy,
+            self.model.optimizer,
+            gradient,
+            [self.weight],
+            graph=False,
         )
 
-    @property
-    def held(self):
-        return {"weight": [self.weight], "optimizer": self.optimizer}
+    def check(self, expected):
+        for value in replicas.values(self.strategy, self.weight):
+            np.testing.assert_allclose(value, [[expected]], rtol=1e-6)
 
 
 @functools.cache
-def _begun(maker, reduction, num_replicas=2, groups=None):
-    """Half a round."""
+def _begun(maker, reduction="mean", num_replicas=2, groups=None):
+    """Half a round, in which `fit` ends."""
     begun = _Training(maker, reduction, num_replicas, groups)
     begun.step(FIRST, NUM_FIRST)
+    if maker != "agn":
+        begun.model.optimizer.finalize_variable_values([begun.weight])
     return begun
 
 
@@ -89,139 +101,130 @@ def _expected(maker, reduction, first, second):
     return -total / np.sum(np.concatenate(counts))
 
 
-def _by_checkpoint(one, other, directory):
-    made = tf.train.Checkpoint(w=one.weight, o=one.optimizer)
-    path = made.write(f"{directory}/checkpoint")
-    read = tf.train.Checkpoint(w=other.weight, o=other.optimizer)
-    read.read(path).assert_existing_objects_matched()
+def _by_group_state(saved, new, directory, regroup="mean"):
+    tf_xshard.GroupState(saved).save(directory)
+    tf_xshard.GroupState(new).restore(directory, regroup=regroup)
 
 
-def _by_group_state(one, other, directory):
-    tf_xshard.GroupState(one.held).save(f"{directory}/groups")
-    state = tf_xshard.GroupState(other.held)
-    state.restore(f"{directory}/groups", regroup="mean")
-
-
-def _by_set_weights(one, other, directory):
-    other.weight.assign(one.weight.numpy())
-    other.optimizer.set_weights([v.numpy() for v in one.optimizer.variables])
+def _by_set_weights(saved, new, directory):
+    new.set_weights(saved.get_weights())
+    new.optimizer.set_weights([v.numpy() for v in saved.optimizer.variables])
 
 
 @pytest.mark.parametrize(
     "maker, reduction, num_replicas, move",
     [
-        ("tower", "mean", 1, _by_checkpoint),
+        ("tower", "mean", 1, training.by_checkpoint),
         ("tower", "sum", 3, _by_group_state),
         ("tower_inside", "sum", 1, _by_set_weights),
-        ("tower_inside", "mean", 3, _by_checkpoint),
+        ("tower_inside", "mean", 3, training.by_checkpoint),
         ("agn", "sum", 1, _by_group_state),
-        pytest.param("agn", "mean", 3, _by_set_weights, marks=replicas.in_full),
-        ("global_mean", "mean", 1, _by_checkpoint),
+        ("global_mean", "mean", 1, training.by_checkpoint),
         ("global_mean", "mean", 3, _by_group_state),
         ("global_mean", "mean", 1, _by_set_weights),
+        ("global_mean", "mean", 3, training.by_keras_file),
     ],
 )
 def test_it_is_completed_on_another_number(
     maker, reduction, num_replicas, move, tmp_path
 ):
+    """The round that was open there is forgotten, with its items."""
     after = _Training(maker, reduction, num_replicas)
-    move(_begun(maker, reduction), after, tmp_path)
     after.step(SECOND, NUM_SECOND)
-    expected = _expected(maker, reduction, [0, 1], list(range(num_replicas)))
-    for value in replicas.values(after.strategy, after.weight):
-        np.testing.assert_allclose(value, expected, rtol=1e-6)
+    move(_begun(maker, reduction).model, after.model, tmp_path)
+    after.step(SECOND, NUM_SECOND)
+    own = list(range(num_replicas))
+    after.check(_expected(maker, reduction, [0, 1], own))
 
 
-@pytest.mark.parametrize(
-    "maker, reduction",
-    [
-        ("global_mean", "mean"),
-        pytest.param("agn", "sum", marks=replicas.in_full),
-        pytest.param("tower_inside", "mean", marks=replicas.in_full),
-    ],
-)
-def test_groups_of_two_are_completed_by_groups_of_one(
-    maker, reduction, tmp_path
-):
+def test_a_file_from_before_the_first_step_ends_a_round(tmp_path):
+    used = _Training("global_mean")
+    used.step(SECOND, NUM_SECOND)
+    new = _Training("global_mean")
+    training.by_keras_file(new.model, used.model, tmp_path)
+    used.step(FIRST, NUM_FIRST)
+    used.step(SECOND, NUM_SECOND)
+    used.check(_expected("global_mean", "mean", [0, 1], [0, 1]))
+
+
+def test_a_round_of_a_global_mean_is_not_continued_with_another_loss(tmp_path):
+    new = _Training("tower")
+    training.by_keras_file(_begun("global_mean").model, new.model, tmp_path)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="optimizer.reset"):
+        new.step(SECOND, NUM_SECOND)
+
+
+def test_groups_of_two_are_completed_by_groups_of_one(tmp_path):
     """Each group's own round, divided over another number of replicas."""
-    before = _begun(maker, reduction, 4, ((0, 3), (1, 2)))
-    after = _Training(maker, reduction, 2, [[0], [1]])
-    tf_xshard.GroupState(before.held).save(str(tmp_path))
-    tf_xshard.GroupState(after.held).restore(
-        str(tmp_path), regroup={0: 0, 1: 1}
-    )
+    case = "global_mean", "mean"
+    before = _begun(*case, 4, ((0, 3), (1, 2)))
+    after = _Training(*case, 2, [[0], [1]])
+    _by_group_state(before.model, after.model, tmp_path, {0: 0, 1: 1})
     after.step(SECOND, NUM_SECOND)
     for group, members in enumerate([[0, 3], [1, 2]]):
         value = replicas.values(after.strategy, after.weight)[group]
-        expected = _expected(maker, reduction, members, [group])
-        np.testing.assert_allclose(value, expected, rtol=1e-6)
+        expected = _expected(*case, members, [group])
+        np.testing.assert_allclose(value, [[expected]], rtol=1e-6)
 
 
-ROUNDS = {
-    "tower": lambda: tf_xshard.TowerOptimizer(SGD(1.0), 2),
-    "agn_updates": lambda: tf_xshard.AGNOptimizer(
+def _agn_of_updates():
+    return tf_xshard.AGNOptimizer(
         SGD(1.0),
         communication_period=2,
         local_optimizer=SGD(1.0),
         accumulate="updates",
-    ),
-}
+    )
 
 
-def _of_two(maker, sparse):
+def _two_variables(make):
+    """Two variables and their optimizer, on two replicas; and a step."""
     strategy = replicas.mirrored(2)
     with strategy.scope():
-        variables = [
-            keras.Variable(np.zeros([3, 1], "float32"), name=name)
+        held = {
+            name: keras.Variable(np.zeros([3, 1], "float32"), name=name)
             for name in "ab"
-        ]
-        optimizer = ROUNDS[maker]()
-        optimizer.build(variables)
+        }
+        optimizer = make()
+        optimizer.build([*held.values()])
 
-    def step(*present):
-        def gradient(r):
-            # Undoing 1/N makes this r + 1.
-            value = np.float32(r + 1) / 2
-            if sparse:
-                return tf.IndexedSlices(
-                    tf.fill([1, 1], value),
-                    tf.constant([1]),
-                    tf.constant([3, 1]),
-                )
-            return tf.fill([3, 1], value)
+    def gradient(r):
+        # Undoing 1/N makes this r + 1.
+        values = tf.fill([1, 1], np.float32(r + 1) / 2)
+        return tf.IndexedSlices(values, tf.constant([1]), tf.constant([3, 1]))
 
+    def step(*names):
         replicas.apply_once(
             strategy,
             optimizer,
-            lambda r: [gradient(r) for _ in present],
-            [variables["ab".index(name)] for name in present],
+            lambda r: [gradient(r) for _ in names],
+            [held[name] for name in names],
         )
 
-    return strategy, variables, optimizer, step
+    return {**held, "optimizer": optimizer}, step
 
 
 @pytest.mark.parametrize(
-    "maker, sparse",
+    "make, of_a, of_b",
     [
-        pytest.param("tower", False, marks=replicas.in_full),
-        ("tower", True),
-        ("agn_updates", False),
+        (_tower, -1.5, -0.75),
+        # The file has replica 0's local variables only, and so its change of 1.
+        (_agn_of_updates, -1.25, -0.5),
     ],
+    ids=["tower", "agn_updates"],
 )
-def test_a_gradient_from_before_a_restore_is_not_lost(maker, sparse, tmp_path):
-    """The restored round goes on without a gradient of `b`."""
-    _, variables, optimizer, step = _of_two(maker, sparse)
+def test_a_gradient_from_before_a_restore_is_not_lost(
+    make, of_a, of_b, tmp_path
+):
+    """The restored round goes on without a gradient of `b`.
+
+    The mean gradient of two replicas is 1.5, once for `b` in two calls.
+    """
+    held, step = _two_variables(make)
     step("a", "b")
-    held = {"variables": variables, "optimizer": optimizer}
     path = tf.train.Checkpoint(**held).write(tmp_path / "state")
-    strategy, variables, optimizer, step = _of_two(maker, sparse)
-    held = {"variables": variables, "optimizer": optimizer}
+    held, step = _two_variables(make)
     tf.train.Checkpoint(**held).read(path)
     step("a")
-    # The mean gradient of two replicas is 1.5, once for `b` in two calls. The
-    # file has replica 0's local variables only, and so its change of 1.
-    want = (-1.25, -0.5) if maker == "agn_updates" else (-1.5, -0.75)
-    rows = np.float32([[0], [1], [0]] if sparse else [[1], [1], [1]])
-    for variable, change in zip(variables, want, strict=True):
-        for value in replicas.values(strategy, variable):
-            np.testing.assert_allclose(value, change * rows)
+    for name, change in (("a", of_a), ("b", of_b)):
+        for value in replicas.values(replicas.mirrored(2), held[name]):
+            np.testing.assert_allclose(value, [[0], [change], [0]])

@@ -12,11 +12,8 @@ from tests.support import replicas
 from tests.support import training
 
 O = keras.optimizers  # noqa: E741
-full = replicas.in_full
-
-
-def _momentum():
-    return O.SGD(0.1, momentum=0.9)
+Tower = tf_xshard.TowerOptimizer
+T, V = TypeError, ValueError
 
 
 def _all_settings():
@@ -32,72 +29,47 @@ def _all_settings():
     )
 
 
-def _towers(optimizer_fn, num_towers):
-    return lambda: tf_xshard.TowerOptimizer(optimizer_fn, num_towers)
-
-
 @pytest.mark.parametrize(
-    "num_towers, kind",
+    "num_towers, options",
     [
-        (2, "mirrored"),
-        # global_mean_test.py has rounds on a TPU.
-        pytest.param(4, "tpu_permuted", marks=full),
+        (2, {}),
+        # Rounds of two straddle executions of three steps.
+        (2, {"steps_per_execution": 3}),
+        (1, {}),
     ],
+    ids=["towers", "executions", "one"],
 )
-def test_equals_one_device(num_towers, kind):
-    reference = training.alone(_all_settings)
+def test_equals_one_device(num_towers, options):
+    reference = training.alone(_all_settings, num_steps=9)
     model, got = training.train(
-        _towers(_all_settings, num_towers),
-        replicas.STRATEGIES[kind](2),
+        lambda: Tower(_all_settings, num_towers),
+        replicas.mirrored(2),
         batch_size=training.BATCH_SIZE // num_towers,
-        num_steps=training.NUM_STEPS * num_towers,
-    )
-    assert training.deviation(got, reference) <= 1e-6
-    assert training.deviation(reference, training.initial()) > 1e-2
-    assert model.optimizer.iterations.numpy() == training.NUM_STEPS
-
-
-@pytest.mark.parametrize(
-    "strategy, options",
-    [
-        (replicas.mirrored, {"steps_per_execution": 3}),
-        pytest.param(replicas.tpu, {"steps_per_execution": 3}, marks=full),
-        pytest.param(replicas.mirrored, {"run_eagerly": True}, marks=full),
-    ],
-    ids=["mirrored", "tpu", "eager"],
-)
-def test_fit_and_compile_options(strategy, options):
-    """Rounds of two straddle executions of three steps."""
-    reference = training.alone(_momentum, num_steps=9)
-    _, got = training.train(
-        _towers(_momentum, 2),
-        strategy(2),
-        batch_size=training.BATCH_SIZE // 2,
-        num_steps=18,
+        num_steps=9 * num_towers,
         **options,
     )
     assert training.deviation(got, reference) <= 1e-6
+    assert (
+        training.deviation(reference, training.weights(training.model())) > 1e-2
+    )
+    assert model.optimizer.iterations.numpy() == 9
 
 
-def test_one_tower_is_the_inner_optimizer():
-    reference = training.alone(_momentum)
-    _, got = training.train(_towers(_momentum, 1))
-    assert training.deviation(got, reference) <= replicas.REPEATED
-
-
-def _oracle_gradients(call, r):
+def _gradients(call, r):
     """Powers of ten that tell call and replica; None in the second call."""
     value = tf.constant(10.0 ** (r + 4 * call), tf.float64)
+    rows = tf.constant([1, 1 + call])
     return [
         tf.fill([3], value),
-        None if call % 2 else value,
-        tf.IndexedSlices(
-            tf.fill([2, 2], value),
-            tf.constant([1, 1 + call % 2]),
-            tf.constant([4, 2]),
-        ),
+        None if call else value,
+        tf.IndexedSlices(tf.fill([2, 2], value), rows, tf.constant([4, 2])),
         None,
     ]
+
+
+def _dense(call, r, index):
+    gradient = _gradients(call, r)[index]
+    return 0 if gradient is None else tf.convert_to_tensor(gradient)
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -119,19 +91,16 @@ def test_oracle(reduction, groups, graph):
             for shape in ((3,), (), (4, 2), (2,))
         ]
         inner = O.SGD(1.0)
-        optimizer = tf_xshard.TowerOptimizer(
-            tf_xshard.CrossShardOptimizer(
-                inner, group_assignment=groups, loss_normalization="replica"
-            ),
-            2,
-            reduction,
+        cross = tf_xshard.CrossShardOptimizer(
+            inner, group_assignment=groups, loss_normalization="replica"
         )
+        optimizer = Tower(cross, 2, reduction)
         optimizer.build(variables)
     steps = [
         replicas.applying(
             strategy,
             optimizer,
-            functools.partial(_oracle_gradients, call),
+            functools.partial(_gradients, call),
             variables,
             graph,
         )
@@ -141,22 +110,18 @@ def test_oracle(reduction, groups, graph):
         for call, step in enumerate(steps):
             step()
             assert inner.iterations.numpy() == round_number + call
-    rows = [[r] for r in range(2)] if groups == [[0], [1]] else [[0, 1]] * 2
-    for r, members in enumerate(rows):
-        factor = 3 / len(members) / (1 if reduction == "sum" else 2)
-        first = sum(10.0**m for m in members)
-        second = 10**4 * first
-        got = [replicas.values(strategy, v)[r] for v in variables]
-        column = np.array([0, 2 * first + second, second, 0])
-        expected = (
-            [first + second] * 3,
-            first,
-            np.stack([column, column], axis=1),
-            np.zeros(2),
-        )
-        for value, want in zip(got, expected, strict=True):
+    combine = getattr(np, reduction)
+    for r in range(2):
+        members = [r] if groups else [0, 1]
+        for index, variable in enumerate(variables):
+            of_calls = [
+                np.mean([_dense(call, m, index) for m in members], axis=0)
+                for call in range(2)
+            ]
             np.testing.assert_allclose(
-                value, -factor * np.array(want), rtol=1e-12
+                replicas.values(strategy, variable)[r],
+                -3 * combine(of_calls, axis=0),
+                rtol=1e-12,
             )
 
 
@@ -166,12 +131,12 @@ def test_embeddings_reach_the_inner_optimizer_sparse():
 
     class Spy(O.SGD):
         def apply_gradients(self, grads_and_vars):
-            pairs = list(grads_and_vars)
-            seen.append(pairs[0][0])
-            return super().apply_gradients(pairs)
+            [(gradient, variable)] = grads_and_vars
+            seen.append(gradient)
+            return super().apply_gradients([(gradient, variable)])
 
     weight = keras.Variable(np.zeros((6, 1)))
-    optimizer = tf_xshard.TowerOptimizer(Spy(1.0), 2, "sum")
+    optimizer = Tower(Spy(1.0), 2, "sum")
 
     def apply(values, indices):
         rows = tf.IndexedSlices(tf.constant(values), indices, [6, 1])
@@ -189,33 +154,9 @@ def test_embeddings_reach_the_inner_optimizer_sparse():
     assert seen[1].indices.numpy().tolist() == [5]
 
 
-def test_an_open_round_stays_for_the_next_fit_and_is_saved(tmp_path):
-    """Steps of sixteen rows; the first training ends in mid-round."""
-    strategy = replicas.mirrored(2)
-    batches = [
-        [rows[first : first + 16] for rows in training.data()]
-        for first in range(0, 256, 16)
-    ]
-    with strategy.scope():
-        model = training.model()
-        model.compile(_towers(_momentum, 4)(), "mse")
-        model.optimizer.build(model.trainable_variables)
-    training.run_steps(model, batches[:6])
-    model.save(tmp_path / "model.keras")
-    with strategy.scope():
-        loaded = keras.saving.load_model(tmp_path / "model.keras")
-    reference = training.alone(_momentum, num_steps=4)
-    for one in (model, loaded):
-        training.run_steps(one, batches[6:])
-        assert one.optimizer.iterations.numpy() == 4
-        got = training.weights(one, strategy)
-        assert training.deviation(got, reference) <= 1e-6
-
-
 def test_apply_towers():
     """tower_train_step_test.py has it under strategies and on devices."""
-    optimizer = tf_xshard.TowerOptimizer(O.SGD(1.0), 2)
-    weight = keras.Variable(1.0)
+    optimizer, weight = Tower(O.SGD(1.0), 2), keras.Variable(1.0)
     with pytest.raises(ValueError, match="has 2 towers, got gradients of 1"):
         optimizer.apply_towers([[tf.ones([])]], [weight])
     optimizer.apply([tf.ones([])], [weight])
@@ -236,9 +177,8 @@ def test_hooks_get_the_unscaled_gradient_of_a_round():
         return [(2 * gradient, variable) for gradient, variable in pairs]
 
     inner = O.LossScaleOptimizer(O.SGD(1.0), initial_scale=64.0)
-    optimizer = tf_xshard.TowerOptimizer(
-        tf_xshard.CrossShardOptimizer(inner, pre_reduce=doubled), 2
-    )
+    cross = tf_xshard.CrossShardOptimizer(inner, pre_reduce=doubled)
+    optimizer = Tower(cross, 2)
     weight = keras.Variable(1.0, dtype="float16")
     for gradient in (64.0, 3 * 64.0):
         optimizer.apply([tf.constant(gradient, tf.float16)], [weight])
@@ -247,68 +187,47 @@ def test_hooks_get_the_unscaled_gradient_of_a_round():
     assert float(weight) == 1 - 2 * 2
 
 
-def test_stacks():
-    """One loss_normalization; a wrapper is put around what has none."""
-    plain = tf_xshard.TowerOptimizer(O.SGD(1.0), 2)
+def test_a_wrapper_is_put_around_what_has_none():
+    plain = Tower(O.SGD(1.0), 2)
     assert isinstance(plain.inner_optimizer, tf_xshard.CrossShardOptimizer)
     given = tf_xshard.CrossShardOptimizer(O.SGD(1.0), "sum")
-    assert tf_xshard.TowerOptimizer(given, 2).inner_optimizer is given
-    calls = []
-
-    def make():
-        calls.append(1)
-        return O.SGD(0.5)
-
-    optimizer = tf_xshard.TowerOptimizer(make, 2)
-    assert calls == [1] and optimizer.learning_rate.numpy() == 0.5
+    assert Tower(given, 2).inner_optimizer is given
 
 
 def test_config():
-    optimizer = tf_xshard.TowerOptimizer(
+    optimizer = Tower(
         O.Adam(0.1), 3, "sum", loss_normalization="replica", name="mine"
     )
-    other = tf_xshard.TowerOptimizer.from_config(optimizer.get_config())
+    other = Tower.from_config(optimizer.get_config())
     assert other.get_config() == optimizer.get_config()
     assert (other.num_towers, other.reduction, other.name) == (3, "sum", "mine")
 
 
-def _of_other_losses():
-    return tf_xshard.CrossShardOptimizer(O.SGD(), loss_normalization="replica")
+def _other_losses():
+    inner = tf_xshard.CrossShardOptimizer(O.SGD(), loss_normalization="replica")
+    Tower(inner, 2, loss_normalization="global")
+
+
+def _reset_in_replica_context():
+    strategy = replicas.mirrored(2)
+    with strategy.scope():
+        optimizer = Tower(O.SGD(1.0), 2)
+    strategy.run(optimizer.reset)
 
 
 @pytest.mark.parametrize(
-    "arguments, error, text",
+    "error, text, call",
     [
-        ({"num_towers": 0}, ValueError, "must be positive"),
-        ({"num_towers": 2.0}, TypeError, "must be an int"),
-        ({"reduction": "max"}, ValueError, "reduction must be"),
-        ({"optimizer_or_optimizer_fn": lambda: 3}, TypeError, "wraps a keras"),
-        ({"clipnorm": 1.0}, ValueError, "set it on the inner"),
-        ({"loss_normalization": "mean"}, ValueError, "loss_normalization"),
-        (
-            {
-                "optimizer_or_optimizer_fn": _of_other_losses,
-                "loss_normalization": "global",
-            },
-            ValueError,
-            "one value of loss_norm",
-        ),
+        (V, "must be positive", lambda: Tower(O.SGD(), 0)),
+        (T, "must be an int", lambda: Tower(O.SGD(), 2.0)),
+        (T, "wraps a keras", lambda: Tower(lambda: 3, 2)),
+        (V, "reduction must be", lambda: Tower(O.SGD(), 2, "max")),
+        (V, "set it on the inner", lambda: Tower(O.SGD(), 2, clipnorm=1.0)),
+        (V, "must be one of", lambda: Tower(O.SGD(), 2, loss_normalization="")),
+        (V, "one value of loss_norm", _other_losses),
+        (RuntimeError, "outside of strategy.run", _reset_in_replica_context),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refusals(arguments, error, text):
-    inner = O.SGD()
+def test_refused(error, text, call):
     with pytest.raises(error, match=text):
-        tf_xshard.TowerOptimizer(
-            **{"optimizer_or_optimizer_fn": inner, "num_towers": 2, **arguments}
-        )
-    # One that was made local would no longer sum.
-    assert type(inner) is O.SGD
-
-
-def test_reset_in_replica_context_is_refused():
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        optimizer = tf_xshard.TowerOptimizer(O.SGD(1.0), 2)
-    with pytest.raises(RuntimeError, match="outside of strategy.run"):
-        strategy.run(optimizer.reset)
+        call()

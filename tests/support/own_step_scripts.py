@@ -4,29 +4,13 @@ import keras
 import tensorflow as tf
 
 from tests.support import scripts
-from tests.support import seeds
 
 L = keras.layers
 ops = keras.ops
 
 
-class OwnStep(keras.Model):
-    """A model with a train_step; losses are divided by N, as those of Keras."""
-
-    def train_step(self, data):
-        x = data[0] if isinstance(data, tuple) else data
-        for losses, variables, optimizer in self.parts():
-            with tf.GradientTape() as tape:
-                loss = losses(x) / scripts.num_replicas()
-            gradients = tape.gradient(loss, [v.value for v in variables()])
-            optimizer().apply_gradients(
-                zip(gradients, variables(), strict=True)
-            )
-        return {"loss": loss}
-
-
-class AdversarialModel(OwnStep):
-    """Two models with an optimizer each; `compile` gets the generator's."""
+class AdversarialModel(keras.Model):
+    """Two networks with an optimizer each; losses are divided by N."""
 
     def __init__(self):
         super().__init__()
@@ -38,45 +22,40 @@ class AdversarialModel(OwnStep):
         )
         self.built = True
 
-    def compile(self, optimizer):
-        super().compile(optimizer=optimizer)
+    def compile(self, optimizer, loss):
+        """Gets the generator's optimizer."""
+        super().compile(optimizer, loss)
         again = type(optimizer)
         self.critic_optimizer = again.from_config(optimizer.get_config())
+        self.optimizer.build(self.generator.trainable_variables)
         self.critic_optimizer.build(self.critic.trainable_variables)
 
-    def parts(self):
-        yield (
-            self.critic_loss,
-            lambda: self.critic.trainable_variables,
-            lambda: self.critic_optimizer,
-        )
-        yield (
-            self.generator_loss,
-            lambda: self.generator.trainable_variables,
-            lambda: self.optimizer,
-        )
-
-    def critic_loss(self, x):
+    def train_step(self, x):
         real, noise = x[:, :6], x[:, 6:]
-        fake = ops.stop_gradient(self.generator(noise))
-        return ops.mean(
-            ops.softplus(-self.critic(real)) + ops.softplus(self.critic(fake))
-        )
+        with tf.GradientTape() as tape:
+            fake = ops.stop_gradient(self.generator(noise))
+            loss = _mean(
+                ops.softplus(-self.critic(real))
+                + ops.softplus(self.critic(fake))
+            )
+        _apply(tape, loss, self.critic, self.critic_optimizer)
+        with tf.GradientTape() as tape:
+            loss = _mean(ops.softplus(-self.critic(self.generator(noise))))
+        _apply(tape, loss, self.generator, self.optimizer)
+        return {"loss": loss}
 
-    def generator_loss(self, x):
-        return ops.mean(ops.softplus(-self.critic(self.generator(x[:, 6:]))))
+
+def _mean(losses):
+    return ops.mean(losses) / scripts.num_replicas()
+
+
+def _apply(tape, loss, network, optimizer):
+    values = [v.value for v in network.trainable_variables]
+    optimizer.apply(tape.gradient(loss, values), network.trainable_variables)
 
 
 class AdversarialNetwork(scripts.Script):
     loss = None
-
-    def train(self, wrap):
-        seeds.seed(5)
-        model = self.model()
-        model.compile(wrap(self.optimizer()))
-        model.optimizer.build(model.generator.trainable_variables)
-        self.fit(model)
-        return model
 
     def model(self):
         return AdversarialModel()

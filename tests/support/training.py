@@ -173,14 +173,19 @@ def by_keras_file(saved, new, directory):
     new.load_weights(directory / "model.keras")
 
 
+def by_checkpoint(saved, new, directory):
+    """The same with TensorFlow's files."""
+    made, read = (
+        tf.train.Checkpoint(model=one, optimizer=one.optimizer)
+        for one in (saved, new)
+    )
+    read.read(made.write(directory / "checkpoint")).expect_partial()
+
+
 def by_group_state(saved, new, directory):
     """The same with the values of all replicas."""
     tf_xshard.GroupState(saved).save(directory)
     tf_xshard.GroupState(new).restore(directory)
-
-
-def initial(model_fn=model):
-    return weights(model_fn())
 
 
 def shard_rows(num_rows, batch_size, num_replicas, members):
