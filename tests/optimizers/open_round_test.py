@@ -128,21 +128,22 @@ def _by_set_weights(saved, new, directory):
 def test_it_is_completed_on_another_number(
     maker, reduction, num_replicas, move, tmp_path
 ):
-    """The round that was open there is forgotten, with its items."""
     after = _Training(maker, reduction, num_replicas)
-    after.step(SECOND, NUM_SECOND)
     move(_begun(maker, reduction).model, after.model, tmp_path)
     after.step(SECOND, NUM_SECOND)
     own = list(range(num_replicas))
     after.check(_expected(maker, reduction, [0, 1], own))
 
 
-def test_a_file_from_before_the_first_step_ends_a_round(tmp_path):
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_replaces_an_open_round_and_its_items(is_open, tmp_path):
+    """Also a file from before the first step, which has no items."""
+    saved = _begun("global_mean") if is_open else _Training("global_mean")
     used = _Training("global_mean")
     used.step(SECOND, NUM_SECOND)
-    new = _Training("global_mean")
-    training.by_keras_file(new.model, used.model, tmp_path)
-    used.step(FIRST, NUM_FIRST)
+    training.by_keras_file(saved.model, used.model, tmp_path)
+    if not is_open:
+        used.step(FIRST, NUM_FIRST)
     used.step(SECOND, NUM_SECOND)
     used.check(_expected("global_mean", "mean", [0, 1], [0, 1]))
 

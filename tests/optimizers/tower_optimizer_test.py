@@ -168,25 +168,6 @@ def test_apply_towers():
     assert float(weight) == 0.5
 
 
-def test_hooks_get_the_unscaled_gradient_of_a_round():
-    """In at least float32."""
-    seen = []
-
-    def doubled(pairs):
-        seen.extend(gradient for gradient, _ in pairs)
-        return [(2 * gradient, variable) for gradient, variable in pairs]
-
-    inner = O.LossScaleOptimizer(O.SGD(1.0), initial_scale=64.0)
-    cross = tf_xshard.CrossShardOptimizer(inner, pre_reduce=doubled)
-    optimizer = Tower(cross, 2)
-    weight = keras.Variable(1.0, dtype="float16")
-    for gradient in (64.0, 3 * 64.0):
-        optimizer.apply([tf.constant(gradient, tf.float16)], [weight])
-    [mean] = seen
-    assert (mean.dtype, float(mean)) == (tf.float32, 2)
-    assert float(weight) == 1 - 2 * 2
-
-
 def test_a_wrapper_is_put_around_what_has_none():
     plain = Tower(O.SGD(1.0), 2)
     assert isinstance(plain.inner_optimizer, tf_xshard.CrossShardOptimizer)

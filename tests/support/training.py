@@ -188,6 +188,9 @@ def by_group_state(saved, new, directory):
     tf_xshard.GroupState(new).restore(directory)
 
 
+MOVES = (by_keras_file, by_group_state, by_checkpoint)
+
+
 def shard_rows(num_rows, batch_size, num_replicas, members):
     """The rows that the replicas of one group see, in order."""
     per_replica = batch_size // num_replicas
