@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.support import replicas
+from tests.support import traced
 from tests.support import versions
 
 O = keras.optimizers  # noqa: E741
@@ -252,48 +252,39 @@ def test_exclude_a_variable_whose_name_is_part_of_another():
 # AGN under a strategy.
 
 
-@pytest.fixture
-def one_weight():
-    """A weight of 10, its optimizer, and a step that subtracts 1 locally."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight, optimizer = keras.Variable(10.0), _agn(period=4)
-        optimizer.build([weight])
-    # Keras' loss would be divided by 2.
-    half = lambda r: [tf.constant(0.5)]
-    return (
-        weight,
-        optimizer,
-        replicas.applying(strategy, optimizer, half, [weight]),
-    )
+def _one_weight():
+    """A weight of 10 on two replicas."""
+    return traced.Traced(lambda: _agn(period=4), [10.0], num_replicas=2)
 
 
-def test_training_goes_on_from_the_local_variables(one_weight):
+# Keras' loss would be divided by 2, so that a step subtracts 1.
+HALF = [0.5, 0.5]
+
+
+def test_training_goes_on_from_the_local_variables():
     """Also where nobody has put them back."""
-    weight, optimizer, step = one_weight
-    strategy = replicas.mirrored(2)
-    step()
-    optimizer.show_center(True)
-    assert replicas.values(strategy, weight) == [10, 10]
-    step()
-    assert replicas.values(strategy, weight) == [8, 8]
-    optimizer.show_center(False)
-    assert replicas.values(strategy, weight) == [8, 8]
-    assert optimizer.center_variables[0].numpy() == 10
+    one = _one_weight()
+    one.step(HALF)
+    one.optimizer.show_center(True)
+    assert one.values()[0].tolist() == [10, 10]
+    one.step(HALF)
+    assert one.values()[0].tolist() == [8, 8]
+    one.optimizer.show_center(False)
+    assert one.values()[0].tolist() == [8, 8]
+    assert one.optimizer.center_variables[0].numpy() == 10
     with pytest.raises(RuntimeError, match="show_center.* in replica context"):
-        tf.function(strategy.run)(lambda: optimizer.show_center(True))
+        one.strategy.run(lambda: one.optimizer.show_center(True))
 
 
-def test_the_end_of_many_fits_warns_of_no_retracing(one_weight, monkeypatch):
-    weight, optimizer, step = one_weight
-    logged = []
+def test_the_end_of_many_fits_warns_of_no_retracing(monkeypatch):
+    one, logged = _one_weight(), []
     monkeypatch.setattr(
         tf.get_logger(), "warning", lambda *args: logged.append(args)
     )
     for _ in range(6):
-        step()
-        optimizer.finalize_variable_values([weight])
-    assert optimizer.exchanges.numpy() == 6
+        one.step(HALF)
+        one.optimizer.finalize_variable_values(one.weights)
+    assert one.optimizer.exchanges.numpy() == 6
     assert not logged
 
 
