@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import replicas
 from tests.support import traced
 from tests.support import versions
 
@@ -250,6 +251,29 @@ def test_exclude_a_variable_whose_name_is_part_of_another():
 
 
 # AGN under a strategy.
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: inner,
+        pytest.param(
+            lambda inner: O.MultiOptimizer(O.OptimizerMap(inner)),
+            marks=versions.needs_multi_optimizer,
+        ),
+    ],
+    ids=["one", "multi"],
+)
+def test_a_moving_average_of_the_center_reaches_all_replicas(wrap):
+    make = lambda: O.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    one = traced.Traced(lambda: _agn(wrap(make()), 1), [10.0], num_replicas=2)
+    for _ in range(2):
+        one.step([0.5, 1.5])
+    one.optimizer.finalize_variable_values(one.weights)
+    # The mean of 1 and 3 is subtracted twice. The average is of 8 and 6.
+    for variable in (*one.weights, *one.optimizer.center_variables):
+        values = replicas.values(one.strategy, variable)
+        np.testing.assert_allclose(values, [7.0] * 2)
 
 
 def _one_weight():
