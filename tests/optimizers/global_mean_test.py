@@ -242,6 +242,7 @@ def test_equals_one_device(name):
         case.steps,
         case.train_step,
     )
+    assert np.isfinite(losses).all()
     for members in case.groups or [range(num_replicas)]:
         steps = [
             [
