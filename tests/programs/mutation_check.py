@@ -3,9 +3,9 @@
 Run: python -m tests.programs.mutation_check [--only oracle_test]
 
 First the tests of all rows must pass without a mutant. A mutant is killed if
-pytest then ends with 1 and the row's own test has failed: an error of
-collection or of a fixture, a timeout, or a text that does not occur once fails
-the check. The last line is `N killed, 0 survived`.
+the row's own test then fails: an error of collection or of a fixture, a
+timeout, or a text that does not occur once fails the check. The last line is
+`N killed, 0 survived`.
 
 TensorFlow and Keras are imported once: each run of pytest is a copy of this
 process, which imports the package and the tests anew.
@@ -21,7 +21,6 @@ import shutil
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree
 
 import pytest
 
@@ -32,27 +31,26 @@ from tests.support import processes
 # Seconds of one run of pytest: a few tests of one file, or one test.
 LIMIT = 180
 CLUSTER_LIMIT = 400
-PASSED, FAILED = "passed", "failed"
 
 
-def _results(folder, tests, seconds):
-    """The exit code, and what became of each test; `timeout` for both."""
-    report = pathlib.Path(folder, "report.xml")
-    output = pathlib.Path(folder, "output")
-    report.unlink(missing_ok=True)
-    code = processes.forked(
-        lambda: _pytest(folder, report, tests), output, seconds
-    )
-    if code is None:
-        return "timeout", ["timeout"]
-    if not report.exists():
-        return code, [output.read_text(errors="replace")[-2000:]]
-    cases = xml.etree.ElementTree.parse(report).iter("testcase")
-    return code, [_result(case) for case in cases]
+class _Outcomes:
+    """A plugin of pytest that knows whether all tests passed, or all failed."""
+
+    def __init__(self):
+        self.found = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or not report.passed:
+            self.found.append((report.when, report.outcome))
 
 
-def _pytest(folder, report, tests):
-    """Runs tests of a copy of the project, in this copy of the process."""
+def _run_pytest(folder, tests, outcome):
+    """Runs tests of a copy of the project, in this copy of the process.
+
+    Returns:
+      0 if each test has the outcome, "passed" or "failed", and nothing else
+      has failed.
+    """
     for name in list(sys.modules):
         if name.split(".")[0] in ("tests", "tf_xshard"):
             del sys.modules[name]
@@ -60,90 +58,67 @@ def _pytest(folder, report, tests):
     sys.path[:] = [str(folder), *sys.path]
     os.environ["PYTHONPATH"] = str(folder)
     sys.dont_write_bytecode = True
-    return pytest.main(
-        [
-            *("-q", "-n", "0", "-p", "no:cacheprovider", "--tb", "no"),
-            *("--durations", "0", f"--junitxml={report}", *tests),
-        ]
+    outcomes = _Outcomes()
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "--tb", "short"]
+    pytest.main([*options, *tests], plugins=[outcomes])
+    return outcomes.found != [("call", outcome)] * len(tests)
+
+
+def _problem(folder, tests, outcome, seconds):
+    """None if each test has the outcome, else the end of pytest's output."""
+    output = pathlib.Path(folder, "output")
+    code = processes.forked(
+        lambda: _run_pytest(folder, tests, outcome), output, seconds
     )
-
-
-def _result(case):
-    tags = {child.tag for child in case}
-    if tags & {"error", "skipped"}:
-        return " and ".join(sorted(tags))
-    return FAILED if "failure" in tags else PASSED
-
-
-def _without_mutant(folder, tests, seconds):
-    """None if all of them pass, else what happened."""
-    code, results = _results(folder, tests, seconds)
-    if code == 0 and results == [PASSED] * len(tests):
+    if code == 0:
         return None
-    return f"without a mutant: exit {code}, {results}"
+    ending = output.read_text(errors="replace")[-2000:]
+    return f"not {outcome}, exit code {code}:\n{ending}\n"
 
 
-def _with_mutant(folder, row):
+def _problem_of_mutant(folder, row):
     """None if the row's own test fails, else what happened."""
     path = pathlib.Path(folder, "tf_xshard", row.file)
     text = path.read_text()
     if text.count(row.old) != 1:
         return f"the old text occurs {text.count(row.old)} times in {row.file}"
     path.write_text(text.replace(row.old, row.new))
+    seconds = CLUSTER_LIMIT if row.cluster else LIMIT
     try:
-        code, results = _results(
-            folder, [row.test], CLUSTER_LIMIT if row.cluster else LIMIT
-        )
+        return _problem(folder, [row.test], "failed", seconds)
     finally:
         path.write_text(text)
-    if code == 1 and results == [FAILED]:
-        return None
-    return f"survived: exit {code}, {results}"
 
 
 class _Check:
     """Runs jobs in copies of the project, and prints how each ends."""
 
-    def __init__(self, folder, jobs):
+    def __init__(self, folder, num_copies):
         self.wrong = 0
         self._copies = queue.Queue()
-        for number in range(jobs):
+        ignored = ("__pycache__", ".*_cache", ".git", ".venv", "build")
+        for number in range(num_copies):
             copy = pathlib.Path(folder, str(number))
-            shutil.copytree(
-                paths.ROOT,
-                copy,
-                ignore=shutil.ignore_patterns(
-                    "__pycache__", ".*_cache", ".git", ".venv", "build"
-                ),
-            )
+            ignore = shutil.ignore_patterns(*ignored)
+            shutil.copytree(paths.ROOT, copy, ignore=ignore)
             self._copies.put(copy)
 
     def run(self, jobs, at_a_time):
-        """Each job is (name, function of a copy's folder)."""
+        """Each job is (name, function, arguments after a copy's folder)."""
         with concurrent.futures.ThreadPoolExecutor(at_a_time) as executor:
-            list(executor.map(self._one, jobs))
+            list(executor.map(lambda job: self._run(*job), jobs))
 
-    def _one(self, job):
-        name, function = job
+    def _run(self, name, function, *arguments):
         copy = self._copies.get()
         start = time.monotonic()
         try:
-            problem = function(copy)
+            problem = function(copy, *arguments)
         finally:
             self._copies.put(copy)
         self.wrong += problem is not None
         seconds = time.monotonic() - start
-        print(
-            f"{seconds:4.0f} s  {problem or 'as it must'}: {name}", flush=True
-        )
-
-
-def _import():
-    """Imports what all runs of pytest need, as tests/conftest.py would."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    importlib.import_module("tensorflow")
-    importlib.import_module("keras")
+        text = f"{seconds:4.0f} s  {problem or 'as it must'}: {name}"
+        print(text, flush=True)
 
 
 def main():
@@ -156,7 +131,10 @@ def main():
         "--jobs", type=int, default=2, help="mutants that run at a time"
     )
     options = parser.parse_args()
-    _import()
+    # What all runs of pytest need, as tests/conftest.py would import it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    importlib.import_module("keras")
     rows = [
         row
         for row in promises.PROMISES
@@ -164,38 +142,28 @@ def main():
     ]
     with tempfile.TemporaryDirectory() as folder:
         check = _Check(folder, options.jobs)
-        for cluster, at_a_time in ((False, options.jobs), (True, 1)):
-            some = [row for row in rows if row.cluster == cluster]
+        # (how many run at a time, rows)
+        kinds = [
+            (options.jobs, [row for row in rows if not row.cluster]),
+            (1, [row for row in rows if row.cluster]),
+        ]
+        for at_a_time, some in kinds:
             tests = {}
             for row in some:
-                of_file = tests.setdefault(row.test.split("::")[0], [])
-                if row.test not in of_file:
-                    of_file.append(row.test)
-            before = check.wrong
-            check.run(
-                [
-                    (
-                        file,
-                        lambda copy, of_file=of_file: _without_mutant(
-                            copy, of_file, LIMIT + 60 * len(of_file)
-                        ),
-                    )
-                    for file, of_file in tests.items()
-                ],
-                at_a_time,
-            )
-            if check.wrong > before:
-                raise SystemExit("Tests fail without a mutant.")
-            check.run(
-                [
-                    (
-                        f"{row.file}, {row.test}: {row.text}",
-                        lambda copy, row=row: _with_mutant(copy, row),
-                    )
-                    for row in some
-                ],
-                at_a_time,
-            )
+                tests.setdefault(row.test.split("::")[0], {})[row.test] = None
+            jobs = [
+                (file, _problem, [*ids], "passed", LIMIT + 60 * len(ids))
+                for file, ids in tests.items()
+            ]
+            check.run(jobs, at_a_time)
+        if check.wrong:
+            raise SystemExit("Tests fail without a mutant.")
+        for at_a_time, some in kinds:
+            jobs = [
+                (f"{row.file}, {row.test}: {row.text}", _problem_of_mutant, row)
+                for row in some
+            ]
+            check.run(jobs, at_a_time)
     print(f"{len(rows) - check.wrong} killed, {check.wrong} survived")
     raise SystemExit(check.wrong > 0)
 

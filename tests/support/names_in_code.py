@@ -1,33 +1,19 @@
 """Finds what code names that the libraries do not have, without running it.
 
-Modules are imported. A variable that is assigned a class's instance has the
-class's methods. Whatever else is not known is not checked.
+Modules are imported. A variable that is only assigned instances of one class
+has the class's methods. Whatever else is not known is not checked.
 """
 
 import ast
 import builtins
+import collections
 import importlib
 import inspect
-from typing import Any, NamedTuple
 
 # Libraries of other environments, whose names are not checked.
 ABSENT = ("horovod", "official", "ray", "tensorflow_recommenders", "torch")
-# Layers take it among other keywords.
-_OF_LAYERS = {"input_shape"}
-
-
-class _Value(NamedTuple):
-    value: Any
-
-
-class _Instance(NamedTuple):
-    cls: type
-
-
-class _Method(NamedTuple):
-    """A function whose first argument is an instance."""
-
-    value: Any
+# Their classes pass keywords to their bases, which must have them.
+_CHECKED = ("keras.", "tf_keras.", "tf_xshard.")
 
 
 def problems(source, given=()):
@@ -37,162 +23,101 @@ def problems(source, given=()):
       source: The program.
       given: The values that it begins with, by name.
     """
-    tree = ast.parse(source)
-    checker = _Checker({*_bound(tree), *vars(builtins), *given}, dict(given))
-    checker.visit(tree)
-    return list(dict.fromkeys(checker.problems))
-
-
-def _bound(tree):
-    """Every name that a program binds anywhere."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
+    nodes = [*ast.walk(ast.parse(source))]
+    values = {**vars(builtins), **dict(given)}
+    # What assignments and arguments give each name: a class for an instance
+    # of it, and None for what is not known.
+    classes = collections.defaultdict(set)
+    found = []
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                try:
+                    name, value = _imported(node, alias)
+                except (ImportError, AttributeError) as error:
+                    found.append(str(error))
+                else:
+                    values[name] = value
+    made = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            value = _value(node.value.func, values)
+            made[node.targets[0]] = value if inspect.isclass(value) else None
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            classes[node.id].add(made.get(node))
         elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).split(".")[0]
+            classes[node.arg].add(None)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            classes[node.name].add(None)
+    values |= dict.fromkeys(classes)
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id not in values:
+            found.append(f"{node.id} is not defined")
+        elif isinstance(node, ast.Attribute):
+            owner = _value(node.value, values)
+            if owner is not None and not hasattr(owner, node.attr):
+                found.append(f"{ast.unparse(node)} does not exist")
+        elif isinstance(node, ast.Call):
+            found += _problems_of_call(node, values, classes)
+    return list(dict.fromkeys(found))
 
 
-def _parameters(function):
-    """The signature of a call, and for a class all of its bases' keywords."""
-    if not inspect.isclass(function) or function.__init__ is object.__init__:
-        return inspect.signature(function), None
-    # `__new__`, which `signature` would prefer, takes anything in Keras.
-    init = inspect.signature(function.__init__)
-    signature = init.replace(parameters=[*init.parameters.values()][1:])
-    library = function.__module__.split(".")[0]
-    if library not in ("keras", "tf_keras", "tf_xshard"):
-        return signature, None
-    known = set(_OF_LAYERS)
-    for one in function.__mro__:
-        if "__init__" in vars(one) and one is not object:
+def _imported(node, alias):
+    """The name that an import binds, and its value; None if it is absent."""
+    module = getattr(node, "module", alias.name)
+    first = module.split(".")[0]
+    name = alias.asname or alias.name.split(".")[0]
+    if first in ABSENT:
+        return name, None
+    value = importlib.import_module(module)
+    if isinstance(node, ast.Import):
+        return name, value if alias.asname else importlib.import_module(first)
+    if not hasattr(value, alias.name):
+        importlib.import_module(f"{module}.{alias.name}")
+    return name, getattr(value, alias.name)
+
+
+def _value(node, values):
+    """What a dotted name is, or None if that is not known."""
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, values)
+        return None if owner is None else getattr(owner, node.attr, None)
+    return values.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def _problems_of_call(call, values, classes):
+    """What is wrong with the function of a call, or with its arguments."""
+    text, function = ast.unparse(call.func), _value(call.func, values)
+    owner, _, method = text.rpartition(".")
+    [cls] = classes[owner] if len(classes[owner]) == 1 else [None]
+    if cls:
+        if not hasattr(cls, method):
+            return [f"{text} does not exist"]
+        function = getattr(cls, method)
+    is_class = inspect.isclass(function)
+    is_class = is_class and function.__init__ is not object.__init__
+    has_self = is_class or (cls and inspect.isfunction(function))
+    try:
+        # `__new__`, which `signature` would prefer, takes anything in Keras.
+        called = function.__init__ if is_class else function
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # It is not known, or in C.
+        return []
+    keywords = {one.arg: None for one in call.keywords if one.arg}
+    try:
+        if len(keywords) < len(call.keywords) or any(
+            isinstance(one, ast.Starred) for one in call.args
+        ):
+            signature.bind_partial(**keywords)
+        else:
+            signature.bind(*[None] * bool(has_self), *call.args, **keywords)
+    except TypeError as error:
+        return [f"{text}: {error}"]
+    if is_class and function.__module__.startswith(_CHECKED):
+        known = {"input_shape"}  # Layers take it among other keywords.
+        for one in function.__mro__:
             known |= set(inspect.signature(one.__init__).parameters)
-    return signature, known
-
-
-def _imported(path, name):
-    module = importlib.import_module(path)
-    if hasattr(module, name):
-        return getattr(module, name)
-    return importlib.import_module(f"{path}.{name}")
-
-
-class _Checker(ast.NodeVisitor):
-    """Visits expressions in order; each visit returns what is known of one."""
-
-    def __init__(self, names, given):
-        self.problems = []
-        self._names = names
-        self._scope = {name: _Value(value) for name, value in given.items()}
-
-    def _wrong(self, node, what):
-        self.problems.append(f"line {node.lineno}: {what}")
-
-    def visit_Import(self, node):
-        for alias in node.names:
-            first = alias.name.split(".")[0]
-            if first in ABSENT:
-                continue
-            try:
-                module = importlib.import_module(alias.name)
-            except ImportError:
-                self._wrong(node, f"no module {alias.name}")
-                continue
-            if alias.asname is None:
-                module = importlib.import_module(first)
-            self._scope[alias.asname or first] = _Value(module)
-
-    def visit_ImportFrom(self, node):
-        if node.module.split(".")[0] in ABSENT:
-            return
-        for alias in node.names:
-            try:
-                value = _imported(node.module, alias.name)
-            except ImportError:
-                self._wrong(node, f"{node.module} has no {alias.name}")
-            else:
-                self._scope[alias.asname or alias.name] = _Value(value)
-
-    def visit_Name(self, node):
-        if not isinstance(node.ctx, ast.Load):
-            self._scope.pop(node.id, None)
-        elif node.id not in self._names:
-            self._wrong(node, f"{node.id} is not defined")
-        return self._scope.get(node.id)
-
-    def visit_Attribute(self, node):
-        owner = self.visit(node.value)
-        if isinstance(owner, _Value):
-            if hasattr(owner.value, node.attr):
-                return _Value(getattr(owner.value, node.attr))
-            self._wrong(node, f"{ast.unparse(node)} does not exist")
-        return None
-
-    def visit_Assign(self, node):
-        value = self.visit(node.value)
-        for target in node.targets:
-            self.visit(target)
-            if isinstance(target, ast.Name) and value is not None:
-                self._scope[target.id] = value
-
-    def _nested(self, node):
-        outer = dict(self._scope)
-        for argument in ast.walk(node.args):
-            if isinstance(argument, ast.arg):
-                self._scope.pop(argument.arg, None)
-        self.generic_visit(node)
-        self._scope = outer
-
-    def visit_FunctionDef(self, node):
-        self._scope.pop(node.name, None)
-        self._nested(node)
-
-    visit_Lambda = _nested
-
-    def _comprehension(self, node):
-        for generator in node.generators:
-            self.visit(generator)
-        self.generic_visit(node)
-
-    visit_ListComp = visit_SetComp = visit_DictComp = _comprehension
-    visit_GeneratorExp = _comprehension
-
-    def visit_Call(self, node):
-        function, arguments = self._called(node.func), len(node.args)
-        for child in [*node.args, *node.keywords]:
-            self.visit(child)
-        if not isinstance(function, (_Value, _Method)):
-            return None
-        arguments += isinstance(function, _Method)
-        function = function.value
-        try:
-            signature, known = _parameters(function)
-        except (TypeError, ValueError):  # Of functions in C.
-            return None
-        keywords = {one.arg: None for one in node.keywords if one.arg}
-        is_open = len(keywords) < len(node.keywords) or any(
-            isinstance(one, ast.Starred) for one in node.args
-        )
-        bind = signature.bind_partial if is_open else signature.bind
-        try:
-            bind(*[None] * (0 if is_open else arguments), **keywords)
-        except TypeError as error:
-            self._wrong(node, f"{ast.unparse(node.func)}: {error}")
-        if known is not None and not known >= set(keywords):
-            unknown = sorted(set(keywords) - known)
-            self._wrong(node, f"{ast.unparse(node.func)} has no {unknown}")
-        return _Instance(function) if inspect.isclass(function) else None
-
-    def _called(self, node):
-        if not isinstance(node, ast.Attribute):
-            return self.visit(node)
-        owner = self.visit(node.value)
-        if not isinstance(owner, _Instance):
-            return self.visit(node)
-        method = inspect.getattr_static(owner.cls, node.attr, None)
-        if method is None:
-            self._wrong(node, f"{ast.unparse(node)} does not exist")
-        return _Method(method) if inspect.isfunction(method) else None
+        if unknown := sorted(set(keywords) - known):
+            return [f"{text} has no {unknown}"]
+    return []
