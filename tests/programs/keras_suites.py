@@ -4,8 +4,8 @@
 a wrapped optimizer fails, without a strategy or on two replicas. EXCEPTIONS has
 the tests that may fail.
 
-`python -m tests.programs.keras_suites plain|wrapped none|mirrored FILE
-[SUITE ...]` runs suites, and writes each test's outcome to a JSON file.
+`python -m tests.programs.keras_suites plain|wrapped none|mirrored SUITE FILE`
+runs one suite, and writes each test's outcome to a JSON file.
 
 What a test calls (`SGD(...)`, `optimizers.get(...)`, `compile("rmsprop")`)
 makes the optimizer as ever, which is then wrapped. Under MirroredStrategy each
@@ -15,7 +15,7 @@ test runs in the strategy's scope; what it applies itself, on both replicas.
 import collections
 import contextlib
 import fnmatch
-import importlib.util
+import functools
 import inspect
 import json
 import os
@@ -36,6 +36,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import processes
 from tf_xshard.optimizers import base
+from tf_xshard.private import names
 
 SUITES = ("optimizers", "trainers", "callbacks", "saving", "legacy/saving")
 DISTRIBUTION = (
@@ -84,16 +85,6 @@ EXCEPTIONS = {
     "*::test_adds_loss_scaling_optimizer": "mirrored",
 }
 _SECONDS = 90 * 60
-# Under MirroredStrategy most of the time is spent waiting for TensorFlow's
-# iterators to end, so parts run beside each other, the longest first.
-_PARTS = {
-    "none": [()],
-    "mirrored": [
-        ("trainers",),
-        ("callbacks", "saving"),
-        ("optimizers", "legacy/saving"),
-    ],
-}
 # A process takes 1.5 GB.
 _PROCESSES = 6
 
@@ -168,7 +159,6 @@ class Wrapping:
     def _wraps_result(self, function):
         return lambda *args, **kwargs: self.wrap(function(*args, **kwargs))
 
-    @pytest.hookimpl
     def pytest_collection_modifyitems(self, items):
         for module in {item.module for item in items}:
             for name, value in list(vars(module).items()):
@@ -188,12 +178,10 @@ class Wrapping:
                         if _is_optimizer_class(value):
                             parameters[name] = self.stand_in(value)
 
-    @pytest.hookimpl
     def pytest_runtest_setup(self, item):
         # Some tests' random data only passes by chance, wrapped or not.
         keras.utils.set_random_seed(1)
 
-    @pytest.hookimpl
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             text = report.outcome
@@ -204,8 +192,7 @@ class Wrapping:
 
 def _compile_wraps(wrap):
     """Makes `model.compile` wrap its optimizer."""
-    trainer = keras.Model.__mro__
-    owner = next(one for one in trainer if one.__name__ == "Trainer")
+    owner = names.defining_class(keras.Model, "compile")
     original = owner.compile
 
     def compile_(self, optimizer="rmsprop", *args, **kwargs):
@@ -259,12 +246,10 @@ def _forward_what_is_not_public(owner):
         return getattr(_unwrapped(self), name)
 
     owner.__getattr__ = getattr_
-    for name in ("update_step", "_apply_weight_decay"):
-        setattr(owner, name, _forwarded(name))
-
-
-def _forwarded(name):
-    return lambda self, *args: getattr(_inside(self), name)(*args)
+    owner.update_step = lambda self, *args: _inside(self).update_step(*args)
+    owner._apply_weight_decay = lambda self, *args: _inside(
+        self
+    )._apply_weight_decay(*args)
 
 
 def _run_tests_in_scope(strategy):
@@ -286,66 +271,45 @@ def _run_tests_in_scope(strategy):
     case.setUp, case.tearDown = in_scope, out_of_scope
 
 
-def _run_part(kind, strategy_name, path, *suites):
-    """Runs suites, by default all; writes {test: outcome}."""
-    strategy = None
-    paths = list(suites or SUITES)
-    if strategy_name == "mirrored":
-        [cpu] = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-        )
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    elif not suites:
-        paths += DISTRIBUTION
-    is_plain = kind == "plain"
-    plugin = Wrapping(
-        (lambda one: one) if is_plain else tf_xshard.CrossShardOptimizer
-    )
+def _run_suite(kind, strategy, suite, path):
+    """Runs a suite in this process; writes {test: outcome}."""
     owner = keras.optimizers.Optimizer
-    if not is_plain:
+    plugin = Wrapping(lambda one: one)
+    if kind == "wrapped":
         owner = base.GradientWrapper
+        plugin = Wrapping(tf_xshard.CrossShardOptimizer)
         _compile_wraps(plugin.wrap)
         _forward_what_is_not_public(owner)
-    if strategy is not None:
-        _run_tests_in_scope(strategy)
-        _apply_on_all_replicas(owner, strategy)
-    source = pathlib.Path(importlib.util.find_spec("keras").origin).parent
-    source = source / "src"
-    code = pytest.main(
-        [
-            *[str(source / one) for one in paths],
-            f"--ignore={source / LEFT_OUT}",
-            f"--rootdir={source}",
-            # Not this project's configuration, which may be found above it.
-            f"-c{os.devnull}",
-            "-o",
-            "python_files=*_test.py",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-q",
-            "--continue-on-collection-errors",
-            "--tb=native",
-            "-W",
-            "ignore",
-        ],
-        plugins=[plugin],
+    if strategy == "mirrored":
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0],
+            [tf.config.LogicalDeviceConfiguration()] * 2,
+        )
+        on_two = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        _run_tests_in_scope(on_two)
+        _apply_on_all_replicas(owner, on_two)
+    source = pathlib.Path(keras.__file__).parent / "src"
+    # `-c`: not this project's configuration, which may be found above.
+    options = (
+        *(f"-c{os.devnull}", f"--rootdir={source}", "-q", "--tb=native"),
+        *("-opython_files=*_test.py", "-pno:cacheprovider", "-pno:xdist"),
+        *("--continue-on-collection-errors", "-Wignore"),
+        f"--ignore={source / LEFT_OUT}",
     )
-    with open(path, "w") as file:
-        json.dump(plugin.outcomes, file, indent=1, sort_keys=True)
-    print(len(plugin.outcomes), "outcomes, pytest's exit code", int(code))
+    code = pytest.main([str(source / suite), *options], plugins=[plugin])
+    pathlib.Path(path).write_text(json.dumps(plugin.outcomes))
     # Failed tests are outcomes; nothing else is.
     ran = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     sys.exit(0 if code in ran else 1)
 
 
-def _outcomes(kind, strategy, part, folder):
-    """Runs a part with "plain" or "wrapped" optimizers: {test: outcome}."""
-    file = pathlib.Path(folder, "_".join([kind, *part]).replace("/", "_"))
-    command = ("-m", "tests.programs.keras_suites", kind, strategy, str(file))
-    processes.run(processes.python(*command, *part), _SECONDS, check=True)
+def _outcomes(kind, strategy, folder, suite):
+    """Runs a suite in a process: {test: outcome}."""
+    name = f"{kind}_{strategy}_{suite}".replace("/", "_")
+    file = pathlib.Path(folder, name)
+    program = ("-m", "tests.programs.keras_suites")
+    command = processes.python(*program, kind, strategy, suite, str(file))
+    processes.run(command, _SECONDS, check=True)
     return json.loads(file.read_text())
 
 
@@ -355,18 +319,20 @@ def _passed(outcomes):
 
 def _problems(strategy):
     """What wrapped optimizers lose under a strategy, and stale exceptions."""
-    parts, kinds = _PARTS[strategy], ("plain", "wrapped")
+    suites = SUITES + (DISTRIBUTION if strategy == "none" else ())
+    # Most of the time is spent waiting for TensorFlow's iterators to end.
     with (
         tempfile.TemporaryDirectory() as folder,
         futures.ThreadPoolExecutor(_PROCESSES) as pool,
     ):
-        runs = [
-            [pool.submit(_outcomes, kind, strategy, p, folder) for p in parts]
-            for kind in kinds
-        ]
         plain, wrapped = (
-            dict(collections.ChainMap(*(run.result() for run in of_kind)))
-            for of_kind in runs
+            dict(collections.ChainMap(*of_suites))
+            for of_suites in [
+                pool.map(
+                    functools.partial(_outcomes, kind, strategy, folder), suites
+                )
+                for kind in ("plain", "wrapped")
+            ]
         )
     print(
         f"Keras {keras.__version__}'s own tests, strategy {strategy}: plain"
@@ -391,9 +357,8 @@ def _problems(strategy):
 
 def main(*arguments):
     if arguments:
-        _run_part(*arguments)
-    problems = [one for strategy in _PARTS for one in _problems(strategy)]
-    sys.exit("\n".join(problems))
+        _run_suite(*arguments)
+    sys.exit("\n".join([*_problems("none"), *_problems("mirrored")]))
 
 
 if __name__ == "__main__":
