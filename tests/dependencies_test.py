@@ -12,13 +12,17 @@ from tf_xshard.private import names as private_names
 
 @pytest.fixture(autouse=True)
 def _no_cache():
+    dependencies.requirements.cache_clear()
     yield
     dependencies.requirements.cache_clear()
 
 
+def _has_none(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
 @pytest.mark.parametrize("where", ["metadata", "setup.cfg"])
 def test_what_is_tested(where, monkeypatch):
-    dependencies.requirements.cache_clear()
     found = [
         "numpy",
         "keras<4,>=3.12",
@@ -26,12 +30,7 @@ def test_what_is_tested(where, monkeypatch):
         'tensorflow<2.23,>=2.20; extra == "tensorflow"',
         'jax<0.13,>=0.10.2; extra == "testing"',
     ]
-
-    def requires(name):
-        if where == "setup.cfg":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found
-
+    requires = _has_none if where == "setup.cfg" else lambda name: found
     monkeypatch.setattr(importlib.metadata, "requires", requires)
     assert dependencies.tested("keras") == ((3, 12), (3, 16))
     assert dependencies.tested("tensorflow") == ((2, 20), (2, 22))
@@ -45,35 +44,33 @@ def test_the_metadata_allows_a_newer_keras():
     assert "    keras >=3.12,<4\n" in text
 
 
-@pytest.mark.parametrize(
-    "installed, is_refused",
-    [
-        ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.22.0"}, True),
-        ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}, False),
-        ({"tensorflow-tpu": "2.21.0"}, False),
-    ],
-)
-def test_two_tensorflows_of_different_versions(
-    installed, is_refused, monkeypatch
-):
-    def version(name):
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    if not is_refused:
-        dependencies.check()
-        return
-    found = (
+def test_two_tensorflows_of_different_versions(monkeypatch):
+    installed = {"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: installed.get(name) or _has_none(name),
+    )
+    dependencies.check()
+    installed["tensorflow-cpu"] = "2.22.0"
+    match = (
         "tensorflow 2.21.0 and tensorflow-cpu 2.22.0, which have overwritten"
     )
-    with pytest.raises(ImportError, match=found):
+    with pytest.raises(ImportError, match=match):
         dependencies.check()
 
 
 def _run(*arguments):
     return processes.run(processes.python(*arguments), tensorflow=0)
+
+
+_WITHOUT_TENSORFLOW = """
+import sys
+sys.modules["tensorflow"] = sys.modules["keras"] = None
+sys.argv[0] = "tf-xshard"
+from tf_xshard import __main__
+sys.exit(__main__.main())
+"""
 
 
 @pytest.mark.parametrize(
@@ -85,16 +82,9 @@ def _run(*arguments):
     ],
 )
 def test_no_tensorflow_for_help_and_launch(how, arguments):
-    """An import of it ends the process, as where it is not installed."""
-    program = f"""
-import runpy, sys
-sys.modules["tensorflow"] = sys.modules["keras"] = None
-sys.argv = {["tf-xshard", *arguments]!r}
-from tf_xshard import __main__
-sys.exit(__main__.main())
-"""
+    """An import of it ends the script, as where it is not installed."""
     if how == "script":
-        run = _run("-c", program)
+        run = _run("-c", _WITHOUT_TENSORFLOW, *arguments)
     else:
         run = _run("-X", "importtime", "-m", "tf_xshard", *arguments)
         # The list of imports with their times.
@@ -111,15 +101,10 @@ def test_a_command_that_is_none():
 
 def test_a_copy_beside_another_projects_setup(tmp_path, monkeypatch):
     """Its versions are not ours, and a moved name is named all the same."""
-    dependencies.requirements.cache_clear()
     (tmp_path / "setup.cfg").write_text("[options]\npackages = find:\n")
     copy = tmp_path / "tf_xshard" / "dependencies.py"
     monkeypatch.setattr(dependencies, "__file__", str(copy))
-
-    def requires(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    monkeypatch.setattr(importlib.metadata, "requires", _has_none)
     assert dependencies.requirements() == ()
     names = private_names.PrivateNames("Pytest", {"gone": "pytest._gone"})
     private_names.DECLARED.remove(names)

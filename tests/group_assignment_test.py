@@ -3,7 +3,7 @@
 import copy
 import pathlib
 import pickle
-import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,9 +19,7 @@ GroupAssignment = tf_xshard.GroupAssignment
 
 def test_accepts_nested_integers():
     for groups in (
-        [[0, 2], [1, 3]],
         ((0, 2), (1, 3)),
-        np.array([[0, 2], [1, 3]]),
         np.array([[0, 2], [1, 3]], np.int32),
         [np.array([0, 2]), (np.int64(1), 3)],
         GroupAssignment([[0, 2], [1, 3]]),
@@ -65,112 +63,88 @@ def test_layouts():
     assert GroupAssignment.single(3).to_list() == [[0, 1, 2]]
 
 
-_REFUSED = [
-    (GroupAssignment, *case)
-    for case in [
-        (None, TypeError, "not a list of replica ids"),
-        ("01", TypeError, "not a list of replica ids"),
-        (np.array(3), TypeError, "not a list of replica ids"),
-        ([0, 1], ValueError, "not two-dimensional"),
-        ([[[0, 1]], [[2, 3]]], ValueError, "more than two dimensions"),
-        ([[0.0, 1.0]], TypeError, r"0\.0 \(float\), which is not an integer"),
-        ([[False, True]], TypeError, r"False \(bool\), which is not an int"),
-        (np.eye(2, dtype=bool), TypeError, "which is not an integer"),
-        ([[0, -1]], ValueError, "negative replica id -1"),
-        ([[0, 1], [1, 0]], ValueError, "replica 1 in groups 0 and 1"),
-        ([[0, 0], [1, 2]], ValueError, "puts replica 0 twice in group 0"),
-        ([[1, 2]], ValueError, "leaves out replica 0"),
-        ([[0, 1], [2]], ValueError, r"different sizes \[2, 1\]"),
-        ([], ValueError, "is empty"),
-        ([[]], ValueError, "is empty"),
-    ]
-] + [
-    (lambda arguments, layout=layout: layout(*arguments), *case)
-    for layout in (GroupAssignment.contiguous, GroupAssignment.strided)
-    for case in [
-        ((8, 3), ValueError, "group_size=3 does not divide num_replicas=8"),
-        ((0, 1), ValueError, "num_replicas must be positive"),
-        ((4, -2), ValueError, "group_size must be positive"),
-        ((4.0, 2), TypeError, r"num_replicas must be an int, got 4\.0"),
-    ]
-]
-_REFUSED += [
-    (GroupAssignment.single, 0, ValueError, "num_replicas must be positive"),
-    (
-        GroupAssignment([[0, 1], [2, 3]]).group_of,
-        4,
-        ValueError,
-        "No group holds replica 4",
-    ),
-]
+@pytest.mark.parametrize(
+    "error, message, mistakes",
+    [
+        (TypeError, "not a list of replica ids", [None, "01", np.array(3)]),
+        (ValueError, "not two-dimensional", [[0, 1]]),
+        (ValueError, "more than two dimensions", [[[[0, 1]], [[2, 3]]]]),
+        (TypeError, r"0\.0 \(float\), which is not an int", [[[0.0, 1.0]]]),
+        (
+            TypeError,
+            r"\(bool.*\), which is not an integer",
+            [[[False, True]], np.eye(2, dtype=bool)],
+        ),
+        (ValueError, "negative replica id -1", [[[0, -1]]]),
+        (ValueError, "replica 1 in groups 0 and 1", [[[0, 1], [1, 0]]]),
+        (ValueError, "puts replica 0 twice in group 0", [[[0, 0], [1, 2]]]),
+        (ValueError, "leaves out replica 0", [[[1, 2]]]),
+        (ValueError, r"different sizes \[2, 1\]", [[[0, 1], [2]]]),
+        (ValueError, "is empty", [[], [[]]]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses_groups(error, message, mistakes):
+    for groups in mistakes:
+        with pytest.raises(error, match=message):
+            GroupAssignment(groups)
 
 
-@pytest.mark.parametrize("function, argument, error, message", _REFUSED)
-def test_refuses(function, argument, error, message):
-    with pytest.raises(error, match=message):
-        function(argument)
+def test_refuses_numbers():
+    layouts = GroupAssignment.contiguous, GroupAssignment.strided
+    groups = GroupAssignment([[0, 1], [2, 3]])
+    for functions, arguments, error, message in (
+        (layouts, (8, 3), ValueError, "3 does not divide num_replicas=8"),
+        (layouts, (0, 1), ValueError, "num_replicas must be positive"),
+        (layouts, (4, -2), ValueError, "group_size must be positive"),
+        (layouts, (4.0, 2), TypeError, r"num_replicas must be an int, got 4"),
+        ([GroupAssignment.single], [0], ValueError, "must be positive"),
+        ([groups.group_of], [4], ValueError, "No group holds replica 4"),
+    ):
+        for function in functions:
+            with pytest.raises(error, match=message):
+                function(*arguments)
 
 
 def test_assignments_together():
+    joined = group_assignment_lib.joined
     pairs = GroupAssignment([[0, 1], [2, 3], [4, 5]])
     singles = GroupAssignment([[i] for i in range(6)])
-    assert group_assignment_lib.joined([pairs, singles]) is pairs
-    assert group_assignment_lib.joined([singles, pairs]) == pairs
+    assert joined([pairs, singles]) == joined([singles, pairs]) == pairs
     columns = GroupAssignment([[0, 2, 4], [1, 3, 5]])
-    assert group_assignment_lib.joined([pairs, columns]).num_groups == 1
+    assert joined([pairs, columns]).num_groups == 1
+    overlapping = GroupAssignment([[0, 2], [1, 3], [4, 5]])
     with pytest.raises(ValueError, match="different sizes"):
-        group_assignment_lib.joined(
-            [pairs, GroupAssignment([[0, 2], [1, 3], [4, 5]])]
-        )
+        joined([pairs, overlapping])
 
 
-def _strategy(devices, num_replicas, cluster=None):
+def _strategy(kind, tasks, num_replicas, cluster):
     """What `by_host` sees of a strategy on hardware that is not here."""
-    spec = types.SimpleNamespace(as_dict=lambda: cluster)
-    return types.SimpleNamespace(
-        num_replicas_in_sync=num_replicas,
-        extended=types.SimpleNamespace(worker_devices=devices),
-        cluster_resolver=types.SimpleNamespace(cluster_spec=lambda: spec),
-    )
-
-
-def _devices(kind, *tasks_and_indices):
-    return [
+    strategy = mock.Mock(num_replicas_in_sync=num_replicas)
+    strategy.extended.worker_devices = [
         f"/job:worker/replica:0/task:{task}/device:{kind}:{index}"
-        for task, index in tasks_and_indices
+        for index, task in enumerate(tasks)
     ]
+    strategy.cluster_resolver.cluster_spec().as_dict.return_value = cluster
+    return strategy
 
 
+_FOUR = {"worker": ["a:1", "b:1", "a:2", "b:2"]}
+_CHIEF = {"chief": ["[::1]:1"], "worker": ["[::2]:1"], "ps": ["p:1"]}
 _HOSTS = {
-    "gpus": (
-        _devices("GPU", (0, 0), (0, 1)),
-        {"worker": ["a:1", "b:1"]},
-        [[0, 1], [2, 3]],
-    ),
+    "gpus": ("GPU", [0, 0], {"worker": ["a:1", "b:1"]}, [[0, 1], [2, 3]]),
     # Two processes on each of two hosts, in turns.
-    "processes": (
-        _devices("CPU", (0, 0)),
-        {"worker": ["a:1", "b:1", "a:2", "b:2"]},
-        [[0, 2], [1, 3]],
-    ),
-    "chief": (
-        _devices("CPU", (0, 0)),
-        {"chief": ["[::1]:1"], "worker": ["[::2]:1"], "ps": ["p:1"]},
-        [[0], [1]],
-    ),
+    "processes": ("CPU", [0], _FOUR, [[0, 2], [1, 3]]),
+    "chief": ("CPU", [0], _CHIEF, [[0], [1]]),
     # A TPU pod with cores in an order of its own.
-    "tpu": (
-        _devices("TPU", (1, 0), (0, 0), (1, 1), (0, 1)),
-        None,
-        [[0, 2], [1, 3]],
-    ),
+    "tpu": ("TPU", [1, 0, 1, 0], None, [[0, 2], [1, 3]]),
 }
 
 
 @pytest.mark.parametrize("case", _HOSTS)
 def test_by_host(case):
-    devices, cluster, expected = _HOSTS[case]
-    strategy = _strategy(devices, sum(map(len, expected)), cluster)
+    kind, tasks, cluster, expected = _HOSTS[case]
+    strategy = _strategy(kind, tasks, sum(map(len, expected)), cluster)
     groups = GroupAssignment.by_host(strategy)
     assert groups.to_list() == expected
     columns = [list(row) for row in zip(*expected, strict=True)]
@@ -187,7 +161,7 @@ def test_by_host_of_real_strategies():
 
 def test_hosts_of_different_sizes_are_refused():
     cluster = {"worker": ["a:1", "a:2", "b:1"]}
-    strategy = _strategy(_devices("CPU", (0, 0)), 3, cluster)
+    strategy = _strategy("CPU", [0], 3, cluster)
     with pytest.raises(ValueError, match="different numbers of replicas"):
         GroupAssignment.by_host(strategy)
 
