@@ -1,6 +1,7 @@
 """Process state has one owner: devices, seeds and options are set here."""
 
 import faulthandler
+import functools
 import os
 
 # The replicas of most tests are logical CPUs of this process, and each has a
@@ -30,49 +31,36 @@ WAITING = {
 }
 
 
+_OPTIONS = {
+    "--full": "large counts: more sweeps, more kills; takes much longer",
+    "--gpu": "the replicas of most tests are parts of a GPU, not of the CPU",
+    "--budget": "count traces and processes; fail above tests/budget.json",
+    "--record-budget": "write tests/budget.json anew",
+}
+
+
 def pytest_addoption(parser):
-    parser.addoption(
-        "--full",
-        action="store_true",
-        help="large counts: more sweeps, more kills; takes much longer",
-    )
-    parser.addoption(
-        "--gpu",
-        action="store_true",
-        help="the replicas of most tests are parts of one GPU, not of the CPU",
-    )
-    parser.addoption(
-        "--budget",
-        action="store_true",
-        help="count traces and processes, and fail above tests/budget.json",
-    )
-    parser.addoption(
-        "--record-budget",
-        action="store_true",
-        help="write tests/budget.json anew",
-    )
+    for name, text in _OPTIONS.items():
+        parser.addoption(name, action="store_true", help=text)
 
 
 @pytest.fixture
-def report(request):
+def report(record_property):
     """A function that prints a line at the end of the run."""
-    # Properties come along when a test runs in another process.
-    return lambda line: request.node.user_properties.append(("measured", line))
+    return functools.partial(record_property, "measured")
 
 
 def pytest_terminal_summary(terminalreporter):
+    outcomes = terminalreporter.stats
     lines = [
-        value
-        for outcome in ("passed", "failed")
-        for one in terminalreporter.stats.get(outcome, [])
-        if one.when == "call"
-        for name, value in one.user_properties
-        if name == "measured"
+        line
+        for test in (*outcomes.get("passed", ()), *outcomes.get("failed", ()))
+        if test.when == "call"
+        for _, line in test.user_properties
     ]
     if lines:
         terminalreporter.section("measured")
-        for line in lines:
-            terminalreporter.write_line(line)
+        terminalreporter.write_line("\n".join(lines))
 
 
 def pytest_configure(config):

@@ -5,7 +5,6 @@ and two logical CPUs are all replicas, or all workers. With --full each example
 is a program.
 """
 
-import functools
 import importlib
 import re
 import sys
@@ -38,90 +37,60 @@ _FEWEST_STEPS = 4
 _TENSORFLOWS_OWN = ("All log messages before absl", "GeneratorDatasetOp")
 
 
-def _is_custom_loop(first, second, of_four, second_of_four, difference, full):
-    same = (first, second) == (of_four, second_of_four)
-    return same and second < first and difference < 1e-6
-
-
-def _is_sharded(difference, sharded, whole, full):
-    # The last shard of a variable is padded.
-    share = whole / (4 if full else 2)
-    return difference < 1e-6 and share <= sharded < share + 8
-
-
-def _is_muon(difference, sharded, whole, most, full):
-    share = whole / (4 if full else 2)
-    balanced = share <= sharded < 1.3 * share and 1 <= most < 1.3
-    return difference < 1e-5 and balanced
-
-
 def _is_ensemble(*numbers):
-    *accuracies, ensemble, best, alone, shown, full = numbers
+    *accuracies, ensemble, best, alone, shown = numbers
+    most = max(accuracies)
     return (
         len(set(accuracies)) > 1
-        and accuracies[int(best)] == max(accuracies)
-        and alone == pytest.approx(max(accuracies), abs=1e-3)
+        and accuracies[int(best)] == most
+        and alone == pytest.approx(most, abs=1e-3)
         and shown == pytest.approx(ensemble, abs=1e-3)
-        and (not full or min(accuracies) > 0.7)
     )
-
-
-def _sends(shares, shares_of_full, *numbers):
-    *numbers, full = numbers
-    (all_bytes, *sent), accuracies = numbers[1::2], numbers[::2]
-    expected = [all_bytes * one for one in (shares_of_full if full else shares)]
-    # One decimal is shown, or two.
-    is_sent = sent == pytest.approx(
-        expected, abs=0.1 if len(sent) > 1 else 0.01
-    )
-    return is_sent and (not full or min(accuracies) > 0.85)
 
 
 # What an example prints, and whether its numbers are right; rounding differs
 # between machines.
-_SHOWN = [
-    float(one)
-    for one in re.findall(
-        r"\| (?:plain Keras|CrossShardOptimizer) \| (\S+) \|",
-        (paths.ROOT / "README.md").read_text(),
-    )
-]
 _DIFFERS = "Group {} differs from one device by (.*)\n"
-_SENT = "{}: accuracy (.*), (.*) MB sent"
+_SENT = "{}: accuracy .*, (.*) MB sent"
+_WORKER = (r"(\d) replicas: accuracy .*", lambda size: size == 2)
 _EXAMPLES = {
-    # README's first table.
     "one_device_numbers": (
-        r"plain Keras differs by (.*)\nCrossShardOptimizer differs by (.*)",
-        lambda plain, wrapped, full: (
-            wrapped < 1e-6
-            and (not full or plain == pytest.approx(_SHOWN[0], rel=0.1))
-            and (not full or _SHOWN[1] / 5 < wrapped < _SHOWN[1] * 5)
-        ),
+        r"plain Keras differs by .*\nCrossShardOptimizer differs by (.*)",
+        lambda wrapped: wrapped < 1e-6,
     ),
     "custom_loop": (
         r"One.*\n.*loss (.*)\n.*loss (.*)\nFour.*\n.*loss (.*)\n.*loss (.*)\n"
         r"The weights differ by (.*)",
-        _is_custom_loop,
+        lambda first, second, first_of_four, second_of_four, difference: (
+            (first, second) == (first_of_four, second_of_four)
+            and second < first
+            and difference < 1e-6
+        ),
     ),
     "from_tf_keras": (
         _DIFFERS.format(0) + _DIFFERS.format(1) + "(?s:.*)",
-        lambda first, second, full: max(first, second) < 1e-6,
+        lambda first, second: max(first, second) < 1e-6,
     ),
     "padded_text": (
         r"Keras's loss differs from one device by (.*)\n"
         r"GlobalMean differs from one device by (.*)",
-        lambda plain, wrapped, full: plain > 1e-3 and wrapped < 2e-6,
+        lambda plain, wrapped: plain > 1e-3 and wrapped < 2e-6,
     ),
     "sharded_adamw": (
         r"The weights differ by (.*)\n"
         r"A replica holds (.*) numbers of AdamW's state instead of (.*)",
-        _is_sharded,
+        # On two replicas, or on four. The last shard of a variable is padded.
+        lambda difference, sharded, whole: (
+            difference < 1e-6 and round(whole / sharded, 1) in (2, 4)
+        ),
     ),
     "muon": (
         r"The weights differ by (.*)\n"
         r"A replica holds (.*) kB of Muon's state instead of (.*) kB\n"
         r".* has ([\d.]+) times the mean.*",
-        _is_muon,
+        lambda difference, sharded, whole, most: (
+            difference < 1e-5 and whole / sharded > 1.5 and 1 <= most < 1.3
+        ),
     ),
     "ensemble": (
         r"group.*\n" + r"\d +(\S+).*\n" * 4 + r"ensemble +(\S+).*\n"
@@ -129,41 +98,35 @@ _EXAMPLES = {
         _is_ensemble,
     ),
     "local_sgd": (
-        _SENT.format("every.*") + "\n" + _SENT.format("local.*"),
-        functools.partial(_sends, [1 / 12], [1 / 10]),
+        "\n".join(map(_SENT.format, ("every.*", "local.*"))),
+        # Each tenth step, or one of 12.
+        lambda every, local: 1 / 13 < local / every < 1 / 9,
     ),
     "int8_gradients": (
         "\n".join(map(_SENT.format, ("float32", "bfloat16", "int8"))),
-        functools.partial(_sends, *[[1 / 2, 0.26]] * 2),
-    ),
-    **dict.fromkeys(
-        _WORKERS,
-        (
-            r"(\d) replicas: accuracy (.*)",
-            lambda size, accuracy, full: (
-                size == 2 and (not full or accuracy > 0.9)
-            ),
+        lambda whole, half, quarter: (
+            [half, quarter] == pytest.approx([whole / 2, whole * 0.26], abs=0.1)
         ),
     ),
+    "many_workers": _WORKER,
+    "from_horovod": _WORKER,
     "tf1_script": (
         r"8 shards: accuracy (.*)",
-        lambda accuracy, full: accuracy > (0.9 if full else 0.5),
+        lambda accuracy: accuracy > 0.5,
     ),
     "tpu_without_hardware": (
-        r"group.*\n0 +(\S+).*\n1 +(\S+).*\nensemble +(\S+)(?s:.*)",
-        lambda first, second, ensemble, full: (
-            first != second and (not full or ensemble > 0.8)
-        ),
+        r"group.*\n0 +(\S+).*\n1 +(\S+).*\nensemble(?s:.*)",
+        lambda first, second: first != second,
     ),
 }
 
 
-def _check(name, printed, full):
+def _check(name, printed):
     pattern, check = _EXAMPLES[name]
     found = re.fullmatch(re.sub(" +", " +", pattern), printed.strip())
     assert found, printed
     numbers = [float(one.replace(",", "")) for one in found.groups()]
-    assert check(*numbers, full), printed
+    assert check(*numbers), printed
 
 
 def test_every_example_is_named():
@@ -201,18 +164,12 @@ def _evaluate(real, trained):
     return evaluate
 
 
-def _mirrored(num_devices):
-    """A MirroredStrategy that leaves out devices."""
+def _strategies(num_devices):
+    """Strategies that leave out devices, or whose workers are logical CPUs."""
 
-    class MirroredStrategy(tf.distribute.MirroredStrategy):
+    class Mirrored(tf.distribute.MirroredStrategy):
         def __init__(self, devices):
             super().__init__(devices[:num_devices])
-
-    return MirroredStrategy
-
-
-def _workers_in_process(num_devices):
-    """A MultiWorkerMirroredStrategy whose workers are logical CPUs."""
 
     class MultiWorker(tf.distribute.MultiWorkerMirroredStrategy):
         def __init__(self):
@@ -222,7 +179,7 @@ def _workers_in_process(num_devices):
                 devices=[f"/device:CPU:{i}" for i in range(num_devices)],
             )
 
-    return MultiWorker
+    return Mirrored, MultiWorker
 
 
 @pytest.fixture
@@ -232,27 +189,28 @@ def run(monkeypatch, capsys):
     def run_(name, num_devices=2):
         trained = []
         steps = _STEPS.get(name, _FEWEST_STEPS)
-        mirrored = _mirrored(4 if name in _FOUR_REPLICAS else num_devices)
-        workers = _workers_in_process(num_devices)
+        mirrored, multi_worker = _strategies(
+            4 if name in _FOUR_REPLICAS else num_devices
+        )
         estimator = v1.TPUEstimator
         train, evaluate = estimator.train, estimator.evaluate
-        evaluate_model = _evaluate(keras.Model.evaluate, trained)
         tpu = replicas.mirrored(4)
-        # compile_for_tpu_test.py and simulated_tpu_test.py have theirs.
-        compile_for_tpu = mock.create_autospec(testing.compile_for_tpu)
         instead = {
             (tf.config, "set_logical_device_configuration"): lambda *_: None,
             (tf.distribute, "MirroredStrategy"): mirrored,
-            (tf.distribute, "MultiWorkerMirroredStrategy"): workers,
+            (tf.distribute, "MultiWorkerMirroredStrategy"): multi_worker,
             (testing, "simulated_tpu_strategy"): lambda _: tpu,
-            (testing, "compile_for_tpu"): compile_for_tpu,
+            # compile_for_tpu_test.py has its tests.
+            (testing, "compile_for_tpu"): mock.create_autospec(
+                testing.compile_for_tpu
+            ),
             (estimator, "train"): lambda self, input_fn, max_steps: train(
                 self, input_fn, max_steps=steps
             ),
             (estimator, "evaluate"): lambda self, input_fn: evaluate(
                 self, input_fn, steps=steps
             ),
-            (keras.Model, "evaluate"): evaluate_model,
+            (keras.Model, "evaluate"): _evaluate(keras.Model.evaluate, trained),
             (sys, "argv"): [name],
         }
         for library in (keras, tf_keras):
@@ -273,7 +231,7 @@ def run(monkeypatch, capsys):
 @pytest.mark.parametrize("name", _EXAMPLES)
 def test_one_epoch(name, run):
     trained, printed = run(name)
-    _check(name, printed, full=False)
+    _check(name, printed)
     if name not in _WORKERS:
         return
     [model] = trained
@@ -287,23 +245,10 @@ def test_one_epoch(name, run):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
-def _program(*command, num_processes=1):
-    """Returns what a command prints; it must not warn."""
-    ended = processes.run(
-        processes.python("-m", *command), check=True, tensorflow=num_processes
-    )
-    lines = re.findall(r".*warning.*|^W\d{4} .*", ended.stderr, re.I | re.M)
-    assert not [
-        line
-        for line in lines
-        if not any(own in line for own in _TENSORFLOWS_OWN)
-    ]
-    return ended.stdout
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", _EXAMPLES)
 def test_as_users_run_it(name, tmp_path):
+    """It prints its numbers, which are good ones, and no warning."""
     if name == "tpu_without_hardware":
         pytest.importorskip("libtpu", reason="for Linux on x86-64 only")
     command = [f"tf_xshard.examples.{name}"]
@@ -312,11 +257,30 @@ def test_as_users_run_it(name, tmp_path):
         command += ["--plot", str(picture)]
     if name in _WORKERS:
         command = ["tf_xshard", "launch", "--workers", "2", "-m", *command]
-    printed = _program(*command, num_processes=1 + (name in _WORKERS))
-    if name in _WORKERS:
-        printed = re.sub(r"^.*?(?=\d replicas)", "", printed)
-    _check(name, printed, full=True)
+    ended = processes.run(
+        processes.python("-m", *command),
+        check=True,
+        tensorflow=1 + (name in _WORKERS),
+    )
+    warnings = re.findall(
+        r".*warning.*|^W\d{4} .*", ended.stderr, re.IGNORECASE | re.MULTILINE
+    )
+    of_others = re.compile("|".join(_TENSORFLOWS_OWN))
+    assert not [line for line in warnings if not of_others.search(line)]
+    printed = re.sub(r"^.*?(?=\d replicas)", "", ended.stdout)
+    _check(name, printed)
+    for accuracy in re.findall(
+        r"(?:accuracy|^ensemble) +([\d.]+)", printed, re.M
+    ):
+        assert float(accuracy) > 0.8, printed
     if name == "tpu_without_hardware":
         assert "Compiled for TPU (did not run): v5e:2x2" in printed
         assert "groups [[0, 1], [2, 3]]" in printed
-    assert name != "one_device_numbers" or picture.stat().st_size > 10_000
+    if name == "one_device_numbers":
+        assert picture.stat().st_size > 10_000
+        # README's first table; rounding differs between machines.
+        shown = r"\| (?:plain Keras|CrossShardOptimizer) \| (\S+) \|"
+        shown = re.findall(shown, (paths.ROOT / "README.md").read_text())
+        plain, wrapped = map(float, re.findall("differs by (.*)", printed))
+        assert plain == pytest.approx(float(shown[0]), rel=0.1)
+        assert float(shown[1]) / 5 < wrapped < float(shown[1]) * 5

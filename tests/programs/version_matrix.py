@@ -18,6 +18,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from tests.support import paths
 from tests.support import processes
 
 
@@ -96,15 +97,8 @@ def _run_row(name, folder, options):
     """
     row = ROWS[name]
     copy = pathlib.Path(folder, name)
-    copy.mkdir()
-    if options.source:
-        ignored = shutil.ignore_patterns(".venv", "build", ".git")
-        shutil.copytree(
-            options.source, copy, False, ignored, dirs_exist_ok=True
-        )
-    else:
-        unpack = f"git archive HEAD | tar -x -C '{copy}'"
-        processes.run(["bash", "-c", unpack], check=True)
+    ignored = shutil.ignore_patterns(".venv", "build", ".git")
+    shutil.copytree(paths.ROOT, copy, ignore=ignored)
     python = copy / ".venv" / "bin" / "python"
     log = pathlib.Path(folder, f"{name}.log")
     # Not the caller's checkout.
@@ -131,9 +125,9 @@ def _run_row(name, folder, options):
             passed = True
         except AssertionError:
             print(f"{name} failed, see {log}:", flush=True)
+    minutes = (time.monotonic() - start) / 60
     # An environment has three gigabytes.
     shutil.rmtree(copy, ignore_errors=True)
-    minutes = (time.monotonic() - start) / 60
     lines = log.read_text().splitlines() or ["no output"]
     outcome, today = lines[-1].strip("= "), datetime.date.today()
     print(f"| {versions} | {outcome} | {minutes:.1f} | {today} |", flush=True)
@@ -147,9 +141,6 @@ def _run_row(name, folder, options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows, with commas between")
-    parser.add_argument(
-        "--source", help="a folder to copy; by default what is committed"
-    )
     parser.add_argument(
         "--smoke", action="store_true", help="only the smoke tests"
     )

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 from tests.support import paths
 
@@ -93,32 +92,24 @@ def forked(function, output, seconds):
     Args:
       function: What to call. Its result, an int, is the exit code.
       output: The path that both outputs are written to.
-      seconds: The limit.
+      seconds: The limit, an int.
 
     Returns:
-      The exit code, or None if the limit was reached.
+      The exit code; after an exception or the limit, another one than 0.
     """
     process = os.fork()
     if not process:
-        code = 70  # What an exception ends with.
+        code = 70
         try:
             os.setsid()
+            signal.alarm(seconds)
             with open(output, "wb") as file:
                 for descriptor in (1, 2):
                     os.dup2(file.fileno(), descriptor)
             code = int(function())
         finally:
             os._exit(code)
-    deadline = time.monotonic() + seconds
-    status = None
-    while status is None and time.monotonic() < deadline:
-        ended, found = os.waitpid(process, os.WNOHANG)
-        if ended:
-            status = os.waitstatus_to_exitcode(found)
-        else:
-            time.sleep(0.05)
+    _, status = os.waitpid(process, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
-    if status is None:
-        os.waitpid(process, 0)
-    return status
+    return os.waitstatus_to_exitcode(status)
