@@ -237,7 +237,8 @@ def _over(files):
             file: (cost[index], limits.get(file, (0, 0))[index])
             for file, cost in files.items()
         }
-        rows["in all"] = [sum(row) for row in zip(*rows.values(), strict=True)]
+        numbers, allowed = zip((0, 0), *rows.values(), strict=True)
+        rows["in all"] = sum(numbers), sum(allowed)
         for name, (number, limit) in rows.items():
             if number > math.ceil(limit * MARGIN):
                 yield (
