@@ -15,7 +15,7 @@ from absl import app
 from absl import flags
 
 from benchmarks import measuring
-from tests.programs import tpu_compile_program
+from benchmarks import tpu_compile_program
 
 _NUM_GROUPS = flags.DEFINE_integer("groups", 4, "groups of replicas", 2)
 _TOPOLOGIES = flags.DEFINE_list(
@@ -30,7 +30,7 @@ PATHS = ("plain", "native", "stacked")
 def _row(path, got):
     gradients = [c for c in got["collectives"] if c[0] == "all-reduce"]
     kinds = collections.Counter(c[0] for c in got["collectives"])
-    sizes = ", ".join(f"{c[3] / 1e6:.1f}" for c in gradients)
+    sizes = ", ".join(f"{c[1] / 1e6:.1f}" for c in gradients)
     counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     print(
         f"  {path:8} {counts}; MB each: {sizes}; peak"
@@ -38,7 +38,7 @@ def _row(path, got):
         f" {got['compile_seconds']:.1f} s of {got['total_seconds']:.0f} s",
         flush=True,
     )
-    return sum(c[3] for c in gradients)
+    return sum(c[1] for c in gradients)
 
 
 def main(argv):

@@ -1,5 +1,7 @@
 """Tests where GroupState finds variables, and that each call looks again."""
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -35,27 +37,22 @@ def test_reading_after_another_compile_changes_nothing(monkeypatch):
         state = tf_xshard.GroupState(model)
         assert state.num_groups == 2
         model.compile(_cross_shard(FOUR), "mse")
-    kernel = model.trainable_variables[0].value
-    for r, copy in enumerate(strategy.experimental_local_results(kernel)):
-        copy.assign(tf.fill([2, 1], float(r)))
+    state.replicas.assign(model.weights[0], np.arange(8.0).reshape(4, 2, 1))
     before = [replicas.values(strategy, v) for v in model.weights]
     for group in range(4):
         [weight, _] = state.get_weights(group)["model"]
-        assert weight.ravel().tolist() == [group] * 2
+        assert weight.ravel().tolist() == [2 * group, 2 * group + 1]
     assert state.group_of(2) == 2
     assert state.group_assignment.to_list() == FOUR
     # Keras' own would build the optimizer.
-    monkeypatch.setattr(model, "evaluate", lambda *args, **kwargs: {})
-    monkeypatch.setattr(model, "predict", lambda *args, **kwargs: None)
+    for name in ("evaluate", "predict"):
+        monkeypatch.setattr(model, name, lambda *args, **kwargs: {})
     x = np.ones([4, 2], "float32")
-    for read in (
-        state.variables,
-        state.divergence,
-        lambda: state.evaluate(x, ensemble=False),
-        lambda: state.predict(x, group=1),
-    ):
-        read()
-        assert not model.optimizer.built
+    state.variables()
+    state.divergence()
+    state.evaluate(x, ensemble=False)
+    state.predict(x, group=1)
+    assert not model.optimizer.built
     after = [replicas.values(strategy, v) for v in model.weights]
     group_training.assert_same(after, before)
     with pytest.raises(ValueError, match="from 0 to 3"):
@@ -74,87 +71,54 @@ def test_writing_builds_the_optimizer():
         assert list(state.get_weights(0)) == ["model", "optimizer"]
 
 
-class TwoOptimizers(keras.Model):
-    """Two networks, each with its optimizer, as Keras' GAN examples have."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = keras.layers.Dense(1)
-        self.b = keras.layers.Dense(1)
-        self.noise = tf.random.Generator.from_seed(1)
-        self.deeper = {"more": [tf.Variable(2.0)]}
-
-    def compile(self, a_optimizer, b_optimizer):
-        super().compile()
-        self.a_optimizer, self.b_optimizer = a_optimizer, b_optimizer
-
-    def call(self, x):
-        return self.a(x) + self.b(x)
-
-
-def _two_optimizers(groups, others):
-    with replicas.mirrored(4).scope():
-        model = TwoOptimizers()
-        model(np.zeros([2, 4], "float32"))
-        model.compile(_cross_shard(groups), _cross_shard(others))
-        model.a_optimizer.build(model.a.trainable_variables)
-        model.b_optimizer.build(model.b.trainable_variables)
-    return model
-
-
-def test_optimizers_and_variables_in_attributes():
-    model = _two_optimizers(MEMBERS, MEMBERS[::-1])
-    state = tf_xshard.GroupState(model)
-    assert state.group_assignment.to_list() == MEMBERS
-    # Plain Python: which group a replica is in needs no variable's value.
-    assert int(tf.function(lambda: tf.constant(state.group_of(3)))()) == 1
-    assert list(state.get_weights(0)) == ["model", "a_optimizer", "b_optimizer"]
-    listed = {id(one.variable) for one in state.variables()}
-    assert listed >= {
-        id(variable)
-        for variable in (
-            model.noise.state,
-            model.deeper["more"][0],
-            *model.a_optimizer.variables,
-            *model.b_optimizer.variables,
-        )
-    }
-
-
 class ManyOptimizers(keras.Model):
-    """Optimizers in a list, in a dict, and of models inside."""
+    """Optimizers in attributes, a list, a dict, and of models inside."""
 
-    def __init__(self):
+    def __init__(self, groups, others):
         super().__init__()
         self.critics = [_dense(SGD(momentum=0.9)) for _ in range(2)]
         self.encoder = _dense(SGD())
-        self.optimizers = [keras.optimizers.Adam(), keras.optimizers.Adam()]
+        self.noise = tf.random.Generator.from_seed(1)
+        self.deeper = {"more": [tf.Variable(2.0)]}
+        self.first_optimizer = _cross_shard(groups)
+        self.optimizers = [_cross_shard(others), keras.optimizers.Adam()]
         self.named = {"decoder": keras.optimizers.Adam()}
-        for one in (
-            *self.optimizers,
-            self.named["decoder"],
-            self.critics[1].optimizer,
-        ):
+        # But for two of models inside.
+        for one in self.built_optimizers().values():
             one.build(self.encoder.trainable_variables)
+
+    def built_optimizers(self):
+        return {
+            "critics[1].optimizer": self.critics[1].optimizer,
+            "first_optimizer": self.first_optimizer,
+            "optimizers[0]": self.optimizers[0],
+            "optimizers[1]": self.optimizers[1],
+            "named['decoder']": self.named["decoder"],
+        }
 
     def call(self, x):
         return self.encoder(x)
 
 
-def test_optimizers_at_any_depth(tmp_path):
+def _many_optimizers(groups, others):
+    with replicas.mirrored(4).scope():
+        return ManyOptimizers(groups, others)
+
+
+def test_optimizers_and_variables_at_any_depth(tmp_path):
     """All that are built; the model's own too, which others may make."""
-    model = ManyOptimizers()
-    model(np.zeros([2, 2], "float32"))
-    optimizers = {
-        "critics[1].optimizer": model.critics[1].optimizer,
-        "optimizers[0]": model.optimizers[0],
-        "optimizers[1]": model.optimizers[1],
-        "named['decoder']": model.named["decoder"],
-    }
+    model = _many_optimizers(MEMBERS, MEMBERS[::-1])
+    optimizers = model.built_optimizers()
     state = tf_xshard.GroupState(model)
+    assert state.group_assignment.to_list() == MEMBERS
+    # Plain Python: which group a replica is in needs no variable's value.
+    assert int(tf.function(lambda: tf.constant(state.group_of(3)))()) == 1
     assert state.get_weights(0).keys() == {"model", *optimizers}
-    state.save(tmp_path)
     slots = [v for one in optimizers.values() for v in one.variables]
+    listed = {id(one.variable) for one in state.variables()}
+    others = (model.noise.state, model.deeper["more"][0])
+    assert listed >= {id(one) for one in (*others, *slots)}
+    state.save(tmp_path)
     before = [v.numpy().copy() for v in slots]
     for variable in slots:
         variable.assign(tf.ones_like(variable))
@@ -201,9 +165,9 @@ def test_what_holds_variables():
         parts["module"].optimizers["all"].build(parts["list"][:1])
     state = tf_xshard.GroupState(parts)
     assert state.group_assignment.to_list() == [[0], [1]]
-    count = {}
-    for one in state.variables():
-        count[one.part, one.kind] = count.get((one.part, one.kind), 0) + 1
+    count = collections.Counter(
+        (one.part, one.kind) for one in state.variables()
+    )
     assert count == {
         ("generator", "weight"): 6,
         ("generator", "statistic"): 2,
@@ -236,24 +200,14 @@ def _of_strategies(*num_replicas):
         (lambda: ([tf.Variable(["a"])],), TypeError, "holds strings"),
         (
             lambda: ({"layer": keras.layers.Dense(2)},),
-            ValueError,
-            "'layer' has not been built",
+            *(ValueError, "'layer' has not been built"),
         ),
-        (
-            lambda: ({"o": SGD()},),
-            ValueError,
-            "optimizer 'o' has not been built",
-        ),
+        (lambda: ({"o": SGD()},), ValueError, "'o' has not been built"),
         (lambda: (_of_strategies(2, 4),), ValueError, "of 2 strategies"),
+        (lambda: (_of_strategies(4), [[0, 1]]), ValueError, "for 2 replicas"),
         (
-            lambda: (_of_strategies(4), [[0, 1]]),
-            ValueError,
-            "is for 2 replicas",
-        ),
-        (
-            lambda: (_two_optimizers(MEMBERS, None),),
-            ValueError,
-            "optimizers have different groups",
+            lambda: (_many_optimizers(MEMBERS, None),),
+            *(ValueError, "optimizers have different groups"),
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import re
 
 import keras
 import numpy as np
@@ -10,21 +11,19 @@ import pytest
 import tensorflow as tf
 
 import tf_xshard
-from tests.programs import tpu_compile_program
 from tests.support import replicas
 from tf_xshard import testing
 from tf_xshard.testing import compiled as compiled_lib
 
 pytest.importorskip("libtpu", reason="libtpu is for Linux on x86-64")
 
-LAYOUTS = ("strided", "contiguous")
 GROUPS = [[0, 2], [1, 3]]
 
 
-def _model(strategy, groups=None):
+def _model(strategy, **kwargs):
     with strategy.scope():
         optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.Adam(), group_assignment=groups
+            keras.optimizers.Adam(), **kwargs
         )
         model = keras.Sequential(
             [
@@ -35,8 +34,8 @@ def _model(strategy, groups=None):
             ]
         )
         model.compile(
-            optimizer=optimizer,
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            optimizer,
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
     return model
@@ -46,37 +45,23 @@ def _batch(num_rows=16):
     return np.zeros([num_rows, 16], "float32"), np.zeros([num_rows], "int32")
 
 
-def _assert_each_gradient_once(collectives, groups, shapes):
+def _assert_each_gradient_once(compiled, groups):
     """Every gradient is reduced over its group, once, and nothing else is."""
     operands = []
-    for kind, replica_groups, types, num_bytes in collectives:
-        assert kind == "all-reduce"
-        assert [list(g) for g in replica_groups] == groups, "other groups"
-        assert num_bytes == sum(map(_num_bytes, types))
-        operands += types
-    assert all(operand.startswith("f32[") for operand in operands)
+    for one in compiled.collectives:
+        assert one.kind == "all-reduce"
+        assert [list(g) for g in one.replica_groups] == groups
+        operands += one.operands
     # The compiler may reshape a gradient; what it holds stays.
-    assert sorted(map(_num_bytes, operands)) == sorted(
-        4 * math.prod(shape) for shape in shapes
-    ), "other gradients"
-
-
-def _num_bytes(operand):
-    dimensions = operand.removeprefix("f32[").removesuffix("]")
-    return 4 * math.prod(int(n) for n in dimensions.split(",") if n)
-
-
-def _fields(compiled):
-    return [
-        (c.kind, c.replica_groups, c.operands, c.num_bytes)
-        for c in compiled.collectives
-    ]
+    shapes = [re.fullmatch(r"f32\[(.*)\]", one)[1] for one in operands]
+    sizes = [math.prod(int(n) for n in one.split(",") if n) for one in shapes]
+    assert sorted(sizes) == [10, 24, 24, 24, 24 * 10, 16 * 24]
 
 
 @functools.cache
 def _compiled():
     """A model's step, compiled once; and the model."""
-    model = _model(replicas.tpu(4), GROUPS)
+    model = _model(replicas.tpu(4), group_assignment=GROUPS)
     before = model.get_weights()
     compiled = testing.compile_for_tpu(model, *_batch(), topology="v5e:2x2")
     for old, new in zip(before, model.get_weights(), strict=True):
@@ -84,71 +69,36 @@ def _compiled():
     return compiled, model
 
 
-SHAPES = [(16, 24), (24,), (24,), (24,), (24, 10), (10,)]
-
-
 def test_the_groups_are_exactly_the_assignment():
-    """And the assertion fails for other groups and gradients."""
-    fields = _fields(_compiled()[0])
-    _assert_each_gradient_once(fields, GROUPS, SHAPES)
-    assert len(fields) == 1
-    for groups, shapes in (
-        ([[*range(4)]], SHAPES),
-        (GROUPS, SHAPES[1:]),  # One twice.
-        (GROUPS, [*SHAPES, (3,)]),  # One left out.
-    ):
-        with pytest.raises(AssertionError, match="groups|gradients"):
-            _assert_each_gradient_once(fields, groups, shapes)
+    compiled, _ = _compiled()
+    _assert_each_gradient_once(compiled, GROUPS)
+    assert len(compiled.collectives) == 1
 
 
 @replicas.in_full
 @pytest.mark.parametrize(
     "topology, layout",
     replicas.in_turn(
-        ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"), LAYOUTS
+        ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"),
+        ("strided", "contiguous"),
     ),
 )
 def test_every_topology(topology, layout, report):
     groups = getattr(tf_xshard.GroupAssignment, layout)(8, 4)
-    model = _model(replicas.tpu(8), groups)
+    model = _model(replicas.tpu(8), group_assignment=groups)
     compiled = testing.compile_for_tpu(model, *_batch(), topology=topology)
-    _assert_each_gradient_once(_fields(compiled), groups.to_list(), SHAPES)
+    _assert_each_gradient_once(compiled, groups.to_list())
     assert len(compiled.collectives) == 1 or "tpu7x" in topology
     report(f"{layout}, compiled for TPU: {compiled}".replace("\n", "\n    "))
 
 
-@pytest.mark.parametrize(
-    "name", ["Adam", pytest.param("Lamb", marks=replicas.in_full)]
-)
-def test_a_sharded_update_is_two_all_reduces(name):
+def test_a_sharded_update_is_two_all_reduces():
     """Of the gradients, and of the weights: README and the guide say so."""
-    with replicas.tpu(4).scope():
-        model = keras.Sequential(
-            [keras.layers.Input((16,)), keras.layers.Dense(24)]
-        )
-        inner = getattr(keras.optimizers, name)()
-        model.compile(
-            tf_xshard.CrossShardOptimizer(inner, shard_update=True), "mse"
-        )
-    x, y = np.zeros([16, 16], "float32"), np.zeros([16, 24], "float32")
-    compiled = testing.compile_for_tpu(model, x, y, topology="v5e:2x2")
+    model = _model(replicas.tpu(4), shard_update=True)
+    compiled = testing.compile_for_tpu(model, *_batch(), topology="v5e:2x2")
     assert [c.kind for c in compiled.collectives] == ["all-reduce"] * 2
     for collective in compiled.collectives:
-        assert collective.num_bytes >= 4 * (16 * 24 + 24)
-
-
-@replicas.in_full
-@pytest.mark.parametrize(
-    "topology, layout", [("v5e:16x16", "strided"), ("v6e:16x16", "contiguous")]
-)
-def test_256_replicas(topology, layout):
-    got = tpu_compile_program.run(
-        num_replicas=256, topology=topology, layout=layout
-    )
-    _assert_each_gradient_once(
-        got["collectives"], got["groups"], got["gradients"]
-    )
-    assert len(got["collectives"]) == 1
+        assert collective.num_bytes >= 4 * (16 * 24 + 24 * 10)
 
 
 def test_what_is_returned():
@@ -163,14 +113,11 @@ def test_what_is_returned():
     assert memory.peak_bytes >= memory.argument_bytes
     assert memory.alias_bytes >= 3 * held  # Variables are updated in place.
     assert compiled.flops >= 2 * 4 * (16 * 24 + 24 * 10)
-    text = str(compiled)
-    for part in (
-        "Compiled for TPU (did not run): v5e:2x2",
-        "memory of one core",
-        "all-reduce of 6 arrays",
-        "groups [[0, 2], [1, 3]]",
-    ):
-        assert part in text, text
+    assert re.search(
+        r"Compiled for TPU \(did not run\): v5e:2x2.*memory of one core.*"
+        r"all-reduce of 6 arrays.*groups \[\[0, 2\], \[1, 3\]\]",
+        str(compiled).replace("\n", " "),
+    )
 
 
 @pytest.mark.parametrize("step", ["test", "predict"])
@@ -189,15 +136,10 @@ def test_steps_of_a_model(step):
 def test_functions():
     strategy = replicas.tpu(4)
     groups = [[0, 3], [1, 2]]
-
-    def step(x):
-        return strategy.run(
-            lambda x: tf.raw_ops.CrossReplicaSum(
-                input=x, group_assignment=groups
-            ),
-            args=(x,),
-        )
-
+    reduce = lambda x: tf.raw_ops.CrossReplicaSum(
+        input=x, group_assignment=groups
+    )
+    step = lambda x: strategy.run(reduce, args=(x,))
     signature = [tf.TensorSpec([4, 128])]
     with_signature = tf.function(step, input_signature=signature)
     for arguments in ((step, tf.ones([4, 128])), (with_signature,)):
@@ -216,63 +158,47 @@ def test_functions():
 def test_a_program_that_computes_nothing():
     strategy = replicas.tpu(8)
     compiled = testing.compile_for_tpu(lambda: strategy.run(lambda: None))
-    assert compiled.flops is None and "flops of one replica: unknown" in str(
-        compiled
-    )
+    assert compiled.flops is None
+    assert "flops of one replica: unknown" in str(compiled)
 
 
 def _run_once(x):
     return replicas.tpu(8).run(lambda x: x + 1.0, args=(x,))
 
 
-def _run_twice(x):
-    _run_once(x)
-    return _run_once(x)
-
-
-def _unknown_shape(x):
-    return _run_once(tf.boolean_mask(x, x > 0))
-
-
-def test_bad_arguments():
-    arguments = (_run_once, tf.ones([2]))
-    concrete = tf.function(_run_once).get_concrete_function(tf.ones([2]))
-    for args, topology, error, match in (
-        (("model",), "v5e:2x4", TypeError, "or a Keras model, got str"),
-        ((lambda x: x, 1.0), "v5e:2x4", ValueError, "run\\(\\) 0 times"),
-        ((_run_twice, tf.ones([2])), "v5e:2x4", ValueError, "2 times"),
-        (
-            (_unknown_shape, tf.ones([2])),
-            "v5e:2x4",
-            ValueError,
-            "unknown shape",
-        ),
-        ((concrete,), "v5e:2x4", TypeError, "which is already traced"),
-        (arguments, None, TypeError, "must be a str"),
-        (arguments, "v9:2x2", ValueError, "know the topology 'v9:2x2'"),
-        (arguments, "v5e:4x4", ValueError, "16 cores, but .* has 8 replicas"),
-    ):
-        with pytest.raises(error, match=match):
-            testing.compile_for_tpu(*args, topology=topology)
-
-
-def test_bad_models():
-    model = _model(replicas.tpu(8))
-    with pytest.raises(ValueError, match="step must be one of"):
-        testing.compile_for_tpu(model, *_batch(), step="fit")
-    with pytest.raises(ValueError, match="the batch is missing"):
-        testing.compile_for_tpu(model)
-    x, y = _batch()
-    for batch in (_batch(12), (x, y[:8]), (x, y.tolist()), (x, y[:0])):
-        with pytest.raises(ValueError, match="multiple of 8.*NumPy arrays"):
-            testing.compile_for_tpu(model, *batch)
-    mirrored = _model(replicas.mirrored(2))
-    with pytest.raises(ValueError, match="created under MirroredStrategy"):
-        testing.compile_for_tpu(mirrored, *_batch())
+def test_refusals():
+    """Of functions, of topologies, and of models and their batches."""
+    ones, (x, y) = tf.ones([2]), _batch()
+    twice = lambda x: (_run_once(x), _run_once(x))
+    unknown_shape = lambda x: _run_once(tf.boolean_mask(x, x > 0))
+    concrete = tf.function(_run_once).get_concrete_function(ones)
+    model, mirrored = _model(replicas.tpu(8)), _model(replicas.mirrored(2))
     with replicas.tpu(8).scope():
         bare = keras.Sequential([keras.layers.Input((4,)), keras.layers.ReLU()])
-    with pytest.raises(ValueError, match="is not compiled"):
-        testing.compile_for_tpu(bare, x, x)
+    topology = lambda name: {"topology": name}
+    for args, kwargs, error, match in (
+        (("model",), {}, TypeError, "or a Keras model, got str"),
+        ((lambda x: x, 1.0), {}, ValueError, r"run\(\) 0 times"),
+        ((twice, ones), {}, ValueError, "2 times"),
+        ((unknown_shape, ones), {}, ValueError, "unknown shape"),
+        ((concrete,), {}, TypeError, "which is already traced"),
+        ((_run_once, ones), topology(None), TypeError, "must be a str"),
+        ((_run_once, ones), topology("v9:2x2"), ValueError, "y 'v9:2x2'"),
+        (
+            *((_run_once, ones), topology("v5e:4x4")),
+            *(ValueError, "16 cores, but .* has 8 replicas"),
+        ),
+        ((model, x, y), {"step": "fit"}, ValueError, "step must be one of"),
+        ((model,), {}, ValueError, "the batch is missing"),
+        *(
+            ((model, *batch), {}, ValueError, "multiple of 8.*NumPy arrays")
+            for batch in (_batch(12), (x, y[:8]), (x, y.tolist()), (x, y[:0]))
+        ),
+        ((mirrored, x, y), {}, ValueError, "created under MirroredStrategy"),
+        ((bare, x, x), {}, ValueError, "is not compiled"),
+    ):
+        with pytest.raises(error, match=match):
+            testing.compile_for_tpu(*args, **kwargs)
 
 
 HLO = """

@@ -65,16 +65,13 @@ def test_layers_with_state():
         )
         dense.build((None, 64))
 
-    @tf.function(autograph=False)
-    def step():
-        def on_replica():
-            x = tf.fill([2, 64], replicas.power_of_ten())
-            normalization(x, training=True)
-            # Not a number of bfloat16.
-            return dropout(tf.ones([64]), training=True), dense(x + 0.01)
+    def on_replica():
+        x = tf.fill([2, 64], replicas.power_of_ten())
+        normalization(x, training=True)
+        # Not a number of bfloat16.
+        return dropout(tf.ones([64]), training=True), dense(x + 0.01)
 
-        return strategy.run(on_replica)
-
+    step = tf.function(lambda: strategy.run(on_replica), autograph=False)
     masks = []
     for _ in range(2):
         results = [strategy.experimental_local_results(one) for one in step()]
@@ -83,13 +80,8 @@ def test_layers_with_state():
         assert set(np.unique(first)) == {0.0, 2.0}
         masks.append(first)
     assert (masks[0] != masks[1]).any()
-    for r, (mean, product) in enumerate(
-        zip(
-            replicas.values(strategy, normalization.moving_mean),
-            results[1],
-            strict=True,
-        )
-    ):
+    means = replicas.values(strategy, normalization.moving_mean)
+    for r, (mean, product) in enumerate(zip(means, results[1], strict=True)):
         np.testing.assert_allclose(mean, np.full(64, 0.75 * 10**r))
         assert product.dtype == tf.bfloat16
         x = tf.cast(tf.fill([2, 64], 10.0**r + 0.01), tf.bfloat16)
@@ -140,14 +132,11 @@ def test_several_hosts():
         )
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset_of))
+    all_reduce = lambda x: tf.distribute.get_replica_context().all_reduce(
+        "SUM", x
+    )
     step = tf.function(
-        lambda x: strategy.run(
-            lambda x: (
-                x,
-                tf.distribute.get_replica_context().all_reduce("SUM", x),
-            ),
-            args=(x,),
-        )
+        lambda x: strategy.run(lambda x: (x, all_reduce(x)), args=(x,))
     )
     for shift in (0, 2):
         own, total = step(next(iterator))

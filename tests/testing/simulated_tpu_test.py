@@ -23,6 +23,11 @@ def _cross_replica_sum(x, groups):
     return tf.raw_ops.CrossReplicaSum(input=x, group_assignment=groups)
 
 
+def _floats(strategy, result):
+    """Every replica's result."""
+    return [float(v) for v in strategy.experimental_local_results(result)]
+
+
 @pytest.mark.parametrize(
     "kind, number", [("tpu", 1), ("tpu", 3), ("tpu_permuted", 4)]
 )
@@ -79,16 +84,11 @@ def test_native_groups_without_one_pair_other_replicas():
         4, device_assignment=False, replica_permutation=[0, 2, 1, 3]
     )
 
-    @tf.function(autograph=False)
-    def step():
-        return strategy.run(
-            lambda: _cross_replica_sum(
-                replicas.power_of_ten(), [[0, 1], [2, 3]]
-            )
-        )
-
-    got = [float(v) for v in strategy.experimental_local_results(step())]
-    assert got == [101, 1010, 101, 1010]
+    pairs = lambda: _cross_replica_sum(
+        replicas.power_of_ten(), [[0, 1], [2, 3]]
+    )
+    step = tf.function(lambda: strategy.run(pairs), autograph=False)
+    assert _floats(strategy, step()) == [101, 1010, 101, 1010]
 
 
 def test_control_flow():
@@ -174,8 +174,7 @@ def test_run_outside_a_function():
     strategy = replicas.tpu(2)
     function = tf.function(lambda: replicas.power_of_ten())
     for _ in range(2):
-        got = strategy.experimental_local_results(strategy.run(function))
-        assert [float(v) for v in got] == [1, 10]
+        assert _floats(strategy, strategy.run(function)) == [1, 10]
     with pytest.raises(NotImplementedError, match="pure eager execution"):
         strategy.run(lambda: 1.0)
     # No results and no variables.
@@ -200,11 +199,8 @@ def test_constants_that_are_written_differently(monkeypatch):
     stablehlo.check_constants.cache_clear()
     stablehlo.check_constants()
     read = stablehlo.constants
-    monkeypatch.setattr(
-        stablehlo,
-        "constants",
-        lambda text: [~read(text)[0], *read(text)[1:]],
-    )
+    inverted = lambda text: [~read(text)[0], *read(text)[1:]]
+    monkeypatch.setattr(stablehlo, "constants", inverted)
     stablehlo.check_constants.cache_clear()
     with pytest.raises(ImportError, match="writes bool constants"):
         stablehlo.check_constants()
@@ -238,10 +234,7 @@ def test_threads():
 
     def steps(value):
         results = [step(value) for _ in range(20)]
-        return [
-            float(strategy.experimental_local_results(one)[1])
-            for one in results
-        ]
+        return [_floats(strategy, one)[1] for one in results]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         results = pool.map(steps, [tf.constant(float(n)) for n in range(4)])
@@ -297,8 +290,7 @@ def test_a_context_manager_frees_programs():
         step()
         assert xla_cpu.compiled.cache_info().currsize > 0
     assert xla_cpu.compiled.cache_info().currsize == 0
-    got = strategy.experimental_local_results(step())
-    assert [float(v) for v in got] == [1, 10]
+    assert _floats(strategy, step()) == [1, 10]
 
 
 def test_nothing_of_tensorflow_is_patched():
@@ -318,26 +310,21 @@ def test_nothing_of_tensorflow_is_patched():
     }
 
 
-@pytest.mark.parametrize("from_function", [False, True])
-def test_only_its_own_iterators_are_untuned(from_function):
+def test_only_its_own_iterators_are_untuned():
     """A thread that tunes would sleep longer and longer as a program ends."""
-
-    def enabled(strategy):
-        data = tf.data.Dataset.range(8).batch(4)
-        distributed = (
-            strategy.distribute_datasets_from_function(lambda context: data)
-            if from_function
-            else strategy.experimental_distribute_dataset(data)
-        )
-        assert isinstance(distributed, tf.distribute.DistributedDataset)
-        return {
-            of_device._dataset.options().autotune.enabled
-            for of_host in iter(distributed)._iterators
-            for of_device in of_host._iterator._device_iterators
-        }
-
-    assert enabled(replicas.tpu(2)) == {False}
-    assert False not in enabled(replicas.mirrored(2))
+    data = tf.data.Dataset.range(8).batch(4)
+    for strategy in (replicas.tpu(2), replicas.mirrored(2)):
+        for distributed in (
+            strategy.distribute_datasets_from_function(lambda context: data),
+            strategy.experimental_distribute_dataset(data),
+        ):
+            assert isinstance(distributed, tf.distribute.DistributedDataset)
+            enabled = {
+                of_device._dataset.options().autotune.enabled
+                for of_host in iter(distributed)._iterators
+                for of_device in of_host._iterator._device_iterators
+            }
+            assert enabled == {False if replicas.is_tpu(strategy) else None}
 
 
 def test_graphs_are_freed(monkeypatch):
@@ -363,8 +350,7 @@ def test_graphs_are_freed(monkeypatch):
     )
     step.get_concrete_function(values)
     gc.collect()
-    got = strategy.experimental_local_results(step(values))
-    assert [float(v) for v in got] == [1, 2]
+    assert _floats(strategy, step(values)) == [1, 2]
     assert made[0]() is not None
     del step
     gc.collect()
@@ -374,17 +360,10 @@ def test_graphs_are_freed(monkeypatch):
 def test_an_inner_function_outlives_the_one_that_traced_it():
     strategy = replicas.tpu(2)
 
-    @tf.function(autograph=False)
-    def inner():
-        return strategy.run(replicas.power_of_ten)
-
-    def outer():
-        return inner()
-
+    inner = tf.function(
+        lambda: strategy.run(replicas.power_of_ten), autograph=False
+    )
     for _ in range(2):
-        traced_in = tf.function(outer)
-        got = strategy.experimental_local_results(traced_in())
-        assert [float(v) for v in got] == [1, 10]
-        del traced_in
+        assert _floats(strategy, tf.function(lambda: inner())()) == [1, 10]
         gc.collect()
     assert inner.experimental_get_tracing_count() == 1
