@@ -98,23 +98,30 @@ def test_the_rate_of_every_batch(groups):
 
 
 def test_each_groups_validation_is_in_the_history(groups):
-    """Every second epoch, with each group's weights, on all rows."""
+    """Every second epoch, with each group's weights, on all rows.
+
+    `predict` uses the same weights; the ensemble's output is the mean.
+    """
     x, y = group_training.data(40)
+    before = group_training.values(groups.model)
     state = tf_xshard.GroupState(groups.model)
     predicted = [
         group_training.outputs(state.get_weights(group)["model"], x)
         for group in range(2)
     ]
     assert np.abs(predicted[0] - predicted[1]).max() > 0.01
-    for name, one in zip(
-        ["group_0", "group_1", "ensemble"],
-        [*predicted, np.mean(predicted, axis=0)],
-        strict=True,
+    for name, group, one in (
+        ("group_0", 0, predicted[0]),
+        ("group_1", 1, predicted[1]),
+        ("ensemble", None, np.mean(predicted, axis=0)),
     ):
+        found = state.predict(x, group, batch_size=16)
+        np.testing.assert_allclose(found, one, atol=1e-5)
         for metric, value in group_training.metrics(one, y).items():
             [got] = groups.history[f"val_{name}_{metric}"]
             np.testing.assert_allclose(got, value, rtol=1e-5)
     assert len(groups.history["loss"]) == 2
+    group_training.assert_same(group_training.values(groups.model), before)
 
 
 def test_validation_of_some_batches_without_the_ensemble():
@@ -214,11 +221,11 @@ def test_the_center_is_validated_and_saved(workers):
 def test_training_resumed_from_the_center_begins_with_what_was_local(workers):
     resumed = keras.models.load_model(workers.folder / "model.keras")
     assert resumed.optimizer.center_is_shown
-    swap = tf_xshard.SwapCenterWeights()
-    swap.set_model(resumed)
-    swap.on_train_begin()
     local = [of_replicas[0] for of_replicas in workers.seen[-2][2]]
-    group_training.assert_same([resumed.get_weights()], [local])
+    same = lambda batch: group_training.assert_same(
+        [resumed.get_weights()], [local]
+    )
+    events.drive(resumed, tf_xshard.SwapCenterWeights(), steps=1, on_batch=same)
 
 
 def test_the_ledger_counts_the_exchanges(workers):

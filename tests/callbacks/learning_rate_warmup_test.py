@@ -38,13 +38,15 @@ def _rates(model):
     )
 
 
-def _check(model, expected, *callbacks, epochs=1, **options):
+def _check(model, expected, *callbacks, initial_epoch=0, steps=4, **options):
     """The rates of all batches, and the one that stays after them."""
     seen = []
     look = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: seen.append(_rates(model))
     )
-    events.drive(model, *callbacks, look, epochs=epochs, **options)
+    epochs = initial_epoch + len(expected) // steps
+    options.update(initial_epoch=initial_epoch, epochs=epochs, steps=steps)
+    events.drive(model, *callbacks, look, **options)
     seen.append(_rates(model))
     assert len(seen) == len(expected)
     for rates, rate in zip(seen, expected, strict=True):
@@ -76,19 +78,15 @@ def _multi(default, **others):
 )
 def test_the_rate_grows_linearly(optimizer, start):
     expected = [0.4 + 0.4 * i / 8 for i in range(8)] + [0.8] * 5
-    _check(_model(optimizer, 2), expected, WARMUP(0.8, 2, start), epochs=3)
+    _check(_model(optimizer, 2), expected, WARMUP(0.8, 2, start))
 
 
-def test_it_continues_where_training_does_and_then_others_may_set_it():
+def test_other_callbacks_may_set_it_later():
     later = keras.callbacks.LearningRateScheduler(
-        lambda epoch, rate: 0.3 if epoch == 2 else rate
+        lambda epoch, rate: 0.3 if epoch == 1 else rate
     )
-    _check(
-        *(_model(), [0.4, 0.5, 0.6, 0.7] + [0.3] * 5),
-        *(WARMUP(0.8, 2, start=0.0), later),
-        initial_epoch=1,
-        epochs=3,
-    )
+    expected = [0.0, 0.2, 0.4, 0.6] + [0.3] * 5
+    _check(_model(), expected, WARMUP(0.8, 1, start=0.0), later)
 
 
 def test_five_epochs_by_default():
@@ -98,7 +96,7 @@ def test_five_epochs_by_default():
         on_epoch_end=lambda epoch, logs: at_end.append(_rates(model)[0, 0])
     )
     expected = [0.8 * i / 20 for i in range(20)] + [0.8] * 5
-    _check(model, expected, WARMUP(0.8, start=0.0), saves, epochs=6)
+    _check(model, expected, WARMUP(0.8, start=0.0), saves)
     np.testing.assert_allclose(at_end, expected[4::4], atol=1e-6)
 
 
@@ -108,23 +106,20 @@ LAST = 0.4 + 0.4 * 7 / 8
 @pytest.mark.parametrize(
     "rate, epoch, expected",
     [
+        (0.1, 1, [0.6, 0.65, 0.7, 0.75, 0.8]),
         # A plateau has reduced the rate since the warm-up.
-        (0.008, 5, 0.008),
-        (0.008, 2, 0.008),
+        (0.008, 5, [0.008] * 5),
+        (0.008, 2, [0.008] * 5),
         # The warm-up's last batch had this rate: it was saved before the end.
-        (LAST, 2, 0.8),
-        (LAST, 3, LAST),
+        (LAST, 2, [0.8] * 5),
+        (LAST, 3, [LAST] * 5),
     ],
 )
-def test_training_that_resumes_after_its_end_keeps_the_rate(
+def test_training_that_resumes_continues_it_or_keeps_the_rate(
     rate, epoch, expected
 ):
-    _check(
-        *(_model(lambda: SGD(rate)), [expected] * 5),
-        WARMUP(0.8, 2, start=0.5),
-        initial_epoch=epoch,
-        epochs=epoch + 1,
-    )
+    warmup = WARMUP(0.8, 2, start=0.5)
+    _check(_model(lambda: SGD(rate)), expected, warmup, initial_epoch=epoch)
 
 
 @pytest.mark.parametrize(

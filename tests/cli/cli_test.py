@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import os
 import re
-import types
 from unittest import mock
 
 import keras
@@ -30,11 +29,9 @@ from tf_xshard.cli.demo import training
 @pytest.fixture
 def run(monkeypatch, capfd):
     """Runs a command in this process: its exit code and output."""
-    monkeypatch.setattr(
-        logical_devices,
-        "use_logical_cpus",  # There are enough.
-        lambda count: [f"CPU:{index}" for index in range(count)],
-    )
+    # There are enough.
+    cpus = lambda count: [f"CPU:{index}" for index in range(count)]
+    monkeypatch.setattr(logical_devices, "use_logical_cpus", cpus)
     # The demo and the evidence set TensorFlow's seed; see `seeds`.
     monkeypatch.setattr("keras.utils.set_random_seed", seeds.seed)
 
@@ -47,22 +44,10 @@ def run(monkeypatch, capfd):
         yield run_command
 
 
-_load = digits.load
-
-
-def _few_digits(epochs, seed):
-    whole = _load(epochs, seed)
+def _few(whole):
     return dataclasses.replace(
         whole, x=whole.x[:256], y=whole.y[:256], steps_per_epoch=4
     )
-
-
-_keras_fit = keras.Model.fit
-
-
-def _fit(model, dataset, **kwargs):
-    """`fit` that waits for no threads of tf.data."""
-    return _keras_fit(model, fitting.untuned(dataset), **kwargs)
 
 
 def test_digits_of_replicas_and_towers():
@@ -79,8 +64,15 @@ def test_digits_of_replicas_and_towers():
 
 def test_demo(run, monkeypatch):
     """One epoch of four batches; a wrong reduction is found."""
-    monkeypatch.setattr(digits, "load", _few_digits)
-    monkeypatch.setattr("keras.Model.fit", _fit)
+    load, fit = digits.load, keras.Model.fit
+    monkeypatch.setattr(digits, "load", lambda *args: _few(load(*args)))
+    # `fit` that waits for no threads of tf.data.
+    monkeypatch.setattr(
+        "keras.Model.fit",
+        lambda model, dataset, **kwargs: fit(
+            model, fitting.untuned(dataset), **kwargs
+        ),
+    )
     # Measured by one more training of each on one device.
     monkeypatch.setattr(training.Trained, "tolerance", lambda trained: 1e-5)
     code, output = run(
@@ -88,23 +80,21 @@ def test_demo(run, monkeypatch):
     )
     assert code == 0, output[-3000:]
     assert "All promises hold." in output
-    rows = output[output.index("max |dw|") :].splitlines()
-    for title, found in (
-        ("CrossShardOptimizer, all", "equal"),
-        ("group 0, on its shards", "equal"),
-        ("a wrong reduction (on purpose)", "WRONG"),
+    for row in (
+        "CrossShardOptimizer, all.*equal",
+        "group 0, on its shards.*equal",
+        r"a wrong reduction \(on purpose\).*WRONG",
     ):
-        assert [r for r in rows if r.startswith(title) and found in r], title
+        assert re.search(f"^{row}", output, re.M), row
 
 
-@pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("difference", [0.0, 1e-5, 1.0])
+@pytest.mark.parametrize(
+    "difference, right",
+    [(0.0, True), (1.0, True), (1e-5, False), (1.0, False)],
+)
 def test_promises_are_the_exit_code(difference, right, capsys):
-    trained = types.SimpleNamespace(
-        weights=[[np.zeros(2)], [np.array([0.0, difference])]],
-        accuracy=lambda replica_id: 1.0,
-        moved=lambda replica_id: 1.0,
-    )
+    trained = mock.Mock(weights=[[np.zeros(2)], [np.array([0.0, difference])]])
+    trained.accuracy.return_value = trained.moved.return_value = 1.0
     made = training.Promises("nothing")
     made.check("a run", trained, [np.zeros(2)], 1e-4, right=right)
     holds = (difference <= 1e-4) == right
@@ -117,23 +107,20 @@ class _Runs:
 
     def __init__(self, weights):
         self.options = argparse.Namespace(
-            **{"groups": 2, "towers": 4, "period": 5, "epochs": 1},
-            **{"plot": None, "shard_update": False},
+            groups=2, towers=4, period=5, epochs=1, plot=None, shard_update=None
         )
         self.strategy = replicas.mirrored(4)
-        self.digits = _few_digits(1, 0)
+        self.digits = _few(digits.load(1, 0))
         self._weights = weights
 
     def on_one_device(self, title, *_, **__):
         [weights] = [w for t, w in self._weights.items() if title.startswith(t)]
-        one = lambda replica_id=0: 1.0
-        counts = {"iterations": tf.constant(4), "exchanges": tf.constant(1)}
-        model = types.SimpleNamespace(optimizer=types.SimpleNamespace(**counts))
-        return types.SimpleNamespace(
-            weights=[[np.array([float(w)])] for w in weights],
-            **{"accuracy": one, "moved": one, "tolerance": lambda: 1e-6},
-            **{"model": model, "history": {}},
-        )
+        trained = mock.Mock(weights=[[np.array([float(w)])] for w in weights])
+        trained.accuracy.return_value = trained.moved.return_value = 1.0
+        trained.tolerance.return_value = 1e-6
+        trained.model.optimizer.iterations = tf.constant(4)
+        trained.model.optimizer.exchanges = tf.constant(1)
+        return trained
 
     replicated = on_one_device
 
@@ -207,12 +194,16 @@ def test_as_a_user_runs_it(command, tmp_path):
         assert path.stat().st_size > 1000
 
 
-def test_evidence(run, tmp_path, monkeypatch):
-    """Without trainings and times of steps, which take long."""
-    path = tmp_path / "report.md"
-    differences = {"plain Keras": 1.0, "CrossShardOptimizer": 1e-7}
-    monkeypatch.setattr(evidence, "differences", lambda strategy: differences)
+def _with_differences(monkeypatch, difference):
+    """No training and no times of steps, which take long."""
+    found = {"plain Keras": 1.0, "CrossShardOptimizer": difference}
+    monkeypatch.setattr(evidence, "differences", lambda strategy: found)
     monkeypatch.setattr(evidence, "_times", lambda *args: "")
+
+
+def test_evidence(run, tmp_path, monkeypatch):
+    path = tmp_path / "report.md"
+    _with_differences(monkeypatch, 1e-7)
     code, _ = run(
         "evidence --replicas 2 --megabytes 1 --seconds 0.01 --output", path
     )
@@ -221,7 +212,7 @@ def test_evidence(run, tmp_path, monkeypatch):
     assert "MirroredStrategy over 2 logical CPUs" in text.splitlines()[0]
     assert "All numbers are right." in text and "FAIL" not in text
     assert "| CrossShardOptimizer | 1.0e-07 |" in text
-    [row] = re.findall(
+    assert re.search(
         r"^\| 1 \| .* \| [\d.]+ \([\d.]+ to [\d.]+\) \|$", text, re.M
     )
     assert str(tmp_path) not in text
@@ -232,11 +223,9 @@ def test_evidence(run, tmp_path, monkeypatch):
     [(0.0, True, True), (1e-3, True, False), (0.0, False, False)],
 )
 def test_evidence_notices_wrong_numbers(difference, sums, right, monkeypatch):
-    found = {"plain Keras": 1.0, "CrossShardOptimizer": difference}
-    monkeypatch.setattr(evidence, "differences", lambda strategy: found)
+    _with_differences(monkeypatch, difference)
     monkeypatch.setattr(doctor, "check_strategy", lambda *args: sums)
-    for slow in ("_times", "_sums"):
-        monkeypatch.setattr(evidence, slow, lambda *args: "")
+    monkeypatch.setattr(evidence, "_sums", lambda *args: "")
     is_right, text = evidence.report(replicas.mirrored(4), 8, [1], 0.01)
     assert is_right == right
     assert ("SOME NUMBERS ARE WRONG" in text) == (not right)
@@ -274,15 +263,15 @@ def test_logical_cpus_are_made_before_tensorflow_runs():
 
 def test_doctor(run, monkeypatch):
     codes = [0, 0, 0, 0]
+
+    def start(*args):
+        for code in codes:
+            process = mock.Mock()
+            process.wait.return_value = code
+            yield process
+
     monkeypatch.setattr(
-        doctor.local_cluster,
-        "start",
-        lambda *args: [
-            types.SimpleNamespace(
-                wait=lambda code=code, **_: code, kill=lambda: None
-            )
-            for code in codes
-        ],
+        doctor.local_cluster, "start", lambda *args: [*start(*args)]
     )
     code, output = run("doctor")
     assert code == 0, output[-3000:]
@@ -300,19 +289,10 @@ def test_doctor(run, monkeypatch):
     assert not doctor._check_processes(measures=False)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "rows_as_columns",
-        pytest.param("groups_ignored", marks=replicas.in_full),
-        pytest.param("contiguous", marks=replicas.in_full),
-        pytest.param("strided", marks=replicas.in_full),
-    ],
-)
-def test_doctor_finds_a_wrong_sum(wrong, capsys, monkeypatch):
+def test_doctor_finds_a_wrong_sum(capsys, monkeypatch):
     pairs = doctor.rotated_groups(4)[:1]
     monkeypatch.setattr(doctor, "rotated_groups", lambda number: pairs)
-    with mutants.mutant(wrong):
+    with mutants.mutant("rows_as_columns"):
         assert not doctor.check_strategy("broken", replicas.mirrored(4))
     assert "FAIL  broken, tf.function, [[" in capsys.readouterr().out
 
@@ -324,33 +304,32 @@ def test_bandwidth(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "here, 2 replicas"
     rows = [line.split(maxsplit=5) for line in lines[-6:]]
-    operations = ["all-reduce", "reduce-scatter", "all-gather"]
-    assert [row[:2] for row in rows] == [
-        *(["tf.function", one] for one in operations),
-        *(["eager", one] for one in ("all-reduce", *operations[::2])),
+    assert [" ".join(row[:2]) for row in rows] == [
+        "tf.function all-reduce",
+        "tf.function reduce-scatter",
+        "tf.function all-gather",
+        "eager all-reduce",
+        "eager all-reduce",
+        "eager all-gather",
     ]
     for _, operation, _, milliseconds, speed, path in rows:
         # Two replicas: an all-reduce sends the whole, the others a half.
         sent = 1.0 if operation == "all-reduce" else 0.5
         # Both are rounded to two digits.
-        longest, shortest = (
-            float(milliseconds) + error for error in (0.0051, -0.0051)
-        )
-        assert sent / longest - 0.0051 < float(speed)
-        assert float(speed) < sent / shortest + 0.0051
+        shortest = float(milliseconds) - 0.0051
+        slowest = sent / (shortest + 2 * 0.0051) - 0.0051
+        assert slowest < float(speed) < sent / shortest + 0.0051
         assert path.startswith(("subgroup", "sum per group"))
 
 
 _COMPILES = """
 import sys
 import keras, tensorflow as tf, tf_xshard
-[cpu] = tf.config.list_physical_devices("CPU")
-tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-with strategy.scope():
-    model = keras.Sequential([keras.layers.Input((8,)),
-                              keras.layers.Dense(int(sys.argv[1]))])
+from tf_xshard.cli import logical_devices
+cpus = logical_devices.use_logical_cpus(2)
+with tf.distribute.MirroredStrategy(cpus).scope():
+    model = keras.Sequential([keras.layers.Dense(int(sys.argv[1]))])
+    model.build((None, 8))
     try:
         model.compile(tf_xshard.CrossShardOptimizer(keras.optimizers.SGD()))
     except Exception:
@@ -374,31 +353,31 @@ def test_plan_of_a_script_in_a_new_process(tmp_path):
     assert "seconds_per_step: 0.0018 ms" in lines
 
 
+_MODEL = """
+import keras, tf_xshard
+model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+sgd = keras.optimizers.SGD()
+"""
+
+
 @pytest.mark.parametrize(
-    "layer, option, match",
+    "script, option, match",
     [
         ("", "", "ended without compiling a model"),
-        ("Dense(1)])\nmodel.compile('sgd')", "", "plans what the optimizers"),
+        (f"{_MODEL}model.compile(sgd)", "", "plans what the optimizers"),
         (
-            "Embedding(9, 2)])\nmodel.compile(tf_xshard.CrossShardOptimizer("
-            "keras.optimizers.SGD(), group_assignment=[[0]]), 'mse')",
-            "--gigabytes-per-second=-1",
-            "gigabytes_per_second must be positive",
+            f"{_MODEL}model.compile(tf_xshard.CrossShardOptimizer(sgd))",
+            *("--gigabytes-per-second=-1", "gigabytes_per_second must be pos"),
         ),
     ],
     ids=["none", "plain", "speed"],
 )
 def test_plan_says_why_a_model_has_no_plan(
-    tmp_path, capsys, layer, option, match
+    script, option, match, tmp_path, capsys
 ):
     """In a sentence, without a traceback."""
     path = tmp_path / "script.py"
-    path.write_text(
-        "import keras, tf_xshard\nmodel = keras.Sequential("
-        f"[keras.layers.Input((1,)), keras.layers.{layer}\n"
-        if layer
-        else ""
-    )
+    path.write_text(script)
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", *option.split(), str(path)])
     assert ended.value.code == 2

@@ -102,7 +102,9 @@ class ManyOptimizers(keras.Model):
 
 def _many_optimizers(groups, others):
     with replicas.mirrored(4).scope():
-        return ManyOptimizers(groups, others)
+        model = ManyOptimizers(groups, others)
+        model(np.zeros([2, 2]))
+    return model
 
 
 def test_optimizers_and_variables_at_any_depth(tmp_path):

@@ -30,10 +30,6 @@ def _sharded(inner=None, **kwargs):
     return _cross_shard(inner, shard_update=True, **kwargs)
 
 
-def _communicating(dtype):
-    return _cross_shard(communication=tf_xshard.Communication(dtype=dtype))
-
-
 # Per step of four replicas: (operation, purpose, dtype, bytes, sent, every).
 CASES = {
     "all": (
@@ -45,7 +41,9 @@ CASES = {
         [("all-reduce", "gradients", "float32", NUM_BYTES, 1.0, 1)],
     ),
     "int8": (
-        lambda: _communicating("int8"),
+        lambda: _cross_shard(
+            communication=tf_xshard.Communication(dtype="int8")
+        ),
         # Rows of 41 floats, and so of 11 words and a scale.
         [
             ("reduce-scatter", "gradients", "int8", 4 * 4 * 12, 0.75, 1),
@@ -78,13 +76,25 @@ CASES = {
 }
 
 
-@functools.cache
-def _planned(name):
+def _made(make):
+    """An optimizer on four replicas, its variables, and its plan."""
     with replicas.mirrored(4).scope():
         variables = [keras.Variable(tf.zeros(shape)) for shape in SHAPES]
-        optimizer = CASES[name][0]()
+        optimizer = make()
     plan = tf_xshard.communication_plan(optimizer, variables)
     return optimizer, variables, plan
+
+
+@functools.cache
+def _planned(name):
+    return _made(CASES[name][0])
+
+
+def _compiled(make_model, loss="mse"):
+    with replicas.mirrored(2).scope():
+        model = make_model()
+        model.compile(_cross_shard(), loss)
+    return model
 
 
 def _counted(run, num_times=1):
@@ -95,13 +105,7 @@ def _counted(run, num_times=1):
     return np.subtract(watchdog.WATCHDOG.totals(), before)[:3].tolist()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[replicas.in_full] * (name == "int8"))
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_operations_bytes_and_counters(name):
     """On Mirrored: as written above, and counted while eight steps run."""
     _, expected = CASES[name]
@@ -115,11 +119,10 @@ def test_operations_bytes_and_counters(name):
         for operation, purpose, dtype, size, factor, every in expected
     ]
 
-    @tf.function(autograph=False)
-    def step():
-        gradients = [tf.ones(shape) for shape in SHAPES]
-        replicas.mirrored(4).run(lambda: optimizer.apply(gradients, variables))
-
+    step = replicas.applying(
+        *(replicas.mirrored(4), optimizer),
+        *(lambda r: [tf.ones(shape) for shape in SHAPES], variables),
+    )
     planned = [
         plan.collectives_per_step,
         plan.bytes_per_step,
@@ -133,8 +136,10 @@ def test_eager_steps_are_counted():
     with strategy.scope():
         weight = keras.Variable([1.0, 2.0])
         optimizer = _cross_shard(group_assignment=PAIRS)
-    step = lambda: optimizer.apply([tf.ones([2])], [weight])
-    assert _counted(lambda: strategy.run(step)) == [4, 4 * 8, 4 * 8]
+    step = replicas.applying(
+        strategy, optimizer, lambda r: [tf.ones([2])], [weight], graph=False
+    )
+    assert _counted(step) == [4, 4 * 8, 4 * 8]
 
 
 @pytest.mark.parametrize(
@@ -153,18 +158,20 @@ def test_tpus(kind, sent):
     assert plan.collectives_per_step == sum(in_graph)
 
 
+def _with_an_embedding(**kwargs):
+    return keras.Sequential(
+        [
+            keras.layers.Input((3,), dtype="int32"),
+            keras.layers.Embedding(50, 4, **kwargs),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1, use_bias=False),
+        ]
+    )
+
+
 def test_sparse_gradients():
     """Their rows are padded to a power of two, and padding is sent."""
-    with replicas.mirrored(2).scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input((3,), dtype="int32"),
-                keras.layers.Embedding(50, 4),
-                keras.layers.Flatten(),
-                keras.layers.Dense(1, use_bias=False),
-            ]
-        )
-        model.compile(_cross_shard(), "mse")
+    model = _compiled(_with_an_embedding)
     with pytest.raises(ValueError, match="Pass rows_per_step"):
         tf_xshard.communication_plan(model)
     plan = tf_xshard.communication_plan(model, rows_per_step=6)
@@ -194,44 +201,29 @@ def test_nothing_runs_and_nothing_is_remembered():
     assert [v.numpy().tolist() for v in optimizer.variables] == before
     assert not len(optimizer._seen)
 
-    @tf.function(autograph=False)
-    def step():
-        strategy.run(
-            lambda: optimizer.apply([tf.ones([1]), None], [first, second])
-        )
-
     with pytest.warns(UserWarning, match="Gradients do not exist"):
-        step()
+        replicas.apply_once(
+            *(strategy, optimizer),
+            *(lambda r: [tf.ones([1]), None], [first, second]),
+        )
     assert first.numpy() == -1.0  # The gradient, 1 / N undone.
     assert second.numpy() == 1.0
 
 
 def test_a_plan_leaves_another_threads_trace_alone():
-    """That one negotiates, and its collectives are not in the plan."""
-    strategy = replicas.mirrored(2)
+    """That one negotiates, while this one only records."""
     seen = []
-
-    def trace():
-        seen.append(recorder.is_recording())
-        replicas.apply_once(
-            strategy, other, lambda r: [tf.constant(1.0)], [others]
-        )
+    look = lambda: seen.append(recorder.is_recording())
 
     def meanwhile(pairs):
-        thread = threading.Thread(target=trace)
+        thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-        seen.append(recorder.is_recording())
+        look()
         return pairs
 
-    with strategy.scope():
-        weight, others = keras.Variable(0.0), keras.Variable(0.0)
-        alone, other = _cross_shard(), _cross_shard()
-        planned = _cross_shard(pre_reduce=meanwhile)
-    expected = tf_xshard.communication_plan(alone, [weight])
-    plan = tf_xshard.communication_plan(planned, [weight])
-    assert plan.operations == expected.operations
-    assert seen == [False, True] * 2
+    _made(lambda: _cross_shard(pre_reduce=meanwhile))
+    assert seen == [False, True] * 4
 
 
 @pytest.mark.parametrize(
@@ -244,10 +236,7 @@ def test_a_plan_leaves_another_threads_trace_alone():
 )
 def test_memory(make, slots, copied):
     """Adam has two slots for each weight; a shard's with four replicas."""
-    with replicas.mirrored(4).scope():
-        variables = [keras.Variable(tf.zeros(shape)) for shape in SHAPES]
-        optimizer = make(keras.optimizers.Adam(0.1))
-    plan = tf_xshard.communication_plan(optimizer, variables)
+    _, _, plan = _made(lambda: make(keras.optimizers.Adam(0.1)))
     scalars = 4 + 8  # The learning rate, iterations.
     assert abs(plan.slot_bytes - 2 * slots) <= 2 * scalars
     assert plan.bucket_bytes == copied
@@ -290,8 +279,7 @@ def _built():
     return optimizer
 
 
-def _scaled_outside():
-    return keras.optimizers.LossScaleOptimizer(_cross_shard())
+VECTOR = keras.Variable([1.0, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -301,12 +289,12 @@ def _scaled_outside():
         (_cross_shard, {}, ValueError, "Pass its variables"),
         (keras.Sequential, {}, ValueError, "keras.layers.Input"),
         (training.model, {"variables": []}, ValueError, "own variables"),
-        (_scaled_outside, {}, ValueError, "auto_scale_loss=False"),
-        (_cross_shard, {"variables": [1.0]}, TypeError, "a list of variables"),
         (
-            *(_cross_shard, {"variables": keras.Variable([1.0, 2.0])}),
-            *(TypeError, "a list of variables"),
+            lambda: keras.optimizers.LossScaleOptimizer(_cross_shard()),
+            *({}, ValueError, "auto_scale_loss=False"),
         ),
+        (_cross_shard, {"variables": [1.0]}, TypeError, "a list of variables"),
+        (_cross_shard, {"variables": VECTOR}, TypeError, "list of variables"),
         (_built, {"gigabytes_per_second": "x"}, TypeError, "number or a pair"),
         (_built, {"gigabytes_per_second": 0}, ValueError, "gigabytes_per_sec"),
         (_built, {"gigabytes_per_second": (1, 2, 3)}, TypeError, "pair"),
@@ -340,20 +328,11 @@ def _of_two_rows():
 
 
 def _with_a_regularized_embedding():
-    return keras.Sequential(
-        [
-            keras.layers.Input((4,), dtype="int32"),
-            keras.layers.Embedding(100, 5, embeddings_regularizer="l2"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(2),
-        ]
-    )
+    return _with_an_embedding(embeddings_regularizer="l2")
 
 
 def test_a_global_mean_adds_one_all_reduce_of_two_numbers():
-    with replicas.mirrored(2).scope():
-        model = training.model()
-        model.compile(_cross_shard(), tf_xshard.GlobalMean("mse"))
+    model = _compiled(training.model, tf_xshard.GlobalMean("mse"))
     plan = tf_xshard.communication_plan(model)
     sizes = [p.num_bytes for p in plan.operations]
     assert sorted(sizes) == [2 * 4, NUM_BYTES]
@@ -364,9 +343,7 @@ def test_a_global_mean_adds_one_all_reduce_of_two_numbers():
 )
 def test_models_of_other_kinds(make):
     """All their gradients are dense: a regularized Embedding's, too."""
-    with replicas.mirrored(2).scope():
-        model = make()
-        model.compile(_cross_shard(), "mse")
+    model = _compiled(make)
     plan = tf_xshard.communication_plan(model)
     sizes = [v.shape.num_elements() for v in model.trainable_variables]
     assert plan.bytes_per_step == 4 * sum(sizes)

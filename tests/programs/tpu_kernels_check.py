@@ -4,7 +4,7 @@ The simulated TPU writes `CrossReplicaSum` as XLA's all-reduce, because only
 tensorflow-tpu has the TPU's kernel. Here tensorflow-tpu 2.20 lowers a momentum
 step for the platform "TPU", with no TPU, in an environment of its own; both
 programs then run on the CPU replicas and must agree: `python -m
-tests.programs.tpu_kernels_check [--python PYTHON_WITH_TENSORFLOW_TPU]`.
+tests.programs.tpu_kernels_check`.
 """
 
 import os
@@ -19,9 +19,6 @@ from absl import flags
 from tests.support import paths
 from tests.support import processes
 
-_PYTHON = flags.DEFINE_string(
-    "python", None, "of an environment with tensorflow-tpu; made if not given"
-)
 _LOWER = flags.DEFINE_string("lower", None, "for the program's own use")
 
 NUM_REPLICAS = 4
@@ -33,16 +30,16 @@ def _lower_with_tpu_kernels(path):
     import tensorflow as tf
 
     with open(path, "rb") as file:
-        step = pickle.load(file)
-    graph_def = tf.compat.v1.GraphDef.FromString(step["graph_def"])
-    specs = [tf.TensorSpec(s, d) for s, d in step["parameters"]]
+        serialized, names, parameters, results = pickle.load(file)
+    graph_def = tf.compat.v1.GraphDef.FromString(serialized)
+    specs = [tf.TensorSpec(s, d) for s, d in parameters]
 
     @tf.function(jit_compile=True, autograph=False, input_signature=specs)
     def function(*parameters):
         return tf.graph_util.import_graph_def(
             graph_def,
-            input_map=dict(zip(step["names"], parameters, strict=True)),
-            return_elements=step["results"],
+            input_map=dict(zip(names, parameters, strict=True)),
+            return_elements=results,
             name="",
         )
 
@@ -100,8 +97,7 @@ def _program(arguments):
 
 
 def _tensorflow_tpu(folder):
-    if _PYTHON.value:
-        return _PYTHON.value
+    """Makes an environment with tensorflow-tpu, and returns its Python."""
     environment = os.path.join(folder, "tensorflow_tpu")
     processes.run(
         processes.python("-m", "venv", environment), check=True, tensorflow=0
@@ -131,18 +127,10 @@ def check(folder) -> float:
     specs = program.argument_specs
     ours = stablehlo.lower(program, tuple(tuple(s.shape) for s in specs))
     path = os.path.join(folder, "step")
-    with open(path, "wb") as file:
-        pickle.dump(
-            {
-                "graph_def": _as_on_a_tpu(program).SerializeToString(),
-                "names": program.argument_names,
-                "parameters": [
-                    (s.shape.as_list(), s.dtype.name) for s in specs
-                ],
-                "results": program.output_names,
-            },
-            file,
-        )
+    graph_def = _as_on_a_tpu(program).SerializeToString()
+    parameters = [(s.shape.as_list(), s.dtype.name) for s in specs]
+    step = graph_def, program.argument_names, parameters, program.output_names
+    pathlib.Path(path).write_bytes(pickle.dumps(step))
     processes.run(
         [_tensorflow_tpu(folder), __file__, f"--lower={path}"],
         check=True,
@@ -155,9 +143,8 @@ def check(folder) -> float:
     )
     theirs = pathlib.Path(path + ".mlir").read_text()
     assert "stablehlo.all_reduce" in theirs and "[[0, 2], [1, 3]]" in theirs
-    parameters = [list(rows) for rows in arguments]
     got, want = (
-        xla_cpu.Executable(text, NUM_REPLICAS)(parameters)
+        xla_cpu.Executable(text, NUM_REPLICAS)([*map(list, arguments)])
         for text in (ours.text, stablehlo.portable(theirs))
     )
     results = [got[output.data] for output in ours.outputs]

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
@@ -75,22 +74,7 @@ def trainer(model):
 
     `fit` finalizes AGN's center, and its iterators take most of the time.
     """
-    strategy = model.distribute_strategy
-
-    @tf.function(autograph=False)
-    def step(x, y):
-        def on_replica(x, y):
-            with tf.GradientTape() as tape:
-                loss = model.compute_loss(
-                    x=x, y=y, y_pred=model(x, training=True)
-                )
-                loss = model.optimizer.scale_loss(loss)
-            gradients = tape.gradient(
-                loss, [v.value for v in model.trainable_variables]
-            )
-            model.optimizer.apply(gradients, model.trainable_variables)
-
-        strategy.run(on_replica, (x, y))
+    strategy, step = model.distribute_strategy, training.step_of(model)
 
     def train(num_steps):
         for batch in np.split(np.hstack(data(16 * num_steps)), num_steps):
