@@ -53,6 +53,12 @@ def _assert_repeated(found, expected):
         np.testing.assert_allclose(mine, theirs, 0, replicas.REPEATED)
 
 
+def _dense(*inputs, optimizer="sgd"):
+    model = keras.Sequential([*inputs, keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+
 # Two groups.
 
 
@@ -152,10 +158,7 @@ def _agn():
 
 def _shown(optimizer_fn, num_replicas=2):
     with replicas.mirrored(num_replicas).scope():
-        model = keras.Sequential(
-            [keras.layers.Input((2,)), keras.layers.Dense(1)]
-        )
-        model.compile(optimizer_fn(), "mse")
+        model = _dense(keras.layers.Input((2,)), optimizer=optimizer_fn())
         model.optimizer.build(model.trainable_variables)
     return model
 
@@ -364,12 +367,6 @@ def test_a_fit_that_is_left_while_it_skips_leaves_nothing_behind(
     assert int(resumed.optimizer.iterations.numpy()) == 7 + 4
     with pytest.raises(ValueError, match="after 3 steps .* takes 2 at once"):
         _fit_alone(_compiled_alone(1, 2), CHECKPOINT(directory))
-
-
-def _dense(*inputs, optimizer="sgd"):
-    model = keras.Sequential([*inputs, keras.layers.Dense(1)])
-    model.compile(optimizer, "mse")
-    return model
 
 
 def test_what_can_not_resume_is_refused_when_fit_begins(alone, tmp_path):

@@ -7,19 +7,12 @@ import tensorflow as tf
 
 from tests.support import fitting
 from tests.support import replicas
-from tests.support import seeds
+from tests.support import training
 from tf_xshard import testing
 
 
 def _model():
-    seeds.seed(3)
-    model = keras.Sequential(
-        [
-            keras.layers.Input((5,)),
-            keras.layers.Dense(4, activation="relu"),
-            keras.layers.Dense(2),
-        ]
-    )
+    model = training.model()
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
     optimizer = keras.optimizers.SGD(rate, momentum=0.9)
     model.compile(optimizer, "mse", metrics=["mae"])
@@ -28,9 +21,7 @@ def _model():
 
 def test_plain_keras_equals_one_device():
     """`fit` with a short last batch, `evaluate` and `predict` on odd ones."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(16, 5)).astype("float32")
-    y = rng.normal(size=(16, 2)).astype("float32")
+    x, y = training.data(16)
     single, strategy = _model(), replicas.tpu(2)
     start = single.get_weights()
     with strategy.scope():

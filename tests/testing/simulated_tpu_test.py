@@ -121,10 +121,9 @@ def test_variables():
 
     nested = tf.function(lambda x: own.assign_add(x), autograph=False)
 
-    def update(strategy, value):
-        return strategy.extended.update(
-            mirrored, lambda v, g: v.assign_sub(g), args=(value,)
-        )
+    update = lambda strategy, value: strategy.extended.update(
+        mirrored, lambda v, g: v.assign_sub(g), args=(value,)
+    )
 
     def function(x):
         nested(x)
@@ -225,12 +224,8 @@ def test_gradients_through_run_are_refused():
 def test_threads():
     """Several threads' programs do not take each other's replicas."""
     strategy = replicas.tpu(2)
-    step = tf.function(
-        lambda x: strategy.run(
-            lambda x: _context().all_reduce("SUM", x), args=(x,)
-        ),
-        autograph=False,
-    )
+    total = lambda x: _context().all_reduce("SUM", x)
+    step = tf.function(lambda x: strategy.run(total, (x,)), autograph=False)
 
     def steps(value):
         results = [step(value) for _ in range(20)]
@@ -246,15 +241,12 @@ def test_variables_created_in_the_step(depends):
     strategy = replicas.tpu(2)
     made = []
 
-    @tf.function(autograph=False)
-    def step(x):
-        def function(x):
-            if not made:
-                made.append(tf.Variable(x * 2.0 if depends else [1.0]))
-            made[0].assign_add([replicas.power_of_ten()])
+    def function(x):
+        if not made:
+            made.append(tf.Variable(x * 2.0 if depends else [1.0]))
+        made[0].assign_add([replicas.power_of_ten()])
 
-        strategy.run(function, args=(x,))
-
+    step = tf.function(lambda x: strategy.run(function, (x,)), autograph=False)
     if depends:
         with pytest.raises(
             tf.errors.InvalidArgumentError, match="initial values depend on"
