@@ -5,7 +5,9 @@ import pytest
 import tf_xshard
 
 CHECKPOINT = tf_xshard.GroupCheckpoint
+LEDGER = tf_xshard.CommunicationLedger
 SENTINEL = tf_xshard.DivergenceSentinel
+VALIDATION = tf_xshard.GroupValidation
 WARMUP = tf_xshard.LearningRateWarmup
 
 
@@ -17,15 +19,10 @@ WARMUP = tf_xshard.LearningRateWarmup
         (CHECKPOINT, ("d", 1, 0), ValueError, "keep must be .* or None, got 0"),
         (SENTINEL, (True,), ValueError, "every must be .* int, got True"),
         (SENTINEL, (1, "stop"), ValueError, "must be one of .*, got 'stop'"),
-        (tf_xshard.GroupValidation, (None, 1.5), ValueError, "got 1.5"),
-        (
-            tf_xshard.GroupValidation,
-            ((x for x in ()),),
-            TypeError,
-            "a generator can be read only once",
-        ),
-        (tf_xshard.CommunicationLedger, (0,), ValueError, "rows_per_step"),
-        (tf_xshard.CommunicationLedger, ("a",), TypeError, "rows_per_step"),
+        (VALIDATION, (None, 1.5), ValueError, "got 1.5"),
+        (VALIDATION, ((x for x in ()),), TypeError, "a generator can be read"),
+        (LEDGER, (0,), ValueError, "rows_per_step"),
+        (LEDGER, ("a",), TypeError, "rows_per_step"),
         (WARMUP, (0.0,), ValueError, "learning_rate must be positive"),
         (WARMUP, ("fast",), TypeError, "learning_rate must be a number"),
         (WARMUP, (0.1, 0), ValueError, "warmup_epochs must be positive"),

@@ -44,8 +44,8 @@ def _check(model, expected, *callbacks, initial_epoch=0, steps=4, **options):
     look = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: seen.append(_rates(model))
     )
-    epochs = initial_epoch + len(expected) // steps
-    options.update(initial_epoch=initial_epoch, epochs=epochs, steps=steps)
+    options |= {"initial_epoch": initial_epoch, "steps": steps}
+    options["epochs"] = initial_epoch + len(expected) // steps
     events.drive(model, *callbacks, look, **options)
     seen.append(_rates(model))
     assert len(seen) == len(expected)

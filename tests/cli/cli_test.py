@@ -88,41 +88,43 @@ def test_demo(run, monkeypatch):
         assert re.search(f"^{row}", output, re.M), row
 
 
+def _trained(weights):
+    """Stands for a training that ended with a weight on each replica."""
+    trained = mock.Mock(weights=[[np.array([float(w)])] for w in weights])
+    trained.accuracy.return_value = trained.moved.return_value = 1.0
+    trained.tolerance.return_value = 1e-6
+    trained.model.optimizer.iterations = tf.constant(4)
+    trained.model.optimizer.exchanges = tf.constant(1)
+    return trained
+
+
 @pytest.mark.parametrize(
     "difference, right",
     [(0.0, True), (1.0, True), (1e-5, False), (1.0, False)],
 )
 def test_promises_are_the_exit_code(difference, right, capsys):
-    trained = mock.Mock(weights=[[np.zeros(2)], [np.array([0.0, difference])]])
-    trained.accuracy.return_value = trained.moved.return_value = 1.0
+    trained = _trained([0.0, difference])
     made = training.Promises("nothing")
-    made.check("a run", trained, [np.zeros(2)], 1e-4, right=right)
+    made.check("a run", trained, [np.zeros(1)], 1e-4, right=right)
     holds = (difference <= 1e-4) == right
     assert made.exit_code() == (0 if holds else 1)
     assert ("FAILED: a run: " in capsys.readouterr().out) == (not holds)
 
 
-class _Runs:
+def _runs(weights):
     """Stands for the demo's trainings: each has the weights of its title."""
 
-    def __init__(self, weights):
-        self.options = argparse.Namespace(
-            groups=2, towers=4, period=5, epochs=1, plot=None, shard_update=None
-        )
-        self.strategy = replicas.mirrored(4)
-        self.digits = _few(digits.load(1, 0))
-        self._weights = weights
+    def run(title, *_, **__):
+        [found] = [w for t, w in weights.items() if title.startswith(t)]
+        return _trained(found)
 
-    def on_one_device(self, title, *_, **__):
-        [weights] = [w for t, w in self._weights.items() if title.startswith(t)]
-        trained = mock.Mock(weights=[[np.array([float(w)])] for w in weights])
-        trained.accuracy.return_value = trained.moved.return_value = 1.0
-        trained.tolerance.return_value = 1e-6
-        trained.model.optimizer.iterations = tf.constant(4)
-        trained.model.optimizer.exchanges = tf.constant(1)
-        return trained
-
-    replicated = on_one_device
+    options = argparse.Namespace(
+        groups=2, towers=4, period=5, epochs=1, plot=None, shard_update=None
+    )
+    runs = mock.Mock(on_one_device=run, replicated=run, options=options)
+    runs.digits = _few(digits.load(1, 0))
+    runs.strategy = replicas.mirrored(4)
+    return runs
 
 
 ZEROS, ONES, OFF = [0] * 4, [1] * 4, [9] * 4
@@ -166,7 +168,7 @@ def test_demo_compares_each_run(wrapper, off, monkeypatch):
     average = [np.array([1.0])]
     monkeypatch.setattr(agn, "_replicas_one_by_one", lambda *_, **__: average)
     weights = TRAINED[wrapper] | ({off: OFF} if off else {})
-    found = demo.WRAPPERS[wrapper](_Runs(weights))
+    found = demo.WRAPPERS[wrapper](_runs(weights))
     assert found.exit_code() == (1 if off else 0)
 
 

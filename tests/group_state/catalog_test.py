@@ -121,11 +121,6 @@ def test_optimizers_and_variables_at_any_depth(tmp_path):
     others = (model.noise.state, model.deeper["more"][0])
     assert listed >= {id(one) for one in (*others, *slots)}
     state.save(tmp_path)
-    before = [v.numpy().copy() for v in slots]
-    for variable in slots:
-        variable.assign(tf.ones_like(variable))
-    state.restore(tmp_path)
-    group_training.assert_same([[v.numpy() for v in slots]], [before])
     # One that is not built here is missed by name.
     model.critics[1].compile(SGD())
     with pytest.raises(ValueError, match=r"it has {'critics\[1\].optimizer'"):

@@ -105,8 +105,10 @@ def _counted(run, num_times=1):
     return np.subtract(watchdog.WATCHDOG.totals(), before)[:3].tolist()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_operations_bytes_and_counters(name):
+@pytest.mark.parametrize(
+    "name, graph", [*((name, True) for name in CASES), ("groups", False)]
+)
+def test_operations_bytes_and_counters(name, graph):
     """On Mirrored: as written above, and counted while eight steps run."""
     _, expected = CASES[name]
     optimizer, variables, plan = _planned(name)
@@ -119,9 +121,9 @@ def test_operations_bytes_and_counters(name):
         for operation, purpose, dtype, size, factor, every in expected
     ]
 
+    gradients = lambda r: [tf.ones(shape) for shape in SHAPES]
     step = replicas.applying(
-        *(replicas.mirrored(4), optimizer),
-        *(lambda r: [tf.ones(shape) for shape in SHAPES], variables),
+        replicas.mirrored(4), optimizer, gradients, variables, graph
     )
     planned = [
         plan.collectives_per_step,
@@ -129,17 +131,6 @@ def test_operations_bytes_and_counters(name):
         plan.bytes_sent_per_step,
     ]
     assert _counted(step, 8) == [8 * 4 * number for number in planned]
-
-
-def test_eager_steps_are_counted():
-    strategy = replicas.mirrored(4)
-    with strategy.scope():
-        weight = keras.Variable([1.0, 2.0])
-        optimizer = _cross_shard(group_assignment=PAIRS)
-    step = replicas.applying(
-        strategy, optimizer, lambda r: [tf.ones([2])], [weight], graph=False
-    )
-    assert _counted(step) == [4, 4 * 8, 4 * 8]
 
 
 @pytest.mark.parametrize(
@@ -201,11 +192,9 @@ def test_nothing_runs_and_nothing_is_remembered():
     assert [v.numpy().tolist() for v in optimizer.variables] == before
     assert not len(optimizer._seen)
 
+    gradients = lambda r: [tf.ones([1]), None]
     with pytest.warns(UserWarning, match="Gradients do not exist"):
-        replicas.apply_once(
-            *(strategy, optimizer),
-            *(lambda r: [tf.ones([1]), None], [first, second]),
-        )
+        replicas.apply_once(strategy, optimizer, gradients, [first, second])
     assert first.numpy() == -1.0  # The gradient, 1 / N undone.
     assert second.numpy() == 1.0
 

