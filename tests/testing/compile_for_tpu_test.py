@@ -203,13 +203,6 @@ def test_refusals():
 
 HLO = """
 HloModule m, is_scheduled=true
-
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %add = f32[] add(%a, %b)
-}
-
 ENTRY %main (p: f32[4,2], q: bf16[8]) -> f32[4,2] {
   %p = f32[4,2]{1,0:T(8,128)} parameter(0)
   %q = bf16[8]{0} parameter(1)
