@@ -58,38 +58,23 @@ OPTIMIZERS = {
     "schedule": lambda: O.SGD(
         O.schedules.ExponentialDecay(0.1, decay_steps=3, decay_rate=0.7)
     ),
-    "adadelta": lambda: O.Adadelta(5.0),
-    "adafactor": lambda: O.Adafactor(0.01),
-    "adagrad": lambda: O.Adagrad(0.05),
-    "adamax": lambda: O.Adamax(0.01),
-    "ftrl": lambda: O.Ftrl(0.05),
-    "lamb": lambda: O.Lamb(0.01),
-    "lion": lambda: O.Lion(0.01),
     "loss_scale": lambda: O.LossScaleOptimizer(O.SGD(0.05)),
-    "muon": lambda: O.Muon(0.02),
-    "nadam": lambda: O.Nadam(0.01),
-    "rmsprop": lambda: O.RMSprop(0.005),
     "static_loss_scale": lambda: O.SGD(0.05, loss_scale_factor=64.0),
     "user_subclass": lambda: TanhDescent(0.02),
 }
-if hasattr(O, "MultiOptimizer"):  # Keras 3.12 has neither.
+if hasattr(O, "MultiOptimizer"):  # Keras 3.12 has not.
     OPTIMIZERS["multi"] = lambda: O.MultiOptimizer(
         lambda variable: O.Adam(0.01) if variable.ndim == 2 else O.SGD(0.05)
     )
-if hasattr(O, "ScheduleFreeAdamW"):
-    OPTIMIZERS["schedule_free"] = lambda: O.ScheduleFreeAdamW(
-        0.05, warmup_steps=2
-    )
-
-
-def test_no_keras_optimizer_is_left_out():
-    made = {type(make()).__name__ for make in OPTIMIZERS.values()}
-    exported = {
-        name
-        for name, value in vars(O).items()
-        if isinstance(value, type) and issubclass(value, O.Optimizer)
-    }
-    assert exported - made == {"Optimizer"}
+MADE = {O.Optimizer, *(type(make()) for make in OPTIMIZERS.values())}
+RATES = {"Adadelta": 5.0, "RMSprop": 0.005, "Adagrad": 0.05, "Ftrl": 0.05}
+# All others that this Keras has.
+OPTIMIZERS |= {
+    name: functools.partial(kind, RATES.get(name, 0.02))
+    for name, kind in vars(O).items()
+    if isinstance(kind, type) and issubclass(kind, O.Optimizer)
+    if kind not in MADE
+}
 
 
 @functools.cache
@@ -149,7 +134,7 @@ def _one_device(name, num_replicas, members, wrap=None, strategy=None):
 )
 def test_equal_to_one_device(name, kind, groups, graph):
     """The replicas of a group are equal, and the groups are different."""
-    if name == "muon" and keras.__version__.startswith("3.12."):
+    if name == "Muon" and keras.__version__.startswith("3.12."):
         pytest.skip("Keras 3.12's Muon fails on one device")
     groups = GROUPS[groups]
     is_one = len(groups) == 1
@@ -172,17 +157,16 @@ def test_equal_to_one_device(name, kind, groups, graph):
     expected = [
         _one_device(name, num_replicas, tuple(members)) for members in groups
     ]
-    for number, of_replicas in enumerate([*one.values(), *slots]):
-        for members, wanted in zip(groups, expected, strict=True):
+    for members, wanted in zip(groups, expected, strict=True):
+        for of_replicas in [*one.values(), *slots]:
             for r in members:
                 np.testing.assert_array_equal(
                     of_replicas[r], of_replicas[members[0]]
                 )
-                if number < len(SHAPES):
-                    want = wanted[number]
-                    error = np.abs(of_replicas[r] - want).max()
-                    assert error <= TOLERANCE * np.abs(want).max(), error
-                    assert np.abs(want - 1).max() > 1e-2
+        for of_replicas, want in zip(one.values(), wanted, strict=True):
+            error = np.abs(of_replicas[members[0]] - want).max()
+            assert error <= TOLERANCE * np.abs(want).max(), error
+            assert np.abs(want - 1).max() > 1e-2
     for first, second in itertools.pairwise(expected):
         assert np.abs(first[0] - second[0]).max() > 1e-2
 
@@ -200,25 +184,10 @@ def test_one_replica_is_plain_keras():
 
 
 @pytest.mark.parametrize(
-    "num_rows, per_replica, kind, options",
-    [
-        (15, 4, "mirrored", {}),
-        (9, 1, "tpu_permuted", {}),
-        *(
-            pytest.param(*case, marks=replicas.in_full)
-            for case in (
-                (14, 3, "mirrored", {}),
-                (9, 1, "mirrored", dict(steps_per_execution=2)),
-                (14, 3, "mirrored", dict(run_eagerly=True)),
-                (15, 4, "multi_worker", {}),
-                (12, 2, "tpu", dict(steps_per_execution=2)),
-            )
-        ),
-    ],
-    ids=str,
+    "num_rows, per_replica, kind", [(15, 4, "mirrored"), (9, 1, "tpu_permuted")]
 )
-def test_fit_with_a_last_batch(num_rows, per_replica, kind, options):
-    """Batches of 8 on 2 replicas: the last is 4 3, or 1 0, or 3 3.
+def test_fit_with_a_last_batch(num_rows, per_replica, kind):
+    """Batches of 8 on 2 replicas: the last is 4 3, or 1 0.
 
     The oracle is the mean of the replicas' losses; Keras' loss of no rows is 0.
     """
@@ -231,7 +200,6 @@ def test_fit_with_a_last_batch(num_rows, per_replica, kind, options):
         batch_size=8,
         num_steps=4,
         fit=True,
-        **options,
     )
     model, optimizer = training.model(), make()
     for start in (0, 8, 0, 8):

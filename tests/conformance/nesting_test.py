@@ -18,7 +18,6 @@ from tests.support import steps
 from tests.support import traced
 from tests.support import versions
 
-full = replicas.in_full
 GROUPS = [[0, 3], [1, 2]]
 
 
@@ -41,13 +40,9 @@ def _traced(stack, num_replicas, dtype, kind, normalization=None):
         ("multi_worker", 22_040),
         ("tpu_permuted", 21_011),
         *(
-            pytest.param("mirrored", seed, marks=full)
-            for seed in (4, 5, 8, *range(1_000, 1_080))
-        ),
-        *(
-            pytest.param(kind, seed, marks=full)
-            for kind in ("tpu", "tpu_permuted", "multi_worker")
-            for seed in range(22_000, 22_015)
+            pytest.param(kind, seed, marks=replicas.in_full)
+            for kind in replicas.STRATEGIES
+            for seed in range(22_000, 22_080 if kind == "mirrored" else 22_015)
         ),
     ],
 )
@@ -60,7 +55,7 @@ def test_random_cases(kind, seed):
     is_mirrored = kind == "mirrored"
     num_replicas = int(rng.choice([2, 3, 4, 6] if is_mirrored else [4]))
     stack = random_stacks.random_stack(rng, num_replicas)
-    dtype = str(rng.choice(["float32", "float64"])) if is_mirrored else None
+    dtype = str(rng.choice(["float32", "float64"][: 1 + is_mirrored]))
     normalization = rng.choice([None, "replica"])
     step = _traced(stack, num_replicas, dtype, kind, normalization)
     divisor = 1 if normalization == "replica" else num_replicas
@@ -69,84 +64,86 @@ def test_random_cases(kind, seed):
             rng,
             int(rng.integers(1, 7)),
             num_replicas,
-            dtype or "float32",
+            dtype,
             overflows="scale" in stacks.names(stack) and rng.random() < 0.5,
         )
         [got] = step.run(gradients / divisor)
         stacks.check(got, stack, gradients, f"sequence {index}")
 
 
-# Every order of two and three wrappers; `scale_at` is the number of wrappers
-# inside a LossScaleOptimizer, None for none.
+# Every order of two and three wrappers, the outermost first, with and without
+# a LossScaleOptimizer somewhere.
 ORDERS = [
-    (order, scale_at)
+    order
     for number in (2, 3)
-    for order in itertools.product(stacks.WRAPPERS, repeat=number)
-    for scale_at in (None, *range(number + 1))
+    for wrappers in itertools.product(stacks.WRAPPERS, repeat=number)
+    for order in (
+        wrappers,
+        *((*wrappers[:i], "scale", *wrappers[i:]) for i in range(number + 1)),
+    )
 ]
 
 
-def _refusal(order, scale_at):
+def _refusal(order):
     """What the error of an order says, or None if the order is accepted."""
-    if "agn" in order[:-1] or (scale_at == 0 and order[-1] == "agn"):
+    wrappers = [name for name in order if name != "scale"]
+    if "agn" in wrappers[:-1] or order[-2:] == ("agn", "scale"):
         return "inside AGNOptimizer, which|AGNOptimizer does not support loss"
-    if scale_at == len(order):
-        return "LossScaleOptimizer wraps"
-    return None
+    return "LossScaleOptimizer wraps" if order[0] == "scale" else None
 
 
-ACCEPTED = [one for one in ORDERS if not _refusal(*one)]
-
-
-def _stack(order, scale_at, groups=GROUPS, accumulation=None):
+def _stack(order, groups=GROUPS, accumulation=None):
     stack = ("sgd", {"rate": 0.5, "accumulation": accumulation})
-    for depth, name in enumerate(reversed(order)):
-        if depth == scale_at:
-            stack = ("scale", {}, stack)
-        options = {"groups": groups, "num_towers": 2, "period": 2}
-        # The reduction that a tower adds has to follow these groups.
-        stack = (name, options, stack)
-    return ("scale", {}, stack) if scale_at == len(order) else stack
+    options = {
+        "cross": {"groups": groups},
+        # The reduction that a tower adds has to follow the groups around it.
+        "tower": {"num_towers": 2},
+        "agn": {"groups": groups, "period": 2},
+        "scale": {},
+    }
+    for name in reversed(order):
+        stack = (name, options[name], stack)
+    return stack
 
 
 def test_an_order_is_refused_before_a_step():
     with replicas.mirrored(2).scope():
         weight = keras.Variable(0.0)
         for order in ORDERS:
-            if message := _refusal(*order):
+            if message := _refusal(order):
                 with pytest.raises(ValueError, match=message):
-                    stacks.optimizer_of(_stack(*order, None)).build([weight])
+                    stacks.optimizer_of(_stack(order, None)).build([weight])
 
 
-def _check_order(order, scale_at, groups, accumulation, kind):
-    stack = _stack(order, scale_at, groups, accumulation)
+def _check_order(kind, order, *settings):
+    stack = _stack(order, *settings)
     gradients = random_stacks.random_gradients(
-        np.random.default_rng(7), 16, 4, "float32", scale_at is not None
+        np.random.default_rng(7), 16, 4, "float32", "scale" in order
     )
     [got] = _traced(stack, 4, "float32", kind).run(gradients / 4)
     stacks.check(got, stack, gradients, "")
 
 
-def _places_in_turn():
-    """Every accepted order, with one of the places of a loss scale."""
-    for number, order in enumerate(dict(ACCEPTED)):
-        places = [place for other, place in ACCEPTED if other == order]
-        # Seeds above have the others.
-        marks = () if len(order) == len(set(order)) == 2 else full
-        yield pytest.param(order, places[number % len(places)], marks=marks)
-
-
-@pytest.mark.parametrize("order, scale_at", [*_places_in_turn()], ids=str)
-def test_an_order_is_right(order, scale_at):
-    _check_order(order, scale_at, GROUPS, None, "mirrored")
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("cross", "tower", "scale"),
+        ("cross", "agn"),
+        ("tower", "cross"),
+        ("tower", "scale", "agn"),
+    ],
+    ids="-".join,
+)
+def test_an_order_is_right(order):
+    _check_order("mirrored", order)
 
 
 @replicas.in_full
 @replicas.on_mirrored_and_permuted
 def test_every_order_is_right(kind):
-    options = itertools.cycle(itertools.product((GROUPS, None), (None, 2)))
-    for case, settings in zip(ACCEPTED, options, strict=False):
-        _check_order(*case, *settings, kind)
+    accepted = [order for order in ORDERS if not _refusal(order)]
+    for case in replicas.in_turn(accepted, [GROUPS, GROUPS, None], [None, 2]):
+        _check_order(kind, *case)
 
 
 def _multi(make):
@@ -175,8 +172,8 @@ def _tower(inner=None):
         ),
         # A tower that is loaded still follows the groups around it.
         pytest.param(
-            lambda: tf_xshard.CrossShardOptimizer.from_config(
-                _cross(_tower()).get_config()
+            lambda: keras.optimizers.deserialize(
+                keras.optimizers.serialize(_cross(_tower()))
             ),
             [-1, -10],
             id="loaded",
@@ -200,20 +197,3 @@ def test_wrappers_that_others_make(make, expected):
     assert weights == expected
     state = tf_xshard.GroupState({"optimizer": made[0]})
     assert state.num_groups == len(set(expected))
-
-
-def test_a_stack_is_saved_whole(tmp_path):
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    inner = keras.optimizers.SGD(1.0, momentum=0.5)
-    model.compile(
-        tf_xshard.CrossShardOptimizer(tf_xshard.TowerOptimizer(inner, 3)), "mse"
-    )
-    model.optimizer.build(model.trainable_variables)
-    for number, variable in enumerate(model.optimizer.variables, 1):
-        variable.assign(np.full(variable.shape, number))
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras").optimizer
-    for got, want in zip(
-        loaded.variables, model.optimizer.variables, strict=True
-    ):
-        np.testing.assert_array_equal(got, want)

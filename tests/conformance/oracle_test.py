@@ -40,37 +40,28 @@ def _oracle(own, groups, reduction):
     return reduced
 
 
-def _dense(gradient, shape):
-    if isinstance(gradient, tuple):
-        rows, row_values = gradient
-        dense = np.zeros(shape, np.float64)
-        np.add.at(dense, rows, row_values.astype(np.float64))
-        return dense
-    return None if gradient is None else gradient.astype(np.float64)
+def _dense(gradient, divisor):
+    if gradient is None:
+        return None
+    return tf.convert_to_tensor(gradient).numpy().astype(np.float64) * divisor
 
 
-def _random_gradient(rng, shape, dtype, may_be_none, is_sparse):
-    """A dense array, a pair of (rows, values), or None."""
+def _random_gradient(rng, shape, dtype, divisor, may_be_none, is_sparse):
+    """A tensor, IndexedSlices or None."""
     if may_be_none and rng.random() < 0.25:
         return None
     if is_sparse and rng.random() < 0.9:
         num_rows = int(rng.integers(0, 7))
         rows = rng.integers(0, shape[0], size=num_rows)
-        return rows, rng.integers(-2, 3, size=[num_rows, *shape[1:]])
-    if dtype in ("float32", "float64"):
-        return rng.normal(size=shape).astype(NUMPY_TYPES[dtype])
-    return rng.integers(-2, 3, size=shape)
-
-
-def _arriving(gradient, shape, dtype, divisor):
-    if isinstance(gradient, tuple):
-        rows, row_values = gradient
+        row_values = rng.integers(-2, 3, size=[num_rows, *shape[1:]]) / divisor
         return tf.IndexedSlices(
-            tf.constant(row_values / divisor, dtype),
+            tf.constant(row_values, dtype),
             tf.constant(rows),
             tf.constant(shape),
         )
-    return None if gradient is None else tf.constant(gradient / divisor, dtype)
+    if dtype in ("float32", "float64"):
+        return tf.constant(rng.normal(size=shape) / divisor, dtype)
+    return tf.constant(rng.integers(-2, 3, size=shape) / divisor, dtype)
 
 
 def _optimizer(groups=None, reduction="sum", **kwargs):
@@ -100,9 +91,9 @@ def _cases(kind, seeds, graph, devices=(None,), marks=()):
         *_cases("tpu_permuted", [3000], True),
         *_cases("mirrored", range(2000, 2030), True, ORDERS, full),
         *_cases("mirrored", range(10_000, 10_150), False, ORDERS, full),
-        *_cases("multi_worker", range(10_000, 10_050), False, (None,), full),
-        *_cases("tpu", range(4000, 4020), True, (None,), full),
-        *_cases("tpu_permuted", range(4000, 4020), True, (None,), full),
+        *_cases("multi_worker", range(10_000, 10_050), False, marks=full),
+        *_cases("tpu", range(4000, 4020), True, marks=full),
+        *_cases("tpu_permuted", range(4000, 4020), True, marks=full),
     ],
     ids=str,
 )
@@ -119,16 +110,13 @@ def test_random_cases(kind, seed, graph, devices):
         strategy = replicas.STRATEGIES[kind](n)
     else:
         n, strategy = len(devices), replicas.mirrored_on(devices)
-    dtype = str(
-        rng.choice(
-            [
-                one
-                for one in NUMPY_TYPES
-                if not (is_tpu and one == "float64")
-                and (n in (2, 4, 8) or RELATIVE[one])
-            ]
-        )
-    )
+    # A TPU has no float64. The 16-bit types hold only means over 2^k replicas.
+    dtypes = [
+        one
+        for one in NUMPY_TYPES
+        if not (is_tpu and one == "float64") and (n != 12 or RELATIVE[one])
+    ]
+    dtype = str(rng.choice(dtypes))
     shapes = [
         [int(size) for size in rng.integers(1, 6, size=rng.integers(0, 4))]
         for _ in range(rng.integers(1, 6))
@@ -136,11 +124,12 @@ def test_random_cases(kind, seed, graph, devices):
     groups = GROUPS[n][rng.integers(len(GROUPS[n]))]
     reduction = str(rng.choice(["mean", "sum"]))
     normalization = str(rng.choice(["global", "replica"]))
+    divisor = n if normalization == "global" else 1
     own = []
     for index, shape in enumerate(shapes):
         is_sparse = bool(shape) and rng.random() < 0.4
         made = [
-            _random_gradient(rng, shape, dtype, index > 0, is_sparse)
+            _random_gradient(rng, shape, dtype, divisor, index > 0, is_sparse)
             for _ in range(n)
         ]
         # A TPU has one program for all replicas: all are None, or some zero.
@@ -156,21 +145,15 @@ def test_random_cases(kind, seed, graph, devices):
             loss_normalization=normalization,
             shard_update=bool(rng.random() < 0.5),
         )
-    divisor = n if normalization == "global" else 1
     replicas.apply_once(
         strategy,
         optimizer,
-        lambda r: [
-            _arriving(of_replicas[r], shape, dtype, divisor)
-            for of_replicas, shape in zip(own, shapes, strict=True)
-        ],
+        lambda r: [of_replicas[r] for of_replicas in own],
         variables,
         graph,
     )
-    for variable, shape, of_replicas in zip(
-        variables, shapes, own, strict=True
-    ):
-        dense = [_dense(one, shape) for one in of_replicas]
+    for variable, of_replicas in zip(variables, own, strict=True):
+        dense = [_dense(one, divisor) for one in of_replicas]
         limit = RELATIVE[dtype] * sum(np.abs(g) for g in dense if g is not None)
         for value, wanted in zip(
             replicas.values(strategy, variable),
@@ -205,55 +188,6 @@ def test_powers_of_two_are_exact(dtype, reduction, normalization, graph):
     size = 2 if reduction == "mean" else 1
     for got, total in zip(weights, [9, 6, 6, 9], strict=True):
         assert got.astype(np.float64).tolist() == [-total / size] * 3
-
-
-@pytest.mark.parametrize(
-    "wire, kind, group_size",
-    [
-        ("bfloat16", "mirrored", 2),
-        ("float16", "mirrored", 2),
-        ("bfloat16", "tpu", 2),
-        ("float16", "tpu_permuted", 2),
-        # Nothing travels in groups of one.
-        ("bfloat16", "mirrored", 1),
-    ],
-)
-def test_gradients_travel_in_the_given_type(wire, kind, group_size):
-    # bfloat16 has 8 bits of mantissa.
-    [weights] = steps.stepped(
-        lambda: _optimizer(
-            tf_xshard.GroupAssignment.contiguous(4, group_size),
-            communication=tf_xshard.Communication(dtype=wire),
-        ),
-        lambda r: [tf.constant([256.0, 257.0 if r % 2 else 0.0])],
-        [np.zeros(2)],
-        kind,
-    )
-    got = [value.tolist() for value in weights]
-    rounded = float(np.array(257.0, NUMPY_TYPES[wire]))
-    if group_size == 1:
-        assert got == [[-256, 0], [-256, -257]] * 2
-    else:
-        assert got == [[-512, -rounded]] * 4
-
-
-def test_several_buckets_keep_their_order():
-    shapes = [[3], [3], [5, 2], [], [40], [2], [2], [7, 3], [1]]
-    weights = steps.stepped(
-        lambda: _optimizer(
-            [[0, 3], [1, 2]],
-            communication=tf_xshard.Communication(bytes_per_bucket=48),
-        ),
-        lambda r: [
-            tf.fill(shape, float(10**r * i))
-            for i, shape in enumerate(shapes, 1)
-        ],
-        [np.zeros(shape) for shape in shapes],
-    )
-    for i, of_replicas in enumerate(weights, 1):
-        for got, total in zip(of_replicas, [1001, 110, 110, 1001], strict=True):
-            np.testing.assert_array_equal(got, np.full(got.shape, -total * i))
-    assert [list(one[0].shape) for one in weights] == shapes
 
 
 @pytest.mark.parametrize(

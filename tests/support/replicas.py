@@ -98,9 +98,6 @@ STRATEGIES = {
     "tpu_permuted": tpu_permuted,
 }
 TPUS = ("tpu", "tpu_permuted")
-on_every_strategy = pytest.mark.parametrize(
-    "kind", ["mirrored", "tpu", "tpu_permuted"]
-)
 in_full = pytest.mark.full
 # What does not depend on the numbering.
 on_mirrored_and_tpu = pytest.mark.parametrize("kind", ["mirrored", "tpu"])
@@ -123,27 +120,15 @@ def pairwise(*dimensions):
     A defect nearly always takes one setting or the combination of two, and the
     product grows with every dimension.
     """
-    missing = {
-        (i, a, j, b)
-        for (i, one), (j, other) in itertools.combinations(
-            enumerate(dimensions), 2
-        )
-        for a in range(len(one))
-        for b in range(len(other))
-    }
 
-    def found(case):
-        return missing & {
-            (i, a, j, b)
-            for (i, a), (j, b) in itertools.combinations(enumerate(case), 2)
-        }
+    def pairs(case):
+        return set(itertools.combinations(enumerate(case), 2))
 
-    product = list(itertools.product(*(range(len(d)) for d in dimensions)))
-    cases = []
+    product = list(itertools.product(*dimensions))
+    missing, cases = set().union(*map(pairs, product)), []
     while missing:
-        best = max(product, key=lambda case: len(found(case)))
-        missing -= found(best)
-        cases.append(tuple(d[i] for d, i in zip(dimensions, best, strict=True)))
+        cases.append(max(product, key=lambda case: len(missing & pairs(case))))
+        missing -= pairs(cases[-1])
     return cases
 
 
@@ -151,19 +136,16 @@ def is_tpu(strategy) -> bool:
     return isinstance(strategy, tf.distribute.TPUStrategy)
 
 
-def tensor_of(variable):
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
 def values(strategy, variable) -> list[np.ndarray]:
     """A variable's value on every replica, in the order of replica ids."""
-    if strategy is None:
-        return [np.asarray(tensor_of(variable))]
-    if isinstance(variable, keras_shards.Sharded):
+    if strategy and isinstance(variable, keras_shards.Sharded):
         return variable.store.of_local_replicas(variable)
+    tensor = (
+        variable.value if isinstance(variable, keras.Variable) else variable
+    )
+    strategy = strategy or tf.distribute.get_strategy()
     return [
-        np.asarray(one)
-        for one in strategy.experimental_local_results(tensor_of(variable))
+        np.asarray(one) for one in strategy.experimental_local_results(tensor)
     ]
 
 
@@ -207,61 +189,54 @@ def applying(strategy, optimizer, gradients_of, variables, graph=True):
 
 
 def _apply_once_on_tpu(strategy, optimizer, gradients_of, variables):
-    """A TPU has one program for all replicas: gradients are its arguments.
+    """A TPU has one program for all replicas, in which each takes its own.
 
     Hence None is None on all replicas, and zero where only some have it.
     """
-    of_replica = [gradients_of(r) for r in range(strategy.num_replicas_in_sync)]
-    gradients = []
-    for column in zip(*of_replica, strict=True):
-        present = [g for g in column if g is not None]
-        if not present:
-            gradients.append([None] * len(column))
-            continue
-        if any(isinstance(g, tf.IndexedSlices) for g in present):
-            column = [
-                g if isinstance(g, tf.IndexedSlices) else _all_rows(g, present)
-                for g in column
-            ]
-            gradients.append([(g.values, g.indices) for g in column])
-        else:
-            gradients.append(
-                [tf.zeros_like(present[0]) if g is None else g for g in column]
-            )
-    arguments = strategy.experimental_distribute_values_from_function(
-        lambda context: [
-            []
-            if column[0] is None
-            else column[context.replica_id_in_sync_group]
-            for column in gradients
-        ]
-    )
+    of_replicas = map(gradients_of, range(strategy.num_replicas_in_sync))
+    taken = [
+        _taking_own(of_variable, variable.shape)
+        for of_variable, variable in zip(
+            zip(*of_replicas, strict=True), variables, strict=True
+        )
+    ]
 
     @tf.function(autograph=False)
-    def step(arguments):
-        def on_replica(*arguments):
-            made = []
-            for argument, variable in zip(arguments, variables, strict=True):
-                if isinstance(argument, (list, tuple)):
-                    argument = (
-                        tf.IndexedSlices(
-                            *argument,
-                            tf.constant([int(n) for n in variable.shape]),
-                        )
-                        if argument
-                        else None
-                    )
-                made.append(argument)
-            optimizer.apply(made, variables)
+    def step():
+        strategy.run(
+            lambda: optimizer.apply([take() for take in taken], variables)
+        )
 
-        strategy.run(on_replica, args=arguments)
+    step()
 
-    step(arguments)
+
+def _taking_own(gradients, shape):
+    """A function that returns one of some gradients, by the replica's id."""
+    present = [one for one in gradients if one is not None]
+    if not present:
+        return lambda: None
+    if not any(isinstance(one, tf.IndexedSlices) for one in present):
+        zero = tf.zeros_like(present[0])
+        stack = tf.stack([zero if one is None else one for one in gradients])
+        return lambda: stack[replica_id_tensor()]
+    slices = [_all_rows(one, present) for one in gradients]
+    # Zeros, of row 0, make the numbers of rows equal.
+    rows = tf.ragged.stack([one.indices for one in slices]).to_tensor()
+    row_values = tf.ragged.stack([one.values for one in slices]).to_tensor(
+        shape=[None, None, *shape[1:]]
+    )
+    return lambda: tf.IndexedSlices(
+        row_values[replica_id_tensor()],
+        rows[replica_id_tensor()],
+        tf.constant(shape),
+    )
 
 
 def _all_rows(gradient, present):
-    """A dense gradient, or None, as IndexedSlices."""
-    (like, *_) = [g for g in present if isinstance(g, tf.IndexedSlices)]
+    """A gradient, or None, as IndexedSlices."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    [like, *_] = [one for one in present if isinstance(one, tf.IndexedSlices)]
     if gradient is None:
         return tf.IndexedSlices(like.values[:0], like.indices[:0])
     return tf.IndexedSlices(

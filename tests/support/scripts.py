@@ -12,7 +12,6 @@ import tensorflow as tf
 from tests.support import seeds
 
 L = keras.layers
-ops = keras.ops
 BATCH_SIZE = 16
 NUM_STEPS = 4
 NUM_ROWS = BATCH_SIZE * NUM_STEPS
@@ -45,10 +44,13 @@ class Script:
     def optimizer(self):
         return keras.optimizers.SGD(0.05, momentum=0.9)
 
+    def seeded_model(self):
+        seeds.seed(5)
+        return self.model()
+
     def train(self, wrap):
         """Trains in the current scope; returns the model."""
-        seeds.seed(5)
-        model = self.model()
+        model = self.seeded_model()
         model.compile(optimizer=wrap(self.optimizer()), loss=self.loss)
         model.optimizer.build(model.trainable_variables)
         self.fit(model)
@@ -61,13 +63,6 @@ class Script:
 
 
 CLASSES = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def dense(*widths):
-    inner = [L.Dense(width, activation="relu") for width in widths[1:-1]]
-    return keras.Sequential(
-        [L.Input((widths[0],)), *inner, L.Dense(widths[-1])]
-    )
 
 
 class ResidualNetwork(Script):
@@ -85,56 +80,3 @@ class ResidualNetwork(Script):
 
     def data(self):
         return floats(8, 8, 3), ints(4)
-
-
-class WideAndDeep(Script):
-    """An optimizer for each part, chosen by the variables' names."""
-
-    def optimizer(self):
-        sgd = keras.optimizers.SGD
-        return keras.optimizers.MultiOptimizer(
-            lambda variable: (
-                sgd(0.05)
-                if variable.path.startswith("wide")
-                else sgd(0.02, momentum=0.9)
-            )
-        )
-
-    def model(self):
-        x = L.Input((10,))
-        deep = L.Dense(8, activation="relu", name="deep_0")(x)
-        deep = L.Dense(1, name="deep_1")(deep)
-        return keras.Model(x, L.Add()([L.Dense(1, name="wide")(x), deep]))
-
-    def data(self):
-        return floats(10), floats(1)
-
-
-class CustomLoop(Script):
-    """TensorFlow's guide on custom loops: an average loss for each row."""
-
-    def model(self):
-        return dense(6, 8, 1)
-
-    def fit(self, model):
-        strategy = tf.distribute.get_strategy()
-        x, y = floats(6), floats(1)
-        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH_SIZE)
-
-        def on_replica(x, y):
-            with tf.GradientTape() as tape:
-                rows = tf.reduce_mean(tf.square(model(x) - y), axis=1)
-                loss = tf.nn.compute_average_loss(
-                    rows, global_batch_size=BATCH_SIZE
-                )
-            variables = [v.value for v in model.trainable_variables]
-            gradients = tape.gradient(loss, variables)
-            model.optimizer.apply(gradients, model.trainable_variables)
-            return loss
-
-        @tf.function
-        def step(x, y):
-            return strategy.run(on_replica, (x, y))
-
-        for batch in strategy.experimental_distribute_dataset(data):
-            step(*batch)

@@ -8,6 +8,8 @@ A stack is a nested tuple, the outermost optimizer first:
 In the oracle all replicas are one array axis: a gradient has shape [N, size].
 """
 
+import functools
+
 import keras
 import numpy as np
 
@@ -15,11 +17,33 @@ import tf_xshard
 
 SIZE = 2  # Of the weights.
 WRAPPERS = ("cross", "tower", "agn")
+BOUND = 1.5
+# What a stack has as `pre_reduce` or `post_reduce`.
+CLIP = tf_xshard.clip_by_norm(BOUND)
 
 
 @tf_xshard.per_variable
 class WholeSGD(keras.optimizers.SGD):
     """Makes shard_update=True update whole variables."""
+
+
+_CLASSES = {
+    "sgd": keras.optimizers.SGD,
+    "whole": WholeSGD,
+    "scale": functools.partial(
+        keras.optimizers.LossScaleOptimizer, initial_scale=8.0
+    ),
+    "cross": tf_xshard.CrossShardOptimizer,
+    "tower": tf_xshard.TowerOptimizer,
+    "agn": tf_xshard.AGNOptimizer,
+}
+# Options are the arguments of these classes, some under shorter names.
+_ARGUMENTS = {
+    "rate": "learning_rate",
+    "accumulation": "gradient_accumulation_steps",
+    "groups": "group_assignment",
+    "period": "communication_period",
+}
 
 
 def names(stack):
@@ -36,49 +60,14 @@ def optimizer_of(stack, **kwargs):
       **kwargs: Further arguments of the outermost optimizer.
     """
     name, options, *inner = stack
-    if name == "sgd":
-        kind = WholeSGD if options.get("whole") else keras.optimizers.SGD
-        return kind(
-            options.get("rate", 1.0),
-            momentum=options.get("momentum", 0.0),
-            nesterov=options.get("nesterov", False),
-            gradient_accumulation_steps=options.get("accumulation"),
-        )
-    inner = optimizer_of(*inner)
-    reduction = options.get("reduction", "mean")
-    groups = options.get("groups")
-    if name == "scale":
-        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
-    if name == "tower":
-        return tf_xshard.TowerOptimizer(
-            inner, options["num_towers"], reduction, **kwargs
-        )
-    if name == "agn":
-        return tf_xshard.AGNOptimizer(
-            inner,
-            communication_period=options["period"],
-            reduction=reduction,
-            group_assignment=groups,
-            accumulate=options.get("accumulate", "gradients"),
-            normalize=options.get("normalize", True),
-            local_optimizer=options.get("local")
-            and optimizer_of(options["local"]),
-            **kwargs,
-        )
-    clip = options.get("clip")
-    hook = clip and {clip: tf_xshard.clip_by_norm(options["bound"])}
-    return tf_xshard.CrossShardOptimizer(
-        inner,
-        reduction,
-        groups,
-        shard_update=options.get("shard_update", False),
-        **(hook or {}),
-        **kwargs,
-    )
+    kwargs |= {_ARGUMENTS.get(key, key): one for key, one in options.items()}
+    if "local_optimizer" in options:
+        kwargs["local_optimizer"] = optimizer_of(options["local_optimizer"])
+    return _CLASSES[name](*map(optimizer_of, inner), **kwargs)
 
 
 def oracle_of(stack, weights, groups=None, is_reduced=False):
-    """The oracle of a stack: an object with `apply(gradients)`.
+    """The oracle of a stack: a function of gradients.
 
     Args:
       stack: The description.
@@ -87,7 +76,8 @@ def oracle_of(stack, weights, groups=None, is_reduced=False):
       groups: The groups of the wrappers around it.
       is_reduced: Whether a wrapper around it reduces.
     """
-    return _ORACLES[stack[0]](stack, weights, groups, is_reduced)
+    name, options, *inner = stack
+    return _ORACLES[name](options, *inner, weights, groups, is_reduced)
 
 
 def _reduced(gradients, groups, reduction):
@@ -98,148 +88,131 @@ def _reduced(gradients, groups, reduction):
     return result
 
 
-def _clipped(gradients, bound):
+def _clipped(gradients):
     norms = np.sqrt(np.sum(gradients**2, axis=1, keepdims=True))
-    return gradients * np.minimum(1.0, bound / np.maximum(norms, 1e-300))
+    return gradients * np.minimum(1.0, BOUND / np.maximum(norms, 1e-300))
 
 
-class _SGD:
-    def __init__(self, stack, weights, *_):
-        _, options = stack
-        self._rate = options.get("rate", 1.0)
-        self._momentum = options.get("momentum", 0.0)
-        self._nesterov = options.get("nesterov", False)
-        self._steps = options.get("accumulation") or 1
-        self._weights = weights
-        self._velocity = np.zeros_like(weights)
-        self._sum = np.zeros_like(weights)
-        self._calls = 0
+class _Round:
+    """The sum of the gradients of several calls."""
 
-    def apply(self, gradients):
-        self._calls += 1
-        self._sum += gradients
-        if self._calls % self._steps:
+    def __init__(self, num_calls):
+        self._num_calls = num_calls
+        self._gradients = []
+
+    def add(self, gradients):
+        """The sum after the last call of a round, and None before."""
+        self._gradients.append(gradients)
+        if len(self._gradients) < self._num_calls:
+            return None
+        total = np.sum(self._gradients, axis=0)
+        self._gradients.clear()
+        return total
+
+
+def _sgd(options, weights, *_):
+    num_calls = options.get("accumulation") or 1
+    momentum = options.get("momentum", 0.0)
+    velocity, pending = np.zeros_like(weights), _Round(num_calls)
+
+    def apply(gradients):
+        total = pending.add(gradients)
+        if total is None:
             return
-        mean = self._sum / self._steps
-        self._sum[:] = 0
-        self._velocity = self._momentum * self._velocity - self._rate * mean
-        step = self._velocity
-        if self._nesterov:
-            step = self._momentum * self._velocity - self._rate * mean
-        self._weights += step
+        change = -options["rate"] * total / num_calls
+        velocity[:] = momentum * velocity + change
+        is_nesterov = options.get("nesterov", False)
+        weights[:] += momentum * velocity + change if is_nesterov else velocity
+
+    return apply
 
 
-class _Scale:
+def _scale(options, inner, *around):
     """Skips a step of all replicas if one has an overflow."""
+    del options
+    apply_inner = oracle_of(inner, *around)
 
-    def __init__(self, stack, *around):
-        self._inner = oracle_of(stack[2], *around)
-
-    def apply(self, gradients):
+    def apply(gradients):
         if np.isfinite(gradients).all():
-            self._inner.apply(gradients)
+            apply_inner(gradients)
+
+    return apply
 
 
-class _Cross:
-    def __init__(self, stack, weights, groups, is_reduced):
-        del groups, is_reduced
-        _, self._options, inner = stack
-        self._has_scale = "scale" in names(inner)
-        self._inner = oracle_of(
-            inner, weights, self._options.get("groups"), True
-        )
+def _cross(options, inner, weights, *_):
+    groups = options.get("groups")
+    apply_inner = oracle_of(inner, weights, groups, True)
+    has_scale = "scale" in names(inner)
 
-    def apply(self, gradients):
-        options = self._options
-        if self._has_scale and not np.isfinite(gradients).all():
-            self._inner.apply(np.full_like(gradients, np.nan))
-            return
-        if options.get("clip") == "pre_reduce":
-            gradients = _clipped(gradients, options["bound"])
+    def apply(gradients):
+        if has_scale and not np.isfinite(gradients).all():
+            gradients = np.full_like(gradients, np.nan)
+        if "pre_reduce" in options:
+            gradients = _clipped(gradients)
         gradients = _reduced(
-            gradients, options.get("groups"), options.get("reduction", "mean")
+            gradients, groups, options.get("reduction", "mean")
         )
-        if options.get("clip") == "post_reduce":
-            gradients = _clipped(gradients, options["bound"])
-        self._inner.apply(gradients)
+        if "post_reduce" in options:
+            gradients = _clipped(gradients)
+        apply_inner(gradients)
+
+    return apply
 
 
-class _Tower:
-    def __init__(self, stack, weights, groups, is_reduced):
-        _, self._options, inner = stack
-        # It reduces over all replicas if nothing in the stack does.
-        self._reduces = not (is_reduced or set(names(inner)) & set(WRAPPERS))
-        is_reduced = is_reduced or self._reduces
-        self._inner = oracle_of(inner, weights, groups, is_reduced)
-        self._sum = np.zeros_like(weights)
-        self._calls = 0
+def _tower(options, inner, weights, groups, is_reduced):
+    # It reduces over all replicas if nothing in the stack does.
+    reduces = not (is_reduced or set(names(inner)) & set(WRAPPERS))
+    apply_inner = oracle_of(inner, weights, groups, is_reduced or reduces)
+    num_towers = options["num_towers"]
+    pending = _Round(num_towers)
 
-    def apply(self, gradients):
-        self._calls += 1
-        self._sum = self._sum + gradients
-        num_towers = self._options["num_towers"]
-        if self._calls % num_towers:
+    def apply(gradients):
+        total = pending.add(gradients)
+        if total is None:
             return
-        is_mean = self._options.get("reduction", "mean") == "mean"
-        total = self._sum / (num_towers if is_mean else 1)
-        self._sum = np.zeros_like(self._sum)
-        self._inner.apply(
-            _reduced(total, None, "mean") if self._reduces else total
-        )
+        if options.get("reduction", "mean") == "mean":
+            total /= num_towers
+        apply_inner(_reduced(total, None, "mean") if reduces else total)
+
+    return apply
 
 
-class _AGN:
-    def __init__(self, stack, weights, groups, is_reduced):
-        _, self._options, inner = stack
-        self._groups = self._options.get("groups") or groups
-        self._weights = weights
-        self._center = weights.copy()
-        self._of_center = oracle_of(inner, self._center, None, True)
-        local = self._options.get("local") or inner
-        self._local = oracle_of(local, weights, None, True)
-        self._sum = np.zeros_like(weights)
-        self._calls = 0
+def _agn(options, inner, weights, groups, is_reduced):
+    del is_reduced
+    period, center = options["period"], weights.copy()
+    apply_to_center = oracle_of(inner, center)
+    local = options.get("local_optimizer", inner)
+    apply_locally, pending = oracle_of(local, weights), _Round(period)
 
-    def apply(self, gradients):
-        if self._calls % self._options["period"] == 0:
-            self._center[:] = self._weights
-        self._local.apply(gradients)
-        self._sum += gradients
-        self._calls += 1
-        period = self._options["period"]
-        if self._calls % period:
+    def apply(gradients):
+        apply_locally(gradients)
+        total = pending.add(gradients)
+        if total is None:
             return
-        total = self._sum
-        if self._options.get("accumulate") == "updates":
-            total = self._center - self._weights
-        if self._options.get("normalize", True):
-            total = total / period
-        reduction = self._options.get("reduction", "mean")
-        self._of_center.apply(_reduced(total, self._groups, reduction))
-        self._sum[:] = 0
-        self._weights[:] = self._center
+        if options.get("accumulate") == "updates":
+            total = center - weights
+        if options.get("normalize", True):
+            total /= period
+        reduction = options.get("reduction", "mean")
+        of_groups = options.get("groups") or groups
+        apply_to_center(_reduced(total, of_groups, reduction))
+        weights[:] = center
+
+    return apply
 
 
 _ORACLES = {
-    "sgd": _SGD,
-    "scale": _Scale,
-    "cross": _Cross,
-    "tower": _Tower,
-    "agn": _AGN,
+    "sgd": _sgd,
+    "whole": _sgd,
+    "scale": _scale,
+    "cross": _cross,
+    "tower": _tower,
+    "agn": _agn,
 }
 
 
-def expected(stack, gradients):
-    """Every replica's weights after all steps, which begin at zero."""
-    weights = np.zeros(gradients.shape[1:])
-    oracle = oracle_of(stack, weights)
-    for gradient in gradients.astype(np.float64):
-        oracle.apply(gradient)
-    return weights
-
-
 def check(got, stack, gradients, context):
-    """Holds every replica's weights against the oracle.
+    """Holds every replica's weights, which began at zero, against the oracle.
 
     Args:
       got: The weights, of shape [replicas, SIZE].
@@ -247,7 +220,10 @@ def check(got, stack, gradients, context):
       gradients: g_r, of shape [steps, replicas, SIZE].
       context: What to say of a failure.
     """
-    want = expected(stack, gradients)
+    want = np.zeros(gradients.shape[1:])
+    apply = oracle_of(stack, want)
+    for gradient in gradients.astype(np.float64):
+        apply(gradient)
     finite = np.where(np.isfinite(gradients), gradients, 0)
     error = np.abs(got - want).max() / np.abs(finite).sum()
     tolerance = {"float32": 3e-6, "float64": 1e-12}[gradients.dtype.name]

@@ -15,7 +15,7 @@ class Traced:
       initial: The initial value of each variable.
       kind: The strategy, or its kind.
       num_replicas: Of a strategy of this kind.
-      dtype: Of the variables and gradients, if not float32.
+      dtype: Of the variables and gradients, by default float32.
       graph: Whether the step is a tf.function.
 
     Attributes:
@@ -31,10 +31,9 @@ class Traced:
         initial,
         kind="mirrored",
         num_replicas=4,
-        dtype=None,
+        dtype="float32",
         graph=True,
     ):
-        dtype = dtype or "float32"
         self.strategy = kind
         if isinstance(kind, str):
             self.strategy = replicas.STRATEGIES[kind](num_replicas)

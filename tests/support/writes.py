@@ -8,7 +8,7 @@ import tensorflow as tf
 from tf_xshard.distribute import replica_variables
 
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
-_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+_BRANCHES = ("If", "StatelessIf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,8 @@ class _Graph:
         always = set(self._always)
         for one in (predicate.op, *operation.control_inputs):
             always |= self._before(one)
-        for name in _names_of_branches(operation):
-            graph = self.graph
+        for branch in ("then_branch", "else_branch"):
+            graph, name = self.graph, operation.get_attr(branch).name
             while not graph._is_function(name):
                 graph = graph.outer_graph
             graph = graph._get_function(name).graph
@@ -99,14 +99,6 @@ class _Graph:
                 },
                 always,
             )
-
-
-def _names_of_branches(operation):
-    for name, value in operation.node_def.attr.items():
-        if name == "branches":
-            yield from (one.name for one in value.list.func)
-        elif name.endswith("_branch"):
-            yield value.func.name
 
 
 def _twins(graph):
