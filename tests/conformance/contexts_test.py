@@ -91,39 +91,42 @@ def test_in_cond(kind):
 
 
 @pytest.mark.parametrize(
-    "kind, where",
+    "kind, is_inside",
     [
-        ("mirrored", "around run"),
-        ("tpu_permuted", "around run"),
+        ("mirrored", False),
+        ("tpu_permuted", False),
         # One program for all replicas: they meet inside the loop, too.
-        ("tpu", "in the replica function"),
-        ("mirrored", "in the replica function"),
+        ("tpu", True),
+        ("mirrored", True),
     ],
 )
-def test_in_a_loop(kind, where):
+def test_in_a_loop_around_or_inside_run(kind, is_inside):
     """Refused, and no hang, where replicas would meet in loops of their own."""
     strategy, [weight], optimizer = _setup(kind=kind)
     with strategy.scope():
         optimizer.build([weight])
 
+    def on_replica():
+        optimizer.apply([_gradient()], [weight])
+
+    def inside():
+        for _ in tf.range(5):
+            on_replica()
+
     @tf.function
-    def steps(count):
-        def on_replica(count):
-            for _ in tf.range(count):
-                optimizer.apply([_gradient()], [weight])
-
-        if where == "around run":
-            for _ in tf.range(count):
-                strategy.run(lambda: optimizer.apply([_gradient()], [weight]))
+    def steps():
+        if is_inside:
+            strategy.run(inside)
         else:
-            strategy.run(on_replica, args=(count,))
+            for _ in tf.range(5):
+                strategy.run(on_replica)
 
-    if (kind, where) == ("mirrored", "in the replica function"):
+    if kind == "mirrored" and is_inside:
         with pytest.raises(RuntimeError, match="Put the loop around strategy"):
-            steps(tf.constant(5))
+            steps()
         assert replicas.values(strategy, weight) == [0.0] * 4
     else:
-        steps(tf.constant(5))
+        steps()
         assert replicas.values(strategy, weight) == [-55, -55, -5500, -5500]
 
 

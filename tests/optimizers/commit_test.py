@@ -130,21 +130,6 @@ def test_writes_wait_for_all_replicas(path):
 
 
 @pytest.mark.parametrize(
-    "path, make_strategy",
-    replicas.in_turn(
-        ["hooks, clip, decay, averages", "int8, skip", "tower", "AGN, skip"],
-        [
-            tf.distribute.get_strategy,
-            lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
-            lambda: replicas.mirrored(1),
-        ],
-    ),
-)
-def test_writes_wait_without_replicas(path, make_strategy):
-    check_waits(of_step(path, make_strategy()))
-
-
-@pytest.mark.parametrize(
     "path", ["loss scale", "tower", "AGN, skip", "owned, int8"]
 )
 def test_in_a_branch_writes_wait_for_their_own_replica(path):

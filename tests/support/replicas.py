@@ -191,57 +191,26 @@ def applying(strategy, optimizer, gradients_of, variables, graph=True):
 def _apply_once_on_tpu(strategy, optimizer, gradients_of, variables):
     """A TPU has one program for all replicas, in which each takes its own.
 
-    Hence None is None on all replicas, and zero where only some have it.
+    Hence a gradient is None, or has its number of rows, on all replicas.
     """
     of_replicas = map(gradients_of, range(strategy.num_replicas_in_sync))
-    taken = [
-        _taking_own(of_variable, variable.shape)
-        for of_variable, variable in zip(
-            zip(*of_replicas, strict=True), variables, strict=True
-        )
+    stacks = [
+        one[0] if one[0] is None else _mapped(lambda *own: tf.stack(own), *one)
+        for one in zip(*of_replicas, strict=True)
     ]
 
-    @tf.function(autograph=False)
-    def step():
-        strategy.run(
-            lambda: optimizer.apply([take() for take in taken], variables)
-        )
+    def on_replica():
+        own = lambda stack: stack[replica_id_tensor()]
+        gradients = [
+            one if one is None else _mapped(own, one) for one in stacks
+        ]
+        optimizer.apply(gradients, variables)
 
-    step()
-
-
-def _taking_own(gradients, shape):
-    """A function that returns one of some gradients, by the replica's id."""
-    present = [one for one in gradients if one is not None]
-    if not present:
-        return lambda: None
-    if not any(isinstance(one, tf.IndexedSlices) for one in present):
-        zero = tf.zeros_like(present[0])
-        stack = tf.stack([zero if one is None else one for one in gradients])
-        return lambda: stack[replica_id_tensor()]
-    slices = [_all_rows(one, present) for one in gradients]
-    # Zeros, of row 0, make the numbers of rows equal.
-    rows = tf.ragged.stack([one.indices for one in slices]).to_tensor()
-    row_values = tf.ragged.stack([one.values for one in slices]).to_tensor(
-        shape=[None, None, *shape[1:]]
-    )
-    return lambda: tf.IndexedSlices(
-        row_values[replica_id_tensor()],
-        rows[replica_id_tensor()],
-        tf.constant(shape),
-    )
+    tf.function(lambda: strategy.run(on_replica), autograph=False)()
 
 
-def _all_rows(gradient, present):
-    """A gradient, or None, as IndexedSlices."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    [like, *_] = [one for one in present if isinstance(one, tf.IndexedSlices)]
-    if gradient is None:
-        return tf.IndexedSlices(like.values[:0], like.indices[:0])
-    return tf.IndexedSlices(
-        gradient, tf.range(len(gradient), dtype=like.indices.dtype)
-    )
+# Also of the parts of IndexedSlices.
+_mapped = functools.partial(tf.nest.map_structure, expand_composites=True)
 
 
 def run(kind, function, num_replicas=4, value=None):
