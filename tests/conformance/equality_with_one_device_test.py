@@ -220,28 +220,6 @@ def test_fit_with_a_last_batch(num_rows, per_replica, kind):
     assert training.deviation(got, training.weights(model)) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    "kind, graph",
-    [
-        ("mirrored", True),
-        ("mirrored", False),
-        ("multi_worker", False),
-        ("tpu_permuted", True),
-    ],
-)
-def test_another_groups_overflow_stays_there(kind, graph):
-    [weights] = steps.stepped(
-        lambda: tf_xshard.CrossShardOptimizer(
-            O.SGD(1.0), group_assignment=[[0, 1], [2, 3]]
-        ),
-        lambda r: [tf.constant(np.inf if r == 3 else 1.0)],
-        kind=kind,
-        graph=graph,
-    )
-    # "global": what arrives is g / 4, so g is 4.
-    assert weights == [-4, -4, -np.inf, -np.inf]
-
-
 @versions.needs_multi_optimizer
 def test_a_multi_optimizer_may_group_each_variable_otherwise():
     in_all, in_pairs = steps.stepped(

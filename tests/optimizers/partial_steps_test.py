@@ -32,21 +32,15 @@ def adam(**kwargs):
     return keras.optimizers.Adam(0.01, **kwargs)
 
 
-def quick():
-    return tf_xshard.Communication(timeout_seconds=20)
-
-
 OPTIMIZERS = {
-    "cross": lambda: Cross(adam(), communication=quick()),
+    "cross": lambda: Cross(adam()),
     "averages": lambda: Cross(sgd(use_ema=True, ema_overwrite_frequency=3)),
     "sharded": lambda: Cross(
-        adam(gradient_accumulation_steps=2),
-        shard_update=True,
-        communication=quick(),
+        adam(gradient_accumulation_steps=2), shard_update=True
     ),
     "skip": lambda: Cross(adam(), skip_nonfinite=True),
-    "tower": lambda: Tower(Cross(adam(), communication=quick()), 2),
-    "agn": lambda: AGN(sgd(), communication_period=2, communication=quick()),
+    "tower": lambda: Tower(Cross(adam()), 2),
+    "agn": lambda: AGN(sgd(), communication_period=2),
 }
 STRATEGIES = {
     **replicas.STRATEGIES,
@@ -211,14 +205,12 @@ def set_on(strategy, variable, value, replica):
     strategy.experimental_local_results(variable.value)[replica].assign(value)
 
 
-def of_pairs():
-    groups = [[0, 1], [2, 3]]
-    return Cross(sgd(), group_assignment=groups, communication=quick())
-
-
 DIFFERENT = {
     "cross": (OPTIMIZERS["cross"], lambda o: o.iterations),
-    "groups": (of_pairs, lambda o: o.iterations),
+    "groups": (
+        lambda: Cross(sgd(), group_assignment=[[0, 1], [2, 3]]),
+        lambda o: o.iterations,
+    ),
     "tower": (OPTIMIZERS["tower"], lambda o: o._tower),
     "agn": (OPTIMIZERS["agn"], lambda o: o._pending),
 }
