@@ -36,13 +36,6 @@ NUM_STEPS = 8
 TOLERANCE = 2e-6
 
 
-class TanhDescent(O.Optimizer):
-    """A user's own optimizer, with nothing but an update step."""
-
-    def update_step(self, gradient, variable, learning_rate):
-        self.assign_sub(variable, learning_rate * keras.ops.tanh(gradient))
-
-
 OPTIMIZERS = {
     "momentum": lambda: O.SGD(0.02, momentum=0.9),
     "adam": lambda: O.Adam(0.1),
@@ -60,7 +53,6 @@ OPTIMIZERS = {
     ),
     "loss_scale": lambda: O.LossScaleOptimizer(O.SGD(0.05)),
     "static_loss_scale": lambda: O.SGD(0.05, loss_scale_factor=64.0),
-    "user_subclass": lambda: TanhDescent(0.02),
 }
 if hasattr(O, "MultiOptimizer"):  # Keras 3.12 has not.
     OPTIMIZERS["multi"] = lambda: O.MultiOptimizer(

@@ -1,5 +1,7 @@
 """Steps that XLA compiles for a GPU, as those of `fit` on one GPU are."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -9,13 +11,9 @@ import tf_xshard
 
 OPTIMIZERS = {
     "cross_shard": tf_xshard.CrossShardOptimizer,
-    "tower": lambda optimizer: tf_xshard.TowerOptimizer(optimizer, 2),
-    "agn": lambda optimizer: tf_xshard.AGNOptimizer(
-        optimizer, communication_period=2
-    ),
-    "skipping": lambda optimizer: tf_xshard.CrossShardOptimizer(
-        optimizer, skip_nonfinite=True
-    ),
+    "tower": partial(tf_xshard.TowerOptimizer, num_towers=2),
+    "agn": partial(tf_xshard.AGNOptimizer, communication_period=2),
+    "skipping": partial(tf_xshard.CrossShardOptimizer, skip_nonfinite=True),
 }
 
 

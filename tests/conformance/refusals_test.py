@@ -132,11 +132,7 @@ ARGUMENTS = [
     (V, "Use bfloat16", lambda: AGN(SGD(loss_scale_factor=8.0))),
     (V, "already reduces gradients", lambda: AGN(Cross(SGD()))),
     (V, "inner optimizer itself", _same_twice),
-    (
-        V,
-        "'(?i:sgd).*' has been built",
-        lambda: _agn(local_optimizer=_built(SGD()))(),
-    ),
+    (V, "' has been built", lambda: AGN(SGD(), local_optimizer=_built(SGD()))),
     (V, "amax is overwritten by its gradient", _overwritten),
     (V, "has not been built", lambda: Cross(SGD()).apply([1.0])),
     (V, "support _Other. Supported: no", lambda: site_lib.kind_of(_Other())),
@@ -194,7 +190,7 @@ def _batch_reduce(gradient):
 class _Reduces(SGD):
     """Reduces in a helper, where reading its own code would not show it."""
 
-    def __init__(self, reduce=_all_reduce):
+    def __init__(self, reduce):
         super().__init__(1.0)
         self._reduce = reduce
 
@@ -249,16 +245,8 @@ def _grouped_in_part(variable):
 
 
 STACKS = [
-    (
-        lambda: Scale(Cross(SGD())),
-        V,
-        r"CrossShardOptimizer\(keras.optimizers.LossScaleOptimizer\(inner\)\)",
-    ),
-    (
-        lambda: Cross(_PassesOn("base")),
-        T,
-        r"_PassesOn.base is an .* Rename the attribute to inner_optimizer",
-    ),
+    (lambda: Scale(Cross(SGD())), V, r"\(keras.*LossScaleOptimizer\(inner\)\)"),
+    (lambda: Cross(_PassesOn("base")), T, "base is an .* to inner_optimizer"),
 ]
 if HAS_MULTI:
     STACKS += [
@@ -388,10 +376,7 @@ def test_a_step_in_another_context(wrapper):
     with pytest.raises(R, match="applied outside of it, where there"):
         step()
     assert not optimizer.built
-    with (
-        strategy.scope(),
-        pytest.raises(R, match="inside the function that you"),
-    ):
+    with strategy.scope(), pytest.raises(R, match="the function that you"):
         step()
     nested = tf.function(step, autograph=False)
     for run in (tf.function(strategy.run), strategy.run):
@@ -437,18 +422,16 @@ def test_replicas_that_apply_something_else_or_nothing():
         optimizer = _cross()()
         optimizer.build(variables)
 
-    def apply(count):
+    def apply(more):
+        count = more + replicas.replica_id()
         if count:
             optimizer.apply([tf.constant(1.0)] * count, variables[:count])
 
-    def more_on_replica_1():
-        apply(1 + replicas.replica_id())
-
     for run in (tf.function(strategy.run), strategy.run):
         with pytest.raises(V, match="1 passes 2 values but replica 0"):
-            run(more_on_replica_1)
+            run(apply, (1,))
     with pytest.raises(R, match="different number of"):
-        tf.function(strategy.run)(lambda: apply(replicas.replica_id()))
+        tf.function(strategy.run)(apply, (0,))
     for variable in variables:
         assert replicas.values(strategy, variable) == [1.0, 1.0]
 

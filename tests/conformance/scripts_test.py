@@ -9,7 +9,6 @@ from tests.support import replicas
 from tests.support import scripts
 from tests.support import transformer_scripts
 
-NUM_REPLICAS = 2
 # Of what training changes in a variable.
 TOLERANCE = 1e-4
 IN_FULL = [
@@ -31,7 +30,7 @@ def test_two_replicas_train_as_one_device(script):
     reference = script().train(
         wrap if script.reference_is_wrapped else lambda optimizer: optimizer
     )
-    strategy = replicas.mirrored(NUM_REPLICAS)
+    strategy = replicas.mirrored(2)
     with strategy.scope():
         trained = script().train(wrap)
     changes = []
@@ -49,7 +48,7 @@ def test_two_replicas_train_as_one_device(script):
         # A gradient that counts twice, or not at all, is far outside.
         np.testing.assert_allclose(
             replicas.values(strategy, variable),
-            np.stack([theirs.numpy()] * NUM_REPLICAS),
+            np.stack([theirs.numpy()] * 2),
             atol=TOLERANCE * max(change, 1e-2),
             rtol=1e-5,
             err_msg=variable.path,

@@ -17,31 +17,18 @@ O = keras.optimizers  # noqa: E741
 pytestmark = pytest.mark.full
 cross = tf_xshard.CrossShardOptimizer
 sharded = functools.partial(cross, shard_update=True)
+tower = functools.partial(tf_xshard.TowerOptimizer, num_towers=1)
+towers = functools.partial(tf_xshard.TowerOptimizer, num_towers=4)
+agn = functools.partial(tf_xshard.AGNOptimizer, communication_period=1)
+adam = functools.partial(O.Adam, 0.05, global_clipnorm=0.5, weight_decay=0.01)
+# Overwriting the weights is in a tf.cond, where Keras calls merge_call.
+average = functools.partial(
+    O.SGD, 0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+)
 
 
 def scaled(inner):
     return cross(O.LossScaleOptimizer(inner))
-
-
-def tower(inner, num_towers=1):
-    return tf_xshard.TowerOptimizer(inner, num_towers)
-
-
-def agn(inner):
-    return tf_xshard.AGNOptimizer(inner, communication_period=1)
-
-
-def sgd():
-    return O.SGD(0.1)
-
-
-def adam():
-    return O.Adam(0.05, global_clipnorm=0.5, weight_decay=0.01)
-
-
-def average():
-    """Overwriting the weights is in a tf.cond, where Keras calls merge_call."""
-    return O.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +38,11 @@ def average():
         (sharded, adam, "mirrored", 1),
         (tower, adam, "tpu", 1),
         # Four batches of 16 rows are one of 64.
-        (functools.partial(tower, num_towers=4), adam, "mirrored", 4),
+        (towers, adam, "mirrored", 4),
         (scaled, average, "mirrored", 1),
         (tower, average, "mirrored", 1),
         (sharded, average, "mirrored", 1),
-        (agn, sgd, "mirrored", 1),
+        (agn, O.SGD, "mirrored", 1),
     ],
 )
 def test_fit_on_two_replicas(wrap, inner, kind, num_towers):

@@ -161,9 +161,6 @@ def test_config():
         "accumulate": "updates",
         "normalize": False,
         "reduction": "sum",
-        "group_assignment": [[0]],
-        "loss_normalization": "replica",
-        "name": "mine",
     }
     config = tf_xshard.AGNOptimizer(
         O.Adam(0.1),

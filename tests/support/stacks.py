@@ -80,7 +80,8 @@ def oracle_of(stack, weights, groups=None, is_reduced=False):
     return _ORACLES[name](options, *inner, weights, groups, is_reduced)
 
 
-def _reduced(gradients, groups, reduction):
+def reduced(gradients, groups, reduction):
+    """The gradients of all replicas, [N, ...], after a reduction."""
     result = np.empty_like(gradients)
     for members in groups or [list(range(len(gradients)))]:
         combine = np.mean if reduction == "mean" else np.sum
@@ -127,9 +128,8 @@ def _sgd(options, weights, *_):
     return apply
 
 
-def _scale(options, inner, *around):
+def _scale(_, inner, *around):
     """Skips a step of all replicas if one has an overflow."""
-    del options
     apply_inner = oracle_of(inner, *around)
 
     def apply(gradients):
@@ -149,9 +149,7 @@ def _cross(options, inner, weights, *_):
             gradients = np.full_like(gradients, np.nan)
         if "pre_reduce" in options:
             gradients = _clipped(gradients)
-        gradients = _reduced(
-            gradients, groups, options.get("reduction", "mean")
-        )
+        gradients = reduced(gradients, groups, options.get("reduction", "mean"))
         if "post_reduce" in options:
             gradients = _clipped(gradients)
         apply_inner(gradients)
@@ -172,13 +170,12 @@ def _tower(options, inner, weights, groups, is_reduced):
             return
         if options.get("reduction", "mean") == "mean":
             total /= num_towers
-        apply_inner(_reduced(total, None, "mean") if reduces else total)
+        apply_inner(reduced(total, None, "mean") if reduces else total)
 
     return apply
 
 
-def _agn(options, inner, weights, groups, is_reduced):
-    del is_reduced
+def _agn(options, inner, weights, groups, _):
     period, center = options["period"], weights.copy()
     apply_to_center = oracle_of(inner, center)
     local = options.get("local_optimizer", inner)
@@ -195,7 +192,7 @@ def _agn(options, inner, weights, groups, is_reduced):
             total /= period
         reduction = options.get("reduction", "mean")
         of_groups = options.get("groups") or groups
-        apply_to_center(_reduced(total, of_groups, reduction))
+        apply_to_center(reduced(total, of_groups, reduction))
         weights[:] = center
 
     return apply

@@ -22,18 +22,9 @@ class Write:
     missing_reductions: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """An operation of a graph or a branch, and all operations before it."""
-
-    graph: str
-    operation: tf.Operation
-    before: set
-    target: tuple[str, int] | None = None  # Of a write.
-
-    @property
-    def key(self):
-        return self.graph, self.operation.name
+# An operation of a graph or a branch, all operations before it, and the pair of
+# a variable and a replica that a write changes.
+_Found = collections.namedtuple("_Found", "graph operation before target")
 
 
 class _Graph:
@@ -50,7 +41,7 @@ class _Graph:
         """Yields the writes and collectives, also those in branches."""
         for one in self.graph.get_operations():
             if one.type.startswith("Collective"):
-                yield _Found(self.name, one, self._before(one))
+                yield _Found(self.name, one, self._before(one), None)
             elif one.type.startswith(_WRITES):
                 for tensor in one.inputs:
                     if target := self.handles.get(tensor.op.name):
@@ -145,7 +136,7 @@ def read(function, num_arguments, variables):
     }
     found = list(_Graph(graph, "", handles).found())
     writes = [one for one in found if one.target]
-    keys = {one.key for one in writes}
+    keys = {(one.graph, one.operation.name) for one in writes}
     # The others send what this step has written.
     reductions = [
         one for one in found if not one.target and not one.before & keys
@@ -163,7 +154,7 @@ def read(function, num_arguments, variables):
                 for other in reductions
                 if other.graph == one.graph
                 and other.operation.device == one.operation.device
-                and other.key not in one.before
+                and (other.graph, other.operation.name) not in one.before
             ),
         )
         for one in writes
