@@ -66,13 +66,8 @@ def check_same(got, want):
         ("tower", "mirrored"),
         ("averages", "none"),
         ("tower", "one_device"),
-        *(
-            pytest.param(name, kind, marks=replicas.in_full)
-            for name, kind in (
-                *(("sharded", "mirrored"), ("skip", "multi_worker")),
-                *(("agn", "tpu"), ("cross", "none")),
-            )
-        ),
+        pytest.param("sharded", "multi_worker", marks=replicas.in_full),
+        pytest.param("agn", "tpu", marks=replicas.in_full),
     ],
 )
 def test_fit_on_data_of_unknown_size(name, kind):
