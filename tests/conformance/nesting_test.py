@@ -16,7 +16,6 @@ from tests.support import replicas
 from tests.support import stacks
 from tests.support import steps
 from tests.support import traced
-from tests.support import versions
 
 GROUPS = [[0, 3], [1, 2]]
 
@@ -147,6 +146,8 @@ def test_every_order_is_right(kind):
 
 
 def _multi(make):
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has no MultiOptimizer")
     return keras.optimizers.MultiOptimizer(lambda variable: make())
 
 
@@ -160,32 +161,21 @@ def _tower(inner=None):
     return tf_xshard.TowerOptimizer(inner or keras.optimizers.SGD(1.0), 1)
 
 
+def _loaded(optimizer):
+    return type(optimizer).from_config(optimizer.get_config())
+
+
 @pytest.mark.parametrize(
     "make, expected",
     [
         # They neither undo 1/N again nor mix what the groups have reduced.
-        pytest.param(
-            lambda: _tower(_multi(_cross)),
-            [-1, -10],
-            marks=versions.needs_multi_optimizer,
-            id="groups_in_multi",
-        ),
+        (lambda: _tower(_multi(_cross)), [-1, -10]),
         # A tower that is loaded still follows the groups around it.
-        pytest.param(
-            lambda: keras.optimizers.deserialize(
-                keras.optimizers.serialize(_cross(_tower()))
-            ),
-            [-1, -10],
-            id="loaded",
-        ),
+        (lambda: _loaded(_cross(_tower())), [-1, -10]),
         # Nothing around them reduces: the sum must not be left out twice.
-        pytest.param(
-            lambda: _tower(_multi(_tower)),
-            [-5.5] * 2,
-            marks=versions.needs_multi_optimizer,
-            id="towers_in_multi",
-        ),
+        (lambda: _tower(_multi(_tower)), [-5.5, -5.5]),
     ],
+    ids=["groups_in_multi", "loaded", "towers_in_multi"],
 )
 def test_wrappers_that_others_make(make, expected):
     made = []

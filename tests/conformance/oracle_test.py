@@ -231,6 +231,31 @@ def test_sparse_gradients_stay_sparse(graph):
         assert got.tolist() == [0, 0, 0, 0, 0, -103, 0, 0, 0, -101]
 
 
+@pytest.mark.parametrize(
+    "name", ["Adam", "RMSprop", "Adagrad", "Ftrl", "Nadam", "AdamW"]
+)
+def test_rows_that_occur_twice_are_summed_first(name):
+    """An Embedding is one-hot rows and a dense layer; not so in plain Keras."""
+    rows = np.array([0, 2, 2, 2, 1, 0, 2, 2])
+    rng = np.random.default_rng(1)
+    table = rng.normal(size=(4, 3)).astype("float32")
+    values = rng.normal(size=(8, 3)).astype("float32")
+
+    def trained(is_sparse, wrap):
+        weight = keras.Variable(table)
+        optimizer = wrap(getattr(keras.optimizers, name)(0.1))
+        for step in range(3):
+            gradient = tf.IndexedSlices(values + step, rows, [4, 3])
+            if not is_sparse:
+                gradient = tf.convert_to_tensor(gradient)
+            optimizer.apply([gradient], [weight])
+        return weight.numpy()
+
+    expected = trained(False, lambda inner: inner)
+    got = trained(True, tf_xshard.CrossShardOptimizer)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
 def test_a_factor_of_one_is_no_multiplication():
     """Times N and 1/N, a third of float32's numbers have other bits."""
     own = np.random.default_rng(0).normal(size=1000).astype("float32")

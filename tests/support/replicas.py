@@ -193,24 +193,28 @@ def _apply_once_on_tpu(strategy, optimizer, gradients_of, variables):
 
     Hence a gradient is None, or has its number of rows, on all replicas.
     """
-    of_replicas = map(gradients_of, range(strategy.num_replicas_in_sync))
+    of_replicas = [
+        gradients_of(r) for r in range(strategy.num_replicas_in_sync)
+    ]
+    # Of IndexedSlices, each part.
+    flat = [tf.nest.flatten(one, expand_composites=True) for one in of_replicas]
     stacks = [
-        one[0] if one[0] is None else _mapped(lambda *own: tf.stack(own), *one)
-        for one in zip(*of_replicas, strict=True)
+        None if own[0] is None else tf.stack(own)
+        for own in zip(*flat, strict=True)
     ]
 
     def on_replica():
-        own = lambda stack: stack[replica_id_tensor()]
-        gradients = [
-            one if one is None else _mapped(own, one) for one in stacks
+        own = [
+            one if one is None else one[replica_id_tensor()] for one in stacks
         ]
-        optimizer.apply(gradients, variables)
+        optimizer.apply(
+            tf.nest.pack_sequence_as(
+                of_replicas[0], own, expand_composites=True
+            ),
+            variables,
+        )
 
     tf.function(lambda: strategy.run(on_replica), autograph=False)()
-
-
-# Also of the parts of IndexedSlices.
-_mapped = functools.partial(tf.nest.map_structure, expand_composites=True)
 
 
 def run(kind, function, num_replicas=4, value=None):
