@@ -42,11 +42,6 @@ OPTIMIZERS = {
     "tower": lambda: Tower(Cross(adam()), 2),
     "agn": lambda: AGN(sgd(), communication_period=2),
 }
-STRATEGIES = {
-    **replicas.STRATEGIES,
-    "none": lambda _: tf.distribute.get_strategy(),
-    "one_device": lambda _: tf.distribute.OneDeviceStrategy("CPU:0"),
-}
 
 
 def state(strategy, variables):
@@ -72,7 +67,7 @@ def check_same(got, want):
 )
 def test_fit_on_data_of_unknown_size(name, kind):
     """All variables, counters too, are those of a loop over the batches."""
-    strategy = STRATEGIES[kind](2)
+    strategy = replicas.WITH_ONE_DEVICE[kind](2)
     xy = training.data(NUM_BATCHES * BATCH_SIZE)
     reference, _ = training.train(
         OPTIMIZERS[name], strategy, xy, BATCH_SIZE, NUM_EPOCHS * NUM_BATCHES

@@ -98,6 +98,11 @@ STRATEGIES = {
     "tpu_permuted": tpu_permuted,
 }
 TPUS = ("tpu", "tpu_permuted")
+WITH_ONE_DEVICE = {
+    **STRATEGIES,
+    "none": lambda _: tf.distribute.get_strategy(),
+    "one_device": lambda _: tf.distribute.OneDeviceStrategy("CPU:0"),
+}
 in_full = pytest.mark.full
 # What does not depend on the numbering.
 on_mirrored_and_tpu = pytest.mark.parametrize("kind", ["mirrored", "tpu"])

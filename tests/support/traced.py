@@ -36,7 +36,7 @@ class Traced:
     ):
         self.strategy = kind
         if isinstance(kind, str):
-            self.strategy = replicas.STRATEGIES[kind](num_replicas)
+            self.strategy = replicas.WITH_ONE_DEVICE[kind](num_replicas)
         with self.strategy.scope():
             self.weights = [
                 keras.Variable(value, dtype=dtype, autocast=False)
