@@ -294,7 +294,7 @@ def test_doctor(run, monkeypatch):
 def test_doctor_finds_a_wrong_sum(capsys, monkeypatch):
     pairs = doctor.rotated_groups(4)[:1]
     monkeypatch.setattr(doctor, "rotated_groups", lambda number: pairs)
-    with mutants.mutant("rows_as_columns"):
+    with mutants.rows_as_columns():
         assert not doctor.check_strategy("broken", replicas.mirrored(4))
     assert "FAIL  broken, tf.function, [[" in capsys.readouterr().out
 

@@ -115,7 +115,7 @@ def test_the_reduced_gradient_is_clipped():
 
 
 def test_rows_that_occur_twice_are_logged_once(caplog):
-    """Not for SGD. limits_test.py has the numbers."""
+    """Not for SGD. oracle_test.py has the numbers."""
     whole._log_summed_rows.cache_clear()
     slices = tf.IndexedSlices(tf.ones([3, 1]), [0, 2, 0], [3, 1])
     for name in ("Adam", "Adam", "SGD", "Ftrl"):
