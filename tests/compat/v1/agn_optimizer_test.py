@@ -25,6 +25,14 @@ def _session(optimizer):
         yield session
 
 
+def _getter(use_resource=True, **kwargs):
+    """A getter, and a variable scope in which it makes variables."""
+    getter = v1.AGNCustomGetter("/CPU:0")
+    return getter, tf1.variable_scope(
+        "", custom_getter=getter, use_resource=use_resource, **kwargs
+    )
+
+
 @pytest.mark.parametrize(
     "name, period, use_resource, v2",
     [
@@ -36,22 +44,23 @@ def _session(optimizer):
 )
 def test_oracle(name, period, use_resource, v2):
     oracle, make = v1_oracle.OPTIMIZERS[name]
-    getter = v1.AGNCustomGetter("/CPU:0")
+    getter, scope = _getter(use_resource)
     inputs = graphs.placeholders(1)
     with graphs.control_flow(v2):
-        with tf1.variable_scope(
-            "", custom_getter=getter, use_resource=use_resource
-        ):
+        with scope:
             w, e = graphs.variables()
         step = tf1.train.get_or_create_global_step()
-        optimizer = v1.AGNOptimizer(make(), 1, getter, period)
+        optimizer = v1.AGNOptimizer(make(), 1, getter, period, v2, name="Mine")
         loss = graphs.loss(*(one[0] for one in inputs), w, e)
         pairs = optimizer.compute_gradients(loss, [w, e])
         train = optimizer.apply_gradients(iter(pairs), step)
-        assert isinstance(train, tf.Operation)
-        assert optimizer.get_slot_names() == list(oracle.slots)
+        assert train.type == "NoOp" and train.name.startswith("Mine/")
         copies = [list(getter.copies_of(v)) for v in (w, e)]
-        slots = [graphs.with_slots(optimizer, v) for v in copies[0][:2]]
+        local, center, _ = copies[0]
+        slots = [graphs.with_slots(optimizer, v) for v in (local, center)]
+        assert set(slots[0]) <= set(tf1.local_variables())
+        assert set(slots[1]) <= set(tf1.global_variables())
+        assert optimizer.get_slot_names() == list(oracle.slots)
         workers = [
             v1_oracle.AGNWorker(oracle(np.ones(v.shape)), period)
             for v in (w, e)
@@ -68,6 +77,11 @@ def test_oracle(name, period, use_resource, v2):
     graphs.check_close(
         got, [expected, with_slots, NUM_STEPS // period], 3e-5, 3e-6
     )
+    operations = tf1.get_default_graph().get_operations()
+    of_refs = [op for op in operations if op.type in ("Assign", "AssignAdd")]
+    locked = [op for op in of_refs if "Mine" in op.name]
+    assert bool(locked) != use_resource
+    assert {op.get_attr("use_locking") for op in locked} <= {v2}
 
 
 def test_the_getter():
@@ -107,8 +121,8 @@ def test_the_getter():
     ],
 )
 def test_accumulators_start_at_zero(kwargs):
-    getter = v1.AGNCustomGetter("/CPU:0")
-    with tf1.variable_scope("", custom_getter=getter):
+    getter, scope = _getter()
+    with scope:
         tf1.get_variable("w", **kwargs)
     [copies] = getter.all_copies()
     assert len({(v.dtype.base_dtype, *v.shape) for v in copies}) == 1
@@ -116,16 +130,9 @@ def test_accumulators_start_at_zero(kwargs):
         assert not session.run(copies.accumulator).any()
 
 
-def _momentum():
-    return tf1.train.MomentumOptimizer(1.0, 0.5)
-
-
-def _simple(inner=None):
-    getter = v1.AGNCustomGetter("/CPU:0")
-    with tf1.variable_scope("", custom_getter=getter):
-        w = tf1.get_variable("w", initializer=10.0)
-    inner = inner or graphs.descent()
-    return getter.copies_of(w), v1.AGNOptimizer(inner, 1, getter, 2)
+def _with_momentum(getter):
+    momentum = tf1.train.MomentumOptimizer(1.0, 0.5)
+    return v1.AGNOptimizer(momentum, 1, getter, 2)
 
 
 def test_the_saver_and_going_on(tmp_path):
@@ -133,18 +140,15 @@ def test_the_saver_and_going_on(tmp_path):
     prefix = str(tmp_path / "model")
 
     def build():
-        getter = v1.AGNCustomGetter("/CPU:0")
-        with tf1.variable_scope(
-            "", custom_getter=getter, partitioner=tf1.fixed_size_partitioner(2)
-        ):
+        getter, scope = _getter(partitioner=tf1.fixed_size_partitioner(2))
+        with scope:
             ten = tf1.constant_initializer(10.0)
             w = tf1.get_variable("w", [2], initializer=ten)
-        optimizer = v1.AGNOptimizer(_momentum(), 1, getter, 2)
+        optimizer = _with_momentum(getter)
         train = optimizer.minimize(tf.reduce_sum(tf.convert_to_tensor(w)))
-        centers = [copies.center for copies in getter.all_copies()]
-        slots = [optimizer.get_slot(center, "momentum") for center in centers]
-        saver = optimizer.swapping_saver()
-        return optimizer, train, saver, [getter.all_copies(), centers, slots]
+        copies = getter.all_copies()
+        slots = [optimizer.get_slot(one.center, "momentum") for one in copies]
+        return optimizer, train, optimizer.swapping_saver(), [copies, slots]
 
     optimizer, train, saver, _ = build()
     with _session(optimizer) as session:
@@ -159,18 +163,19 @@ def test_the_saver_and_going_on(tmp_path):
         session.run(tf1.local_variables_initializer())
         saver.restore(session, prefix)
         session.run(optimizer.get_init_op(0))
-        copies, _, slots = session.run(fetches)
+        copies, slots = session.run(fetches)
         assert copies == [([9.0], [9.0], [0.0])] * 2
         assert slots == [[1.0], [1.0]]
         for _ in range(2):
             session.run(train)
         # The mean gradient 1: momentum 0.5 * 1 + 1.
-        assert session.run(fetches[1]) == [[9.0 - 1.5]] * 2
+        copies, _ = session.run(fetches)
+        assert [one.center for one in copies] == [[9.0 - 1.5]] * 2
 
 
 def test_two_optimizers_in_one_scope_and_none_gradients():
-    getter = v1.AGNCustomGetter("/CPU:0")
-    with tf1.variable_scope("", custom_getter=getter):
+    getter, scope = _getter()
+    with scope:
         a, b = (tf1.get_variable(n, initializer=10.0) for n in "ab")
     trains = []
     for variable, other, period in ((a, b, 1), (b, a, 2)):
@@ -202,20 +207,22 @@ def test_refusals():
             v1.AGNOptimizer(**{**good, **arguments})
     with pytest.raises(TypeError, match="worker_device must be"):
         v1.AGNCustomGetter(None)
-    _, optimizer = _simple()
+    optimizer = v1.AGNOptimizer(**good)
+    with pytest.raises(ValueError, match="has made no trainable"):
+        optimizer.get_init_op(0)
     other = tf1.get_variable("other", [])
     with pytest.raises(ValueError, match="was not made by this optimizer's"):
         optimizer.apply_gradients([(tf.ones([]), other)])
-    with tf.Graph().as_default():
-        with pytest.raises(ValueError, match="has made no trainable"):
-            optimizer.get_init_op(0)
 
 
 @pytest.mark.parametrize("function", [True, False])
 def test_eager_and_in_a_function(function, tmp_path):
     """A checkpoint in mid-period has all state."""
     with tf.__internal__.eager_context.eager_mode():
-        copies, optimizer = _simple(_momentum())
+        getter, scope = _getter()
+        with scope:
+            local = tf1.get_variable("w", initializer=10.0)
+        copies, optimizer = getter.copies_of(local), _with_momentum(getter)
         step, x = tf.Variable(0), tf.Variable(0.0)
         assert optimizer.get_init_op(0) is None
         checkpoint = tf.train.Checkpoint(
@@ -223,8 +230,7 @@ def test_eager_and_in_a_function(function, tmp_path):
         )
 
         def update():
-            loss = lambda: copies.local * x
-            optimizer.minimize(loss, step, var_list=[copies.local])
+            optimizer.minimize(lambda: local * x, step, var_list=[local])
 
         update = tf.function(update) if function else update
 
