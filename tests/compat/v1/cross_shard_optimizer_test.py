@@ -306,6 +306,7 @@ def test_refusals():
         (lambda: apart().compute_gradients(w[0]), "but code outside"),
         (lambda: apart().apply_gradients(pairs), "but code outside"),
         (sharded(lambda: apart().apply_gradients(pairs)), "Make them inside"),
+        (lambda: _optimizer().minimize(None), "tensor or a function"),
         (sharded(lambda: _optimizer().minimize(None)), "tensor or a function"),
         (sharded(lambda: _optimizer().minimize([w])), "tensor or a function"),
     ):

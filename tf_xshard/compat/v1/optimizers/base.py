@@ -18,8 +18,7 @@ def map_loss(function: Callable[[Any], Any], loss: Any) -> Any:
     if callable(loss) and not tf.is_tensor(loss):
         computed = autograph.as_called_by_user(loss)
         return lambda: function(computed())
-    if loss is None or isinstance(loss, (list, tuple)):
-        raise TypeError(f"loss must be a tensor or a function, got {loss!r}.")
+    inner_optimizers.check_loss(loss)
     return function(loss)
 
 

@@ -188,6 +188,12 @@ def of(opt: Any) -> V1 | Keras:
     )
 
 
+def check_loss(loss: Any) -> None:
+    """Raises TypeError for what is neither a tensor nor a function."""
+    if loss is None or isinstance(loss, (list, tuple)):
+        raise TypeError(f"loss must be a tensor or a function, got {loss!r}.")
+
+
 def compute_gradients(
     inner: V1 | Keras,
     compute: Callable[..., list[tuple[Any, Any]]],
@@ -196,6 +202,7 @@ def compute_gradients(
     **kwargs: Any,
 ) -> list[tuple[Any, Any]]:
     """Computes gradients with the inner v1 optimizer, or with `compute`."""
+    check_loss(loss)
     if callable(loss) and not tf.is_tensor(loss):
         loss = autograph.as_called_by_user(loss)
     if isinstance(inner, V1):
