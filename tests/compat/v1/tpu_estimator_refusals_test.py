@@ -1,5 +1,7 @@
 """What a TPUEstimator refuses, and with what it ends."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -40,67 +42,33 @@ def test_input_that_does_not_fit(data, error, message, tmp_path):
         linear.make(tmp_path, fn=lambda features: None).train(data, steps=1)
 
 
-@pytest.mark.parametrize(
-    "kind, name, value, error, message",
-    [
-        ("RunConfig", "master", "grpc://tpu", ValueError, "names a TPU"),
-        ("RunConfig", "save_checkpoints_secs", 60, ValueError, "Use save_ch"),
-        ("RunConfig", "x", 1, TypeError, "unexpected keyword argument 'x'"),
-        ("RunConfig", "tpu_config", 8, TypeError, "must be a tf_xshard.*TPUC"),
-        ("RunConfig", "save_summary_steps", -1, ValueError, "be negative"),
-        ("RunConfig", "keep_checkpoint_max", 1.5, TypeError, "must be an int"),
-        ("TPUConfig", "num_shards", "8", TypeError, "must be an int"),
-    ],
-)
-def test_a_bad_config(kind, name, value, error, message):
-    with pytest.raises(error, match=message):
-        getattr(v1, kind)(**{name: value})
-
-
 def test_refused_arguments(tmp_path):
-    assert v1.RunConfig(None, master="").tpu_config == v1.TPUConfig()
+    make = functools.partial(linear.make, tmp_path)
+    plain = functools.partial(v1.TPUEstimator, linear.model_fn)
     per_shard = v1.InputPipelineConfig.PER_SHARD_V1
-    with pytest.raises(ValueError, match="called once"):
-        v1.TPUConfig(per_host_input_for_training=per_shard)
-    for field, mode in (("eval_metrics", "eval"), ("host_call", "train")):
-        spec = v1.TPUEstimatorSpec(mode, **{field: len})
-        with pytest.raises(TypeError, match=f"{field} must be a pair"):
-            spec.as_estimator_spec()
-    with pytest.raises(TypeError, match="must be a tf_xshard.*RunConfig"):
-        v1.TPUEstimator(linear.model_fn, str(tmp_path), config={})
-    with pytest.raises(ValueError, match="model_dir"):
-        v1.TPUEstimator(linear.model_fn)
-    linear.make(tmp_path, eval_on_tpu=True, export_to_tpu=False)
-    for arguments, error, message in (
-        ({"num_shards": 3}, ValueError, "divided by the 3 shards"),
-        ({"params": {"batch_size": 1}}, ValueError, "batch_size"),
-        ({"warm_start_from": "here"}, ValueError, "init_from_checkpoint"),
-        ({"fn": lambda features, images: None}, TypeError, r"\['images'\]"),
-        ({"fn": "model"}, TypeError, "must be a function"),
+    other_names = lambda features, images: None
+    for call, name, value, message in (
+        (v1.RunConfig, "master", "grpc://tpu", "names a TPU"),
+        (v1.RunConfig, "save_checkpoints_secs", 60, "Use save_checkpoints_s"),
+        (v1.RunConfig, "x", 1, "unexpected keyword argument 'x'"),
+        (v1.RunConfig, "tpu_config", 8, "must be a tf_xshard.*TPUConfig"),
+        (v1.RunConfig, "save_summary_steps", -1, "must not be negative"),
+        (v1.RunConfig, "keep_checkpoint_max", 1.5, "must be an int"),
+        (v1.TPUConfig, "num_shards", "8", "must be an int"),
+        (v1.TPUConfig, "per_host_input_for_training", per_shard, "called once"),
+        (plain, "config", {}, "must be a tf_xshard.*RunConfig"),
+        (plain, "model_dir", None, "model_dir"),
+        (make, "num_shards", 3, "divided by the 3 shards"),
+        (make, "params", {"batch_size": 1}, "batch_size"),
+        (make, "warm_start_from", "here", "init_from_checkpoint"),
+        (make, "fn", other_names, r"\['images'\]"),
+        (make, "fn", "model", "must be a function"),
     ):
-        with pytest.raises(error, match=message):
-            linear.make(tmp_path, **arguments)
-
-
-def test_calls_before_training(tmp_path):
-    estimator = linear.make(tmp_path)
-    for arguments, message in (
-        ({"steps": 1, "max_steps": 2}, "not both"),
-        ({"steps": 0}, "steps must be a positive int"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            estimator.train(linear.input_fn, **arguments)
-    without = linear.make(tmp_path, train_batch_size=None)
-    with pytest.raises(ValueError, match="train_batch_size"):
-        without.train(linear.input_fn, steps=1)
-    assert estimator.latest_checkpoint() is None
-    for call in (
-        lambda: estimator.evaluate(linear.once),
-        lambda: next(estimator.predict(linear.once)),
-        estimator.get_variable_names,
-    ):
-        with pytest.raises(ValueError, match="no checkpoint"):
-            call()
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(**{name: value})
+    # Arguments without an effect.
+    assert v1.RunConfig(None, master="").tpu_config == v1.TPUConfig()
+    make(eval_on_tpu=True, export_to_tpu=False)
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +77,38 @@ def trained(tmp_path_factory):
     return linear.make(directory).train(linear.input_fn, steps=1)
 
 
-def test_calls_of_a_trained_estimator(trained):
-    with pytest.raises(ValueError, match="steps must be a positive int"):
-        trained.evaluate(linear.once, steps=0)
-    with pytest.raises(ValueError, match="no batch"):
-        trained.evaluate(lambda params: linear.once(params).take(0))
-    with pytest.raises(ValueError, match="predict_keys has"):
-        next(trained.predict(linear.once, predict_keys=["z"]))
+def test_refused_calls(trained, tmp_path):
+    estimator = linear.make(tmp_path)
+    without = linear.make(tmp_path, train_batch_size=None)
+    assert estimator.latest_checkpoint() is None
+    empty = lambda params: linear.once(params).take(0)
+
+    def predict(estimator, *args, **kwargs):
+        next(estimator.predict(*args, **kwargs))
+
+    train, evaluate = v1.TPUEstimator.train, v1.TPUEstimator.evaluate
+    data, once = linear.input_fn, linear.once
+    for call, one, given, arguments, message in (
+        (train, estimator, data, {"steps": 1, "max_steps": 2}, "not both"),
+        (train, estimator, data, {"steps": 0}, "steps must be a positive int"),
+        (train, without, data, {"steps": 1}, "train_batch_size"),
+        (evaluate, estimator, once, {}, "no checkpoint"),
+        (predict, estimator, once, {}, "no checkpoint"),
+        (evaluate, trained, once, {"steps": 0}, "steps must be a positive int"),
+        (evaluate, trained, empty, {}, "no batch"),
+        (predict, trained, once, {"predict_keys": ["z"]}, "predict_keys has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(one, given, **arguments)
+    with pytest.raises(ValueError, match="no checkpoint"):
+        estimator.get_variable_names()
 
 
 def _spec(**fields):
     return lambda features, labels, mode: v1.TPUEstimatorSpec(mode, **fields)
+
+
+_on_host = _spec(loss=1.0, train_op="step", host_call=len)
 
 
 def _metrics(metrics):
@@ -135,6 +124,8 @@ def _uneven(features, mode):
     "mode, fn, error, message",
     [
         ("train", lambda x, labels: 3.0, TypeError, "return a TPUEstimatorS"),
+        ("train", _on_host, TypeError, "host_call must be a pair"),
+        ("eval", _spec(loss=1.0, eval_metrics=len), TypeError, "s must be a p"),
         ("train", _spec(train_op="step"), ValueError, "no loss"),
         ("train", _spec(loss=1.0), ValueError, "no train_op"),
         ("eval", _spec(), ValueError, "no loss"),
