@@ -33,20 +33,16 @@ class _Worker:
             setter = tf1.train.replica_device_setter(
                 cluster=cluster, worker_device=device
             )
-            with (
-                tf1.device(setter),
-                tf1.variable_scope("", custom_getter=getter),
-            ):
+            scope = tf1.variable_scope("", custom_getter=getter)
+            with tf1.device(setter), scope:
                 step = tf1.train.get_or_create_global_step()
-                self._gradient = tf1.placeholder(tf.float32, [2])
                 # The chief's value, which is -1, is the center's.
                 w = tf1.get_variable("w", initializer=[index - 1.0] * 2)
-            optimizer = v1.AGNOptimizer(
-                tf1.train.AdamOptimizer(0.1), 2, getter, PERIOD
-            )
-            self._train = optimizer.minimize(
-                tf.reduce_sum(self._gradient * w), step
-            )
+            self._gradient = tf1.placeholder(tf.float32, [2])
+            loss = tf.reduce_sum(self._gradient * w)
+            adam = tf1.train.AdamOptimizer(0.1)
+            optimizer = v1.AGNOptimizer(adam, 2, getter, PERIOD)
+            self._train = optimizer.minimize(loss, step)
             copies = getter.copies_of(w)
             shared = [*graphs.with_slots(optimizer, copies.center), step]
             assert copies.local.device.startswith(device)

@@ -139,9 +139,8 @@ def test_oracle_under_a_strategy(inner, kind, name, groups, reduction):
         step(*map(tf.constant, arrays))
     assert set(oracle.slots) <= set(optimizer.get_slot_names())
     expected = _expected(name, num_replicas, groups, reduction)
-    for variable, of_replicas in zip(
-        (w, e), zip(*expected, strict=True), strict=True
-    ):
+    for index, variable in enumerate((w, e)):
+        of_replicas = [pair[index] for pair in expected]
         got = replicas.values(strategy, variable)
         graphs.check_close(got, [one.x for one in of_replicas])
         for slot in oracle.slots:
@@ -238,25 +237,24 @@ def test_one_shard_runs_without_a_tpu_in_branches_too(use_resource, v2):
 def test_checkpoint_keeps_all_state(make, early, tmp_path):
     """The original restores slots into orphans and loses beta powers."""
 
-    def made(value):
-        w, optimizer = tf.Variable(value), v1.CrossShardOptimizer(make(0.1))
-        return w, optimizer, tf.train.Checkpoint(w=w, optimizer=optimizer)
+    def made():
+        optimizer = v1.CrossShardOptimizer(make(0.1))
+        return tf.train.Checkpoint(w=tf.Variable(1.0), optimizer=optimizer)
 
-    def train(w, optimizer, steps):
+    def train(one, steps):
         for step in range(steps):
-            optimizer.minimize(lambda: w * (step + 1.0), var_list=[w])
+            one.optimizer.minimize(lambda: one.w * (step + 1.0), None, [one.w])
 
-    w, optimizer, checkpoint = made(1.0)
-    train(w, optimizer, 2)
-    path = checkpoint.save(str(tmp_path / "model"))
-    train(w, optimizer, 3)
-    other, restored, checkpoint = made(5.0)
+    first, other = made(), made()
+    train(first, 2)
+    path = first.save(str(tmp_path / "model"))
+    train(first, 3)
     if not early:
-        train(other, restored, 1)
-    status = checkpoint.restore(path)
-    train(other, restored, 3)
+        train(other, 1)
+    status = other.restore(path)
+    train(other, 3)
     status.assert_consumed()
-    assert other.numpy() == w.numpy()
+    assert other.w.numpy() == first.w.numpy()
 
 
 def _optimizer(opt=None, **kwargs):

@@ -27,10 +27,7 @@ def session(num_cpus=1):
 @contextlib.contextmanager
 def control_flow(v2):
     """Branches and loops of TensorFlow 2, or those of TensorFlow 1."""
-    switches = {
-        True: tf1.enable_control_flow_v2,
-        False: tf1.disable_control_flow_v2,
-    }
+    switches = (tf1.disable_control_flow_v2, tf1.enable_control_flow_v2)
     before = tf1.control_flow_v2_enabled()
     switches[v2]()
     try:
@@ -53,9 +50,8 @@ def variables():
 
 def loss(dense, indices, values, w, e):
     """Its gradients are these numbers, whatever the variables hold."""
-    return tf.reduce_sum(dense * w) + tf.reduce_sum(
-        values * tf.gather(e, indices)
-    )
+    of_e = tf.reduce_sum(values * tf.gather(e, indices))
+    return tf.reduce_sum(dense * w) + of_e
 
 
 def with_slots(optimizer, variable):
@@ -70,10 +66,8 @@ def feeds(num_parts, num_steps):
 
 
 def placeholders(num_parts):
-    return [
-        tf1.placeholder(array.dtype, array.shape)
-        for array in v1_oracle.gradients(num_parts, 0)
-    ]
+    [arrays] = feeds(num_parts, 1)
+    return [tf1.placeholder(one.dtype, one.shape) for one in arrays]
 
 
 def run_steps(step, fetches, inputs=(), feeds=((),), num_cpus=1):
@@ -95,7 +89,6 @@ def sums_on_tpu(graph):
 
 def check_close(got, expected, rtol=2e-5, atol=2e-6):
     """Compares all numbers of two nested structures."""
-    for one, other in zip(
-        tf.nest.flatten(got), tf.nest.flatten(expected), strict=True
-    ):
+    both = tf.nest.flatten(got), tf.nest.flatten(expected)
+    for one, other in zip(*both, strict=True):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)

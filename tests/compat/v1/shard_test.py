@@ -143,11 +143,8 @@ class _Skipping(tf1.train.Optimizer):
 
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
         [pair] = grads_and_vars
-        return tf.cond(
-            pair[0] < 100,
-            lambda: self.optimizer.apply_gradients([pair], *args, **kwargs),
-            tf.no_op,
-        )
+        apply = lambda: self.optimizer.apply_gradients([pair], *args, **kwargs)
+        return tf.cond(pair[0] < 100, apply, tf.no_op)
 
 
 @pytest.mark.parametrize(
@@ -172,30 +169,26 @@ def test_calls_share_variables_and_one_adam(wrap):
         for step in (train, again, train):
             session.run([step])
             oracle.apply(2 * (oracle.x - X.mean()))
-        np.testing.assert_allclose(
-            session.run(loss)[:2], (X[:2] - oracle.x) ** 2, rtol=1e-5
-        )
         got = session.run(_variables())
     names = ["w", "w/Adam", "w/Adam_1", "beta1_power", "beta2_power"]
+    expected = [oracle.x, *oracle.state.values(), 0.9**4, 0.999**4]
     for prefix in ("", "shard_1/"):
         found = [got.pop(prefix + name) for name in names]
-        np.testing.assert_allclose(found[0], oracle.x, rtol=1e-5)
-        np.testing.assert_allclose(found[3], 0.9**4, rtol=1e-6)
-    assert sorted(got) == ["shard_2/w", "shard_3/w"]
+        graphs.check_close(found, expected)
+    assert got == {"shard_2/w": 0.0, "shard_3/w": 0.0}
 
 
 @pytest.mark.parametrize("v2", [False, True])
 def test_an_update_is_skipped_in_the_wrapped_optimizer(v2):
     """Adam does not count it either."""
 
-    def computation(x):
-        adam = tf1.train.AdamOptimizer(0.1)
-        return v1.CrossShardOptimizer(_Skipping(adam)).apply_gradients(
-            [(tf.reduce_sum(x), _zeros("w"))],
-            tf1.train.get_or_create_global_step(),
-        )
+    step = tf1.train.get_or_create_global_step()
 
-    tf1.train.get_or_create_global_step()
+    def computation(x):
+        skipping = _Skipping(tf1.train.AdamOptimizer(0.1))
+        pairs = [(tf.reduce_sum(x), _zeros("w"))]
+        return v1.CrossShardOptimizer(skipping).apply_gradients(pairs, step)
+
     x = tf1.placeholder(tf.float32, [2])
     with graphs.control_flow(v2):
         op = v1.shard(computation, [x], num_shards=2)
@@ -301,11 +294,9 @@ def test_tables_moving_averages_and_devices():
     ],
 )
 def test_bad_arguments(arguments, error, text):
+    computation = lambda: [tf.zeros([1]), tf.zeros([1])]
     with pytest.raises(error, match=text):
-        v1.shard(
-            lambda: [tf.zeros([1]), tf.zeros([1])],
-            **{"num_shards": 2, **arguments},
-        )
+        v1.shard(computation, **{"num_shards": 2, **arguments})
     with tf.__internal__.eager_context.eager_mode():
         with pytest.raises(RuntimeError, match="in a tf.function"):
             v1.shard(lambda: None)
@@ -372,19 +363,16 @@ def test_what_is_read_after_an_assignment_is_the_new_value():
 
 
 def test_in_a_function_a_shared_variable_is_read_and_not_assigned():
-    def sharded(computation):
-        inputs = [tf.ones([2])]
-        return tf.function(
-            lambda: v1.shard(computation, inputs, num_shards=2), autograph=False
-        )()
-
     with tf.__internal__.eager_context.eager_mode():
         table = tf.Variable([1.0, 10.0, 100.0])
+
+        @tf.function(autograph=False)
+        def sharded(read):
+            return v1.shard(lambda x: x + read()[0], [tf.ones([2])], 2)
+
         (got,) = sharded(
-            lambda x: (
-                x + tf.gather(table, [2])[0] + tf.gather_nd(table, [[1]])[0]
-            )
+            lambda: tf.gather(table, [2]) + tf.gather_nd(table, [[1]])
         )
         assert got.numpy().tolist() == [111, 111]
         with pytest.raises(ValueError, match="assign it after"):
-            sharded(lambda x: x + table.assign_add([1.0, 1.0, 1.0])[0])
+            sharded(lambda: table.assign_add([1.0, 1.0, 1.0]))
