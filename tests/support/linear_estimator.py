@@ -28,14 +28,10 @@ def model_fn(features, labels, mode, params):
         return v1.TPUEstimatorSpec(mode, predictions)
     loss = tf.reduce_mean(tf.square(y - labels))
     if mode == v1.ModeKeys.EVAL:
-
-        def metrics(labels, y):
-            return {"mae": tf1.metrics.mean_absolute_error(labels, y)}
-
-        tensors = {"labels": labels, "y": y}
-        return v1.TPUEstimatorSpec(
-            mode, loss=loss, eval_metrics=(metrics, tensors)
-        )
+        mae = tf1.metrics.mean_absolute_error
+        metrics = lambda labels, y: {"mae": mae(labels, y)}
+        on_host = (metrics, {"labels": labels, "y": y})
+        return v1.TPUEstimatorSpec(mode, loss=loss, eval_metrics=on_host)
     assert labels.shape[0] == params["batch_size"]
     adam = tf1.train.AdamOptimizer(params["learning_rate"])
     step = tf1.train.get_global_step()
@@ -66,15 +62,10 @@ def weights(estimator):
 def make(directory, num_shards=2, fn=model_fn, config=(), **kwargs):
     """An estimator; `config` has further arguments of RunConfig."""
     shards = v1.TPUConfig(num_shards=np.int64(num_shards))
-    kwargs = {
-        "train_batch_size": 8,
-        "eval_batch_size": 8,
-        "predict_batch_size": 8,
-        "params": {"learning_rate": 0.1},
-        **kwargs,
-    }
+    sizes = ("train_batch_size", "eval_batch_size", "predict_batch_size")
+    defaults = {**dict.fromkeys(sizes, 8), "params": {"learning_rate": 0.1}}
     config = v1.RunConfig(shards, model_dir=str(directory), **dict(config))
-    return v1.TPUEstimator(fn, config=config, **kwargs)
+    return v1.TPUEstimator(fn, config=config, **{**defaults, **kwargs})
 
 
 def adam(num_steps):

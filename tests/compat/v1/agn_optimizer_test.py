@@ -77,11 +77,12 @@ def test_oracle(name, period, use_resource, v2):
     graphs.check_close(
         got, [expected, with_slots, NUM_STEPS // period], 3e-5, 3e-6
     )
-    operations = tf1.get_default_graph().get_operations()
-    of_refs = [op for op in operations if op.type in ("Assign", "AssignAdd")]
-    locked = [op for op in of_refs if "Mine" in op.name]
-    assert bool(locked) != use_resource
-    assert {op.get_attr("use_locking") for op in locked} <= {v2}
+    flags = [
+        op.get_attr("use_locking")
+        for op in tf1.get_default_graph().get_operations()
+        if op.type in ("Assign", "AssignAdd") and "Mine" in op.name
+    ]
+    assert set(flags) == (set() if use_resource else {v2})
 
 
 def test_the_getter():
@@ -191,23 +192,19 @@ def test_two_optimizers_in_one_scope_and_none_gradients():
 
 def test_refusals():
     getter = v1.AGNCustomGetter("/CPU:0")
-    good = {
-        "optimizer": graphs.descent(),
-        "num_worker": 1,
-        "custom_getter": getter,
-    }
+    descent = graphs.descent()
     for arguments, error, text in (
-        ({"optimizer": keras.optimizers.SGD()}, TypeError, "optimizer must"),
-        ({"custom_getter": None}, TypeError, "custom_getter must be"),
-        ({"num_worker": "2"}, TypeError, "num_worker must be an int"),
-        ({"communication_period": 0}, ValueError, "must be positive"),
-        ({"name": ""}, ValueError, "name"),
+        ((keras.optimizers.SGD(), 1, getter), TypeError, "optimizer must"),
+        ((descent, 1, None), TypeError, "custom_getter must be"),
+        ((descent, "2", getter), TypeError, "num_worker must be an int"),
+        ((descent, 1, getter, 0), ValueError, "must be positive"),
+        ((descent, 1, getter, 1, True, ""), ValueError, "name"),
     ):
         with pytest.raises(error, match=text):
-            v1.AGNOptimizer(**{**good, **arguments})
+            v1.AGNOptimizer(*arguments)
     with pytest.raises(TypeError, match="worker_device must be"):
         v1.AGNCustomGetter(None)
-    optimizer = v1.AGNOptimizer(**good)
+    optimizer = v1.AGNOptimizer(descent, 1, getter)
     with pytest.raises(ValueError, match="has made no trainable"):
         optimizer.get_init_op(0)
     other = tf1.get_variable("other", [])

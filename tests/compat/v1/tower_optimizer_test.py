@@ -47,12 +47,11 @@ def test_oracle(num_towers, name, reduction):
             loss += tf.reduce_sum(dense * p)
         optimizer = v1.TowerOptimizer(make)
         # The original loses a generator's pairs.
-        train = optimizer.apply_gradients(
-            iter(optimizer.compute_gradients(loss)),
-            tf1.train.get_or_create_global_step(),
-        )
-        variables = (w, e, m, p)
-        fetched.append([graphs.with_slots(optimizer, v) for v in variables])
+        pairs = iter(optimizer.compute_gradients(loss))
+        step = tf1.train.get_or_create_global_step()
+        train = optimizer.apply_gradients(pairs, step)
+        slots = [graphs.with_slots(optimizer, v) for v in (w, e, m, p)]
+        fetched.append([slots, step])
         return v1.EstimatorSpec(
             mode, loss=loss, train_op=train, training_hooks=(len(fetched),)
         )
@@ -62,8 +61,7 @@ def test_oracle(num_towers, name, reduction):
     features = dict(zip("div", inputs, strict=True))
     spec = _towers(num_towers, model_fn, reduction)(features, None, "train")
     assert spec.training_hooks == (num_towers,)  # The last tower's spec.
-    fetches = [fetched[-1], tf1.train.get_global_step()]
-    got = graphs.run_steps(spec.train_op, fetches, inputs, steps)
+    got = graphs.run_steps(spec.train_op, fetched[-1], inputs, steps)
     expected = [oracle(np.ones(shape)) for shape in shapes.values()]
     factor = 1 if reduction == R.SUM else 1 / num_towers
     for dense, indices, values in steps:
@@ -77,22 +75,20 @@ def test_oracle(num_towers, name, reduction):
 def _scaled(features, labels, mode):
     w = tf1.get_variable("w", initializer=2.0)
     y = tf.stack([features * w, -features], 1)
-    if mode == v1.ModeKeys.PREDICT:
-        return v1.EstimatorSpec(
-            mode,
-            predictions={"y": y, "x": features},
-            export_outputs={
-                "all": v1.PredictOutput({"y": y}),
-                "class": v1.ClassificationOutput(y, tf.as_string(y)),
-                "value": v1.RegressionOutput(features),
-            },
-        )
-    metrics = {
-        "accuracy": tf1.metrics.accuracy(labels, features),
-        "mean": tf1.metrics.mean(y),
-    }
-    loss = tf.reduce_mean((y[:, 0] - labels) ** 2)
-    return v1.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
+    return v1.EstimatorSpec(
+        mode,
+        predictions={"y": y, "x": features},
+        loss=tf.reduce_mean((y[:, 0] - labels) ** 2),
+        eval_metric_ops={
+            "accuracy": tf1.metrics.accuracy(labels, features),
+            "mean": tf1.metrics.mean(y),
+        },
+        export_outputs={
+            "all": v1.PredictOutput({"y": y}),
+            "class": v1.ClassificationOutput(y, tf.as_string(y)),
+            "value": v1.RegressionOutput(features),
+        },
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,10 +114,8 @@ def test_metrics_predictions_and_exports_are_of_all_towers(
     loss *= num_towers if reduction == R.SUM else 1
     expected = [[6 / 8, y.mean()], loss, {"y": y, "x": x}]
     graphs.check_close(got, expected, 1e-6, 0)
-    graphs.check_close(
-        [exported, scores, classes.astype(np.float32)],
-        [{"all": [{"y": y}], "value": [x]}, y, y],
-    )
+    graphs.check_close(exported, {"all": [{"y": y}], "value": [x]})
+    graphs.check_close([scores, classes.astype(np.float32)], [y, y])
 
 
 def test_splitting_of_structures():
@@ -197,8 +191,7 @@ def _scalar_model(features, mode, *, calls=1):
 
 def _after_a_step(model_fn):
     spec = _towers(2, model_fn)(FEATURES, None, "train")
-    fetches = tf1.trainable_variables()
-    return spec, graphs.run_steps(spec.train_op, fetches)
+    return spec, graphs.run_steps(spec.train_op, tf1.trainable_variables())
 
 
 def _as_dataclass(**fields):
@@ -232,12 +225,10 @@ def test_one_tower_and_none():
     step = tf1.train.get_or_create_global_step()
     train = optimizer.minimize(w * w, global_step=step, name="train")
     assert train.name == "train"
-    assert optimizer.get_slot_names() == ["momentum"]
     assert optimizer.variables() == made[0].variables()
     assert len(made) == 1
-    fetches = [w, step, optimizer.get_slot(w, "momentum")]
-    got = graphs.run_steps(train, fetches)
-    assert got == [-10.0, 1, 20.0]
+    fetches = [step, *graphs.with_slots(optimizer, w)]
+    assert graphs.run_steps(train, fetches) == [1, -10.0, 20.0]
 
 
 def _is_first():
@@ -253,11 +244,8 @@ def _unequal(first, second):
 def _in_cond(features, mode):
     w = tf1.get_variable("w", initializer=10.0)
     optimizer = v1.TowerOptimizer(graphs.descent())
-    train = tf.cond(
-        tf.constant(True),
-        lambda: optimizer.apply_gradients([(tf.ones([]), w)]),
-        tf.no_op,
-    )
+    apply = lambda: optimizer.apply_gradients([(tf.ones([]), w)])
+    train = tf.cond(tf.constant(True), apply, tf.no_op)
     return v1.EstimatorSpec(mode, loss=features[0], train_op=train)
 
 
