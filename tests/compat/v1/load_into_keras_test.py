@@ -20,12 +20,14 @@ X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 1)).astype(np.float32)
 
 
-def _loss(x, y):
+def _step(optimizer, x, y):
     uniform = tf1.glorot_uniform_initializer
     kernel = tf1.get_variable("dense/kernel", [3, 4], initializer=uniform(1))
     bias = tf1.get_variable("dense/bias", [4], initializer=tf.zeros)
     last = tf1.get_variable("dense_1/kernel", [4, 1], initializer=uniform(2))
-    return tf.reduce_mean((tf.tanh(x @ kernel + bias) @ last - y) ** 2)
+    loss = tf.reduce_mean((tf.tanh(x @ kernel + bias) @ last - y) ** 2)
+    step = tf1.train.get_or_create_global_step()
+    return optimizer.minimize(loss, global_step=step)
 
 
 _rmsprop = functools.partial(tf1.train.RMSPropOptimizer, 0.1, momentum=0.5)
@@ -47,10 +49,7 @@ def _trained(name):
     directory = tempfile.TemporaryDirectory()
     atexit.register(directory.cleanup)
     with tf.Graph().as_default():
-        train = OPTIMIZERS[name]().minimize(
-            _loss(tf.constant(X), tf.constant(Y)),
-            global_step=tf1.train.get_or_create_global_step(),
-        )
+        train = _step(OPTIMIZERS[name](), tf.constant(X), tf.constant(Y))
         values = {v.op.name: v for v in tf1.global_variables()}
         with graphs.session() as session:
             for _ in range(3):
@@ -66,9 +65,7 @@ def test_a_checkpoint_of_tf1_in_shards_and_back(tmp_path):
     path, saved, expected = _trained("adam")
 
     def computation(x, y):
-        return v1.CrossShardOptimizer(OPTIMIZERS["adam"]()).minimize(
-            _loss(x, y), global_step=tf1.train.get_or_create_global_step()
-        )
+        return _step(v1.CrossShardOptimizer(OPTIMIZERS["adam"]()), x, y)
 
     with tf.Graph().as_default(), tf1.Session() as session:
         train = v1.shard(computation, [tf.constant(X), tf.constant(Y)], 2)
@@ -203,13 +200,11 @@ def test_accumulation_and_schedules(tmp_path):
     assert int(optimizer.iterations) == 7
     del values["dense/kernel/Adam_1"]
     prefix = _write(values, tmp_path / "momentum")
-    optimizer = keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9
-    )
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    optimizer = keras.optimizers.SGD(rate, momentum=0.9)
     v1.load_into_keras(prefix, _one_layer(optimizer))
-    np.testing.assert_allclose(
-        optimizer.momentums[0], -0.1 * 0.5**7 * 3 * KERNEL, rtol=1e-6
-    )
+    expected = -0.1 * 0.5**7 * 3 * KERNEL
+    np.testing.assert_allclose(optimizer.momentums[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +246,9 @@ def test_batch_normalization_under_another_name(tmp_path):
         for i, weight in enumerate(model.weights)
     }
     paths = [weight.path for weight in model.weights]
-    v1.load_into_keras(
-        _write(values, tmp_path / "model"),
-        model,
-        names=dict(zip(paths, values, strict=True)),
-    )
+    names = dict(zip(paths, values, strict=True))
+    prefix = _write(values, tmp_path / "model")
+    v1.load_into_keras(prefix, model, names=names)
     graphs.check_close(model.get_weights(), [*values.values()], 0, 0)
 
 
@@ -290,5 +283,5 @@ def test_momentum_and_the_center_under_a_strategy(tmp_path):
         (model.optimizer.center_variables[0], 10 * KERNEL),
         (momentum, -20 * KERNEL),
     ):
-        for one in replicas.values(strategy, variable):
-            np.testing.assert_array_equal(one, value)
+        got = replicas.values(strategy, variable)
+        np.testing.assert_array_equal(got, [value] * 2)

@@ -267,10 +267,8 @@ def test_tables_moving_averages_and_devices():
         with tf.control_dependencies(updates):
             return table.lookup(tf.cast(x, tf.int32))
 
-    devices = ["/CPU:0", "/CPU:1"]
-    (got,) = v1.shard(
-        computation, [tf.constant(X)], 2, device_assignment=devices
-    )
+    options = {"num_shards": 2, "device_assignment": ["/CPU:0", "/CPU:1"]}
+    (got,) = v1.shard(computation, [tf.constant(X)], **options)
     with graphs.session(num_cpus=2) as session:
         session.run(tf1.tables_initializer())
         assert session.run(got).tolist() == [10.0, 20.0, 0.0, 0.0]
@@ -313,21 +311,11 @@ def _in_cond():
     return tf.cond(tf.constant(True), _apply, tf.no_op)
 
 
-# Python runs the following for each shard.
-def _unequal():
-    return [_apply() for _ in range(1 if _is_first() else 2)]
-
-
-def _fewer():
-    return _apply() if _is_first() else _zeros("v")
-
-
-def _other_shapes():
-    return tf1.get_variable("v", [2 if _is_first() else 3])
-
-
-def _more_variables():
-    return [_zeros(name) for name in ("v" if _is_first() else "vw")]
+# Python runs these functions for each shard.
+_unequal = lambda: [_apply() for _ in range(1 if _is_first() else 2)]
+_fewer = lambda: _apply() if _is_first() else _zeros("v")
+_other_shapes = lambda: tf1.get_variable("v", [2 if _is_first() else 3])
+_more_variables = lambda: list(map(_zeros, "v" if _is_first() else "vw"))
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,6 @@ def _shards(failure, groups=None, outside=False):
     return v1.shard(computation, num_shards=2)
 
 
-def _alone(failure, make=_cross_shard):
-    return failure.apply(make(), graphs.variables())
-
-
 def _towers(failure, make=_tower):
     def model_fn(features, mode):
         is_last = not graphs.is_first("tower_1")
@@ -102,14 +98,14 @@ def _mirrored(failure, groups):
 STEPS = {
     "shards in groups": lambda f: _shards(f, [[0], [1]]),
     "shards that share variables": lambda f: _shards(f, outside=True),
-    "one shard": _alone,
+    "one shard": lambda f: f.apply(_cross_shard(), graphs.variables()),
     "replicas": lambda f: _mirrored(f, [[0, 1]]),
     "replicas in groups": lambda f: _mirrored(f, [[0], [1]]),
     "towers": _towers,
     "towers of a wrapper": lambda f: _towers(
         f, lambda: v1.TowerOptimizer(_cross_shard())
     ),
-    "one tower": lambda f: _alone(f, _tower),
+    "one tower": lambda f: f.apply(_tower(), graphs.variables()),
     "agn": _agn,
     "agn, ref variables": lambda f: _agn(f, 2, use_resource=False),
 }

@@ -1,5 +1,6 @@
 """TPUEstimator's model_fn and hooks, with no TPU and no Estimator package."""
 
+import functools
 import gc
 import os
 import weakref
@@ -62,25 +63,22 @@ def test_shards_train_as_one_device(tmp_path):
     results = estimator.evaluate(linear.once)
     half = estimator.evaluate(linear.once, steps=2, name="half")
     assert os.listdir(tmp_path / "eval_half")
-    graphs.check_close(
-        [uneven["loss"], results["loss"], half["loss"]],
-        [np.mean(of_batches), np.mean(squares), np.mean(squares[:16])],
-        1e-5,
-    )
-    graphs.check_close([uneven["mae"], results["mae"]], [mae, mae], 1e-5)
+    losses = [one["loss"] for one in (uneven, results, half)]
+    expected = map(np.mean, (of_batches, squares, squares[:16]))
+    np.testing.assert_allclose(losses, list(expected), rtol=1e-5)
+    maes = [uneven["mae"], results["mae"]]
+    np.testing.assert_allclose(maes, [mae, mae], rtol=1e-5)
     assert results["global_step"] == 10
 
     rows = list(estimator.predict(linear.once))
     np.testing.assert_allclose([row["y"] for row in rows], y, rtol=1e-4)
     first = [row["first"] for row in rows]
     np.testing.assert_array_equal(first, linear.X[:, 0])
-    [batch, *_] = estimator.predict(
-        linear.once, predict_keys="first", yield_single_examples=False
-    )
+    options = {"predict_keys": "first", "yield_single_examples": False}
+    [batch, *_] = estimator.predict(linear.once, **options)
     assert list(batch) == ["first"] and batch["first"].shape == (8,)
-    old = estimator.evaluate(
-        linear.once, checkpoint_path=str(tmp_path / "model.ckpt-4")
-    )
+    path = str(tmp_path / "model.ckpt-4")
+    old = estimator.evaluate(linear.once, checkpoint_path=path)
     assert old["global_step"] == 4 and old["loss"] > results["loss"]
 
 
@@ -144,14 +142,11 @@ def test_calls_on_the_host(tmp_path):
 
     first = linear.make(tmp_path / "first")
     first.train(linear.input_fn, steps=3)
-    tuned = linear.make(
-        tmp_path / "tuned",
-        fn=_model_fn(with_calls),
-        params={"learning_rate": 0},
-    )
+    directory, rate = tmp_path / "tuned", {"learning_rate": 0}
+    tuned = linear.make(directory, fn=_model_fn(with_calls), params=rate)
     tuned.train(linear.input_fn, steps=2, hooks=[_Called(lines)])
     # The script's own Saver keeps one.
-    assert len(list((tmp_path / "tuned").glob("*.index"))) == 1
+    assert len(list(directory.glob("*.index"))) == 1
     weights = linear.weights(first)
     np.testing.assert_array_equal(linear.weights(tuned), weights)
     assert len(lines) == 4
@@ -237,25 +232,21 @@ def test_saving_listeners(tmp_path):
     """Called around each save, in order; one of them stops the training."""
     first, second = _Listening(tmp_path, stops_at=4), _Listening(tmp_path)
     estimator = linear.make(tmp_path, config={"save_checkpoints_steps": 2})
-    estimator.train(
-        linear.input_fn, max_steps=3, saving_listeners=[first, second]
-    )
+    train = functools.partial(estimator.train, linear.input_fn)
+    train(max_steps=3, saving_listeners=[first, second])
     assert first.lines == second.lines
     assert first.lines == [
         "begin",
         *("before 0 none", "after 0 0"),
         *("before 2 0", "after 2 2"),
-        *("before 3 2", "after 3 3"),
-        "end 3 3",
+        *("before 3 2", "after 3 3", "end 3 3"),
     ]
     stopping = _Listening(tmp_path, stops_at=5)
-    estimator.train(
-        linear.input_fn, steps=9, saving_listeners=(stopping, second)
-    )
+    train(steps=9, saving_listeners=(stopping, second))
     assert stopping.lines[-3:] == second.lines[-3:]
     assert stopping.lines[-2:] == ["after 5 5", "end 5 5"]
     with pytest.raises(TypeError, match="Pass other hooks in `hooks`"):
-        estimator.train(linear.input_fn, saving_listeners=[_Called([])])
+        train(saving_listeners=[_Called([])])
     assert estimator.get_variable_value("global_step") == 5
 
 
