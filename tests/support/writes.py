@@ -22,74 +22,67 @@ class Write:
     missing_reductions: tuple[str, ...]
 
 
-# An operation of a graph or a branch, all operations before it, and the pair of
-# a variable and a replica that a write changes.
-_Found = collections.namedtuple("_Found", "graph operation before target")
+class _Step:
+    """The operations of a step's graph and of its branches.
 
+    Attributes:
+      parents: Maps each operation to those that come directly before it.
+      reductions: The collectives.
+      writes: Each write, with the variable and the replica that it changes.
+    """
 
-class _Graph:
-    """A function's graph, inside the graph of the operation that calls it."""
+    def __init__(self, graph, handles):
+        self.parents, self.reductions, self.writes = {}, [], []
+        self._add(graph, handles, {}, [])
 
-    def __init__(self, graph, name, handles, arguments=(), always=()):
-        self.graph, self.name, self.handles = graph, name, handles
-        # Maps placeholders to all operations before them.
-        self._arguments = dict(arguments)
-        self._always = set(always)
-        self._twins = _twins(graph)
+    def _add(self, graph, handles, outside, always):
+        """Adds a graph.
 
-    def found(self):
-        """Yields the writes and collectives, also those in branches."""
-        for one in self.graph.get_operations():
+        Args:
+          graph: The graph.
+          handles: Maps placeholders of variables to what a write changes.
+          outside: Maps placeholders to operations of the graph around it.
+          always: What comes before all operations of a branch.
+        """
+        twins = _twins(graph)
+        for one in graph.get_operations():
+            inputs = [tensor.op for tensor in one.inputs]
+            self.parents[one] = {
+                *(*inputs, *one.control_inputs, *always),
+                *(*twins.get(one, []), *outside.get(one, [])),
+            }
             if one.type.startswith("Collective"):
-                yield _Found(self.name, one, self._before(one), None)
+                self.reductions.append(one)
             elif one.type.startswith(_WRITES):
-                for tensor in one.inputs:
-                    if target := self.handles.get(tensor.op.name):
-                        yield _Found(self.name, one, self._before(one), target)
+                self.writes += [
+                    (one, handles[own]) for own in inputs if own in handles
+                ]
             elif one.type in _BRANCHES:
-                for branch in self._branches(one):
-                    yield from branch.found()
+                predicate, *passed = inputs
+                for branch in ("then_branch", "else_branch"):
+                    inner = _function(graph, one.get_attr(branch).name)
+                    pairs = [*zip(inner.inputs, passed, strict=True)]
+                    self._add(
+                        inner,
+                        {i.op: handles[o] for i, o in pairs if o in handles},
+                        {i.op: [o] for i, o in pairs},
+                        [predicate, *one.control_inputs],
+                    )
 
-    def _before(self, operation):
-        seen, waiting = set(), [operation]
-        result = set(self._always)
+    def before(self, operation):
+        """An operation, and all that come before it."""
+        found, waiting = set(), [operation]
         while waiting:
-            one = waiting.pop()
-            if one.name in seen:
-                continue
-            seen.add(one.name)
-            # A collective joins the members of its group.
-            waiting += self._twins.get(one.name, [])
-            waiting += [tensor.op for tensor in one.inputs]
-            waiting += one.control_inputs
-            result |= self._arguments.get(one.name, set())
-        return result | {(self.name, name) for name in seen}
+            if (one := waiting.pop()) not in found:
+                found.add(one)
+                waiting += self.parents[one]
+        return found
 
-    def _branches(self, operation):
-        predicate, *inputs = operation.inputs
-        always = set(self._always)
-        for one in (predicate.op, *operation.control_inputs):
-            always |= self._before(one)
-        for branch in ("then_branch", "else_branch"):
-            graph, name = self.graph, operation.get_attr(branch).name
-            while not graph._is_function(name):
-                graph = graph.outer_graph
-            graph = graph._get_function(name).graph
-            inside = [tensor.op.name for tensor in graph.inputs]
-            yield _Graph(
-                graph,
-                f"{self.name}/{name}",
-                {
-                    name: self.handles[tensor.op.name]
-                    for name, tensor in zip(inside, inputs, strict=True)
-                    if tensor.op.name in self.handles
-                },
-                {
-                    name: self._before(tensor.op)
-                    for name, tensor in zip(inside, inputs, strict=True)
-                },
-                always,
-            )
+
+def _function(graph, name):
+    while not graph._is_function(name):
+        graph = graph.outer_graph
+    return graph._get_function(name).graph
 
 
 def _twins(graph):
@@ -108,7 +101,7 @@ def _twins(graph):
             key = one.type, keys, one.device
             members[one.type, keys, counts[key]].append(one)
             counts[key] += 1
-    return {one.name: same for same in members.values() for one in same}
+    return {one: same for same in members.values() for one in same}
 
 
 def read(function, num_arguments, variables):
@@ -122,40 +115,39 @@ def read(function, num_arguments, variables):
     Returns:
       A list of `Write`.
     """
-    graph = function.graph
-    arguments = [one.op.name for one in graph.inputs[:num_arguments]]
-    names = {}
+    graph, names = function.graph, {}
     for variable in variables:
         for replica, copy in enumerate(replica_variables.copies(variable)):
             name = getattr(variable, "path", variable.name)
             names.setdefault(copy.handle._id, (name, replica))
-    handles = {
-        inside.op.name: names[outside._id]
-        for outside, inside in graph.captures
-        if getattr(outside, "_id", None) in names
-    }
-    found = list(_Graph(graph, "", handles).found())
-    writes = [one for one in found if one.target]
-    keys = {(one.graph, one.operation.name) for one in writes}
+    step = _Step(
+        graph,
+        {
+            inside.op: names[outside._id]
+            for outside, inside in graph.captures
+            if getattr(outside, "_id", None) in names
+        },
+    )
+    writes = {one for one, _ in step.writes}
     # The others send what this step has written.
     reductions = [
-        one for one in found if not one.target and not one.before & keys
+        one for one in step.reductions if not step.before(one) & writes
     ]
-    return [
-        Write(
-            *one.target,
-            tuple(
-                index
-                for index, name in enumerate(arguments)
-                if ("", name) not in one.before
-            ),
-            tuple(
-                other.operation.name
-                for other in reductions
-                if other.graph == one.graph
-                and other.operation.device == one.operation.device
-                and (other.graph, other.operation.name) not in one.before
-            ),
+    result = []
+    for one, target in step.writes:
+        before = step.before(one)
+        data = enumerate(graph.inputs[:num_arguments])
+        result.append(
+            Write(
+                *target,
+                tuple(i for i, tensor in data if tensor.op not in before),
+                tuple(
+                    other.name
+                    for other in reductions
+                    if other.graph is one.graph
+                    and other.device == one.device
+                    and other not in before
+                ),
+            )
         )
-        for one in writes
-    ]
+    return result
