@@ -164,24 +164,6 @@ def _evaluate(real, trained):
     return evaluate
 
 
-def _strategies(num_devices):
-    """Strategies that leave out devices, or whose workers are logical CPUs."""
-
-    class Mirrored(tf.distribute.MirroredStrategy):
-        def __init__(self, devices):
-            super().__init__(devices[:num_devices])
-
-    class MultiWorker(tf.distribute.MultiWorkerMirroredStrategy):
-        def __init__(self):
-            super().__init__()
-            self.extended._initialize_local(
-                tf.distribute.cluster_resolver.TFConfigClusterResolver(),
-                devices=[f"/device:CPU:{i}" for i in range(num_devices)],
-            )
-
-    return Mirrored, MultiWorker
-
-
 @pytest.fixture
 def run(monkeypatch, capsys):
     """A function that runs an example; returns its models and its output."""
@@ -189,17 +171,19 @@ def run(monkeypatch, capsys):
     def run_(name, num_devices=2):
         trained = []
         steps = _STEPS.get(name, _FEWEST_STEPS)
-        mirrored, multi_worker = _strategies(
-            4 if name in _FOUR_REPLICAS else num_devices
-        )
+        num_replicas = 4 if name in _FOUR_REPLICAS else num_devices
         estimator = v1.TPUEstimator
         train, evaluate = estimator.train, estimator.evaluate
-        tpu = replicas.mirrored(4)
         instead = {
             (tf.config, "set_logical_device_configuration"): lambda *_: None,
-            (tf.distribute, "MirroredStrategy"): mirrored,
-            (tf.distribute, "MultiWorkerMirroredStrategy"): multi_worker,
-            (testing, "simulated_tpu_strategy"): lambda _: tpu,
+            (tf.distribute, "MirroredStrategy"): lambda devices: (
+                replicas.mirrored(num_replicas)
+            ),
+            # The workers are logical CPUs.
+            (tf.distribute, "MultiWorkerMirroredStrategy"): lambda: (
+                replicas.multi_worker(num_devices)
+            ),
+            (testing, "simulated_tpu_strategy"): replicas.mirrored,
             # compile_for_tpu_test.py has its tests.
             (testing, "compile_for_tpu"): mock.create_autospec(
                 testing.compile_for_tpu

@@ -7,7 +7,6 @@ import re
 from concurrent import futures
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -16,6 +15,7 @@ from tests.source import layout_test
 from tests.source import private_attributes_test
 from tests.support import processes
 from tests.support import replicas
+from tests.support import training
 from tf_xshard.private import names
 from tf_xshard.private.keras import local_optimizers
 from tf_xshard.private.keras import multi_worker_patches
@@ -146,10 +146,10 @@ _OTHER_OBJECTS = (*("GlobalMean", "MultiOptimizer", "tf_xshard.tf_keras"),)
 def test_attributes_of_instances():
     optimizer, weight = keras.optimizers.SGD(use_ema=True), keras.Variable(1.0)
     optimizer.build([weight])
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model = training.model()
     model.compile("sgd", "mse")
-    x = np.ones([2, 1])
-    model.fit(x, x, verbose=0)
+    x, y = training.data(2)
+    model.fit(x, y, verbose=0)
     strategy, tpu = replicas.mirrored(2), replicas.tpu(4)
     data = tf.data.Dataset.from_tensors(tf.ones([2])).batch(2)
     iterator = iter(strategy.experimental_distribute_dataset(data))

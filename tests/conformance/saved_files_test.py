@@ -1,7 +1,7 @@
 """Files that were written before the package had folders load ever after.
 
-Version 0.1.0 wrote those of `saved_files` after three steps of `_train`, alone
-and in groups of one. `held.json` has all values that they hold.
+Version 0.1.0 wrote those of `saved_files` after three steps, alone and in
+groups of one. `held.json` has all values that they hold.
 """
 
 import functools
@@ -19,7 +19,6 @@ from tests.support import versions
 
 FILES = paths.ROOT / "tests" / "conformance" / "saved_files"
 HELD = json.loads((FILES / "held.json").read_text())
-X = np.arange(12, dtype="float32").reshape(4, 3) / 12
 ADAM = functools.partial(keras.optimizers.Adam, 0.05)
 # Adam has slots, the clipping function is a registered object of the config.
 OPTIMIZERS = {
@@ -45,10 +44,8 @@ on_every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 def _model(name, groups=None, is_built=True):
     """A model with fixed weights and an optimizer."""
-    model = keras.Sequential(
-        [keras.layers.Input((3,)), keras.layers.Dense(1, name="dense")],
-        name="model",
-    )
+    dense = keras.layers.Dense(1, name="dense")
+    model = keras.Sequential([keras.layers.Input((3,)), dense], name="model")
     model.compile(OPTIMIZERS[name](groups), "mse")
     if is_built:
         model.optimizer.build(model.trainable_variables)
@@ -56,26 +53,12 @@ def _model(name, groups=None, is_built=True):
     return model
 
 
-def _train(model, numbers):
-    """Takes the steps of some numbers."""
-    for number in numbers:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(X * (1 + number)) - 1) ** 2)
-        gradients = tape.gradient(loss, [v.value for v in model.weights])
-        model.optimizer.apply(gradients, model.trainable_variables)
-
-
-def _values(model):
+def _check(model, held):
     """What each variable holds on all replicas."""
-    return [
-        replicas.values(model.distribute_strategy, one)
-        for one in (*model.weights, *model.optimizer.variables)
-    ]
-
-
-def _check(found, held, **tolerance):
-    for mine, theirs in zip(found, held, strict=True):
-        np.testing.assert_allclose(mine, theirs, **tolerance)
+    variables = [*model.weights, *model.optimizer.variables]
+    for one, values in zip(variables, held, strict=True):
+        found = replicas.values(model.distribute_strategy, one)
+        np.testing.assert_array_equal(found, np.asarray(values, one.dtype))
 
 
 @pytest.mark.skipif(
@@ -86,13 +69,7 @@ def _check(found, held, **tolerance):
 def test_a_keras_file(name):
     loaded = keras.models.load_model(FILES / f"{name}.keras")
     assert type(loaded.optimizer) is type(OPTIMIZERS[name](None))
-    _check(_values(loaded), HELD[name]["one_device"], rtol=0)
-    # Training goes on from there. The fourth step ends a round of two towers
-    # and a period of AGN, which the third has opened.
-    fresh = _model(name)
-    _train(fresh, range(4))
-    _train(loaded, [3])
-    _check(_values(loaded), _values(fresh), rtol=1e-6, atol=1e-7)
+    _check(loaded, HELD[name]["one_device"])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +82,7 @@ def test_a_checkpoint(name, is_built):
     model.optimizer.build(model.trainable_variables)
     # Every object of the checkpoint has its place, and the other way round.
     status.assert_consumed()
-    _check(_values(model), HELD[name]["one_device"], rtol=0)
+    _check(model, HELD[name]["one_device"])
 
 
 @on_every_optimizer
@@ -115,7 +92,7 @@ def test_a_group_state(name):
     state = tf_xshard.GroupState(model)
     assert state.restore(FILES / f"{name}_group_state") == (2, 1)
     held = HELD[name]["groups"]
-    _check(_values(model), held, rtol=0)
+    _check(model, held)
     # The test can fail: the groups hold different values.
     assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in held)
 

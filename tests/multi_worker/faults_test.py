@@ -37,7 +37,6 @@ _CAUSES = {
     "load": _STANDS_STILL,
     "cut": f"{_CAUSE.format(1)}|waited longer than",
 }
-_ENVIRONMENT = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 class _Launched:
@@ -55,7 +54,7 @@ class _Launched:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             errors="replace",
-            env=_ENVIRONMENT,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
         ) as process:
             # A launch that hangs fails, and the test with it. It ends workers,
             # which have a process group of their own.
@@ -68,22 +67,19 @@ class _Launched:
             self.code = process.wait()
             limit.cancel()
 
-    def text(self):
-        return "\n".join(line for _, line in self.lines)
-
     def said(self, after=0.0):
-        """What workers printed after a time, without their ranks."""
+        """What was printed after a time, without the workers' ranks."""
         lines = (line for when, line in self.lines if when > after)
         return "\n".join(re.sub(r"^\[\d\] ", "", line) for line in lines)
 
     def finals(self, word="final"):
         """What every worker of this launch holds at the end, by rank."""
-        found = re.findall(rf"^\[\d\] {word} (.*)$", self.text(), re.M)
+        found = re.findall(rf"^{word} (.*)$", self.said(), re.M)
         return {rank: rest for rank, *rest in map(json.loads, found)}
 
     def faults(self):
         """The kind of each fault, and its time."""
-        found = re.findall(r"^\[\d\] fault (\w+) ([\d.]+)$", self.text(), re.M)
+        found = re.findall(r"^fault (\w+) ([\d.]+)$", self.said(), re.M)
         return [(kind, float(at)) for kind, at in found]
 
     def seconds_until_end(self, at):
@@ -97,19 +93,14 @@ class _Launched:
 
 
 def _launch(directory, *faults):
-    return _Launched(
-        [
-            *("--grace", "5", "--workers", str(NUM_WORKERS)),
-            *("--max-restarts", str(len(faults))),
-        ],
-        [str(directory), *faults],
-    )
+    options = f"--grace 5 --workers {NUM_WORKERS} --max-restarts {len(faults)}"
+    return _Launched(options.split(), [str(directory), *faults])
 
 
 def _check(launches, report, *kinds):
     """All end soon after each fault; at last, they have undisturbed bits."""
     for one in launches:
-        assert one.code == 0, one.text()[-5000:]
+        assert one.code == 0, one.said()[-5000:]
     faults = [fault for one in launches for fault in one.faults()]
     assert [kind for kind, _ in faults] == [*kinds]
     finals, undisturbed = (
@@ -146,7 +137,7 @@ def test_the_chief_is_killed(launched, report):
     _check([ended], report, "kill")
     started = re.findall(r"^started (\d) \[(.*)\]$", ended.said(), re.M)
     assert started == [("0", "")] * 2 + [("1", "1, 4")] * 2
-    assert "worker 0 was ended by SIGKILL" in ended.text()
+    assert "worker 0 was ended by SIGKILL" in ended.said()
 
 
 def test_a_worker_is_preempted(launched):

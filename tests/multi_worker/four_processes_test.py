@@ -13,7 +13,6 @@ from tests.support import group_training
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
-from tests.support import training
 
 NUM_WORKERS = program.NUM_WORKERS
 
@@ -84,20 +83,7 @@ def test_plan_ledger_and_wire_agree(of, name, report):
 
 def test_fit_of_groups_equals_one_device_on_their_shards(of):
     """With momentum and clipping; each group's numbers are its own."""
-    x, y = training.data()
-    fits = of("fit_of_groups")
-    for members in program.CROSSED:
-        rows = training.shard_rows(len(x), 64, NUM_WORKERS, members)
-        _, reference = training.train(
-            program.momentum,
-            xy=(x[rows], y[rows]),
-            batch_size=16 * len(members),
-            num_steps=8,
-        )
-        for rank, got in enumerate(fits):
-            got = [[np.array(value)] for value in got]
-            deviation = training.deviation(got, reference)
-            assert (deviation <= 1e-6) == (rank in members), (rank, deviation)
+    program.check_fit_of_groups(of("fit_of_groups"), program.CROSSED)
 
 
 def test_group_state_gathers_every_group(of):

@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.multi_worker import engines_test
 from tests.support import replicas
+from tests.support import training
 
 
 def _config(task, **cluster):
@@ -48,9 +49,7 @@ class _Calls:
                 loss_normalization="replica",
             )
             optimizer.build([self.weight])
-        self.model = keras.Sequential(
-            [keras.layers.Input((2,)), keras.layers.Dense(1)]
-        )
+        self.model = training.model()
         self.model.compile("sgd", "mse")
         self.by_error = {
             "CrossShardOptimizer applies gradients": lambda: (
@@ -78,8 +77,7 @@ class _Calls:
             self._train()
 
     def _train(self, callbacks=()):
-        x = np.ones([4, 2], "float32")
-        self.model.fit(x, x[:, :1], verbose=0, callbacks=[*callbacks])
+        self.model.fit(*training.data(4), verbose=0, callbacks=[*callbacks])
 
     def are_refused(self, who):
         """Each with a text that names the escape; nothing has changed."""
@@ -127,11 +125,11 @@ def test_an_evaluator_is_not_the_chief(calls, monkeypatch):
     engines_test.set_variables(monkeypatch, f"TF_CONFIG={evaluator}")
     assert not tf_xshard.is_chief()
     calls.are_refused("an evaluator")
-    x = np.ones([4, 2], "float32")
+    x, y = training.data(4)
     with tf_xshard.multi_worker_fit():
-        loss = calls.model.evaluate(x, x[:, :1], verbose=0)
+        loss = calls.model.evaluate(x, y, verbose=0)
     outputs = calls.model.predict(x, verbose=0)
-    np.testing.assert_allclose(loss, np.mean((outputs - 1) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(loss, np.mean((outputs - y) ** 2), rtol=1e-5)
 
 
 def test_a_job_s_variables_are_not_a_step_s(calls, monkeypatch):

@@ -10,10 +10,9 @@ import re
 import subprocess
 import time
 
-import numpy as np
 import pytest
 
-from tests.programs import engine_program
+from tests.programs import multi_worker_program
 from tests.support import mpiexec
 from tests.support import namespaces
 from tests.support import processes
@@ -24,20 +23,6 @@ _PROGRAM = "tests.programs.engine_program"
 _SUBGROUPS = "subgroup collectives (CollectiveReduceV2)"
 
 
-def _on_one_device(num_replicas, members):
-    """Weights of one device, with the rows of a group's replicas."""
-    x, y = (
-        one.reshape([engine_program.NUM_STEPS, num_replicas, -1, one.shape[1]])[
-            :, members
-        ].reshape([-1, one.shape[1]])
-        for one in engine_program.data()
-    )
-    network = engine_program.model()
-    batch_size = len(x) // engine_program.NUM_STEPS
-    network.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
-    return engine_program.weights(network)
-
-
 def _check(text, groups, path, report):
     """What every process has printed at the end of its training."""
     # Two processes may print on one line.
@@ -46,16 +31,10 @@ def _check(text, groups, path, report):
         decoder.raw_decode(text, found.end())[0]
         for found in re.finditer("final ", text)
     )
-    assert [rank for rank, *_ in finals] == sorted(sum(groups, []))
-    assert all(paths == [path] for *_, paths in finals)
-    for members in groups:
-        expected = _on_one_device(len(finals), members)
-        for rank in members:
-            got = finals[rank][1]
-            for value, want in zip(got, expected, strict=True):
-                np.testing.assert_allclose(value, want, atol=1e-6)
-            # All members have the same bits.
-            assert got == finals[members[0]][1]
+    ranks, fits, paths = zip(*finals, strict=True)
+    assert [*ranks] == sorted(sum(groups, []))
+    assert [*paths] == [[path]] * len(finals)
+    multi_worker_program.check_fit_of_groups(fits, groups)
     report(f"{len(finals)} processes, {path}: one device's weights")
 
 

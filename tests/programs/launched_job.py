@@ -7,6 +7,7 @@ a step. Prints digests of all that the worker holds at the end. In the last
 start it trains twice more: without saves, and with a signal to worker 1.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -64,23 +65,24 @@ FAULTS = {
 }
 
 
-class _Fault(keras.callbacks.Callback):
-    def __init__(self, fault, step):
-        super().__init__()
-        self.fault, self.step, self.epoch = fault, step, 0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.epoch * STEPS_PER_EPOCH + batch == self.step:
-            _be_at_fault(self.fault)
-
-
 def _be_at_fault(fault):
     # The test takes the time from here.
     print("fault", fault, time.time(), flush=True)
     FAULTS[fault]()
+
+
+def _at_step(step, act):
+    """A callback that calls a function at the start of a step."""
+    epochs = [0]
+
+    def look(batch, logs):
+        if epochs[-1] * STEPS_PER_EPOCH + batch == step:
+            act()
+
+    return keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: epochs.append(epoch),
+        on_train_batch_begin=look,
+    )
 
 
 def _hanging_loader(dataset, step):
@@ -136,14 +138,10 @@ def _preempted(strategy, directory):
     def checkpoint():
         return tf_xshard.GroupCheckpoint(directory, on_preemption=True)
 
-    def ask(batch, logs=None):
-        if own == 1 and batch == 4:
-            FAULTS["preempt"]()
-
-    asking = keras.callbacks.LambdaCallback(on_train_batch_begin=ask)
+    asking = [_at_step(4, FAULTS["preempt"])] * (own == 1)
     code = None
     try:
-        _trained(strategy, [checkpoint(), asking])
+        _trained(strategy, [checkpoint(), *asking])
     except SystemExit as ended:
         code = ended.code
     position = tf_xshard.GroupCheckpoint.position(directory)
@@ -165,7 +163,8 @@ def main(directory, *faults):
         if own == int(rank) and fault == "load":
             changed = lambda dataset: _hanging_loader(dataset, int(step))
         elif own == int(rank):
-            callbacks.append(_Fault(fault, int(step)))
+            at_fault = functools.partial(_be_at_fault, fault)
+            callbacks.append(_at_step(int(step), at_fault))
 
     def say(word, values):
         print(word, json.dumps([own, *values]), flush=True)

@@ -24,7 +24,7 @@ def _jsonable(weights):
     }
 
 
-def run(strategy, directory):
+def group_state(strategy):
     """Trains two groups, and looks at all of GroupState; what is gathered."""
     model = group_training.compiled(strategy)
     group_training.trainer(model)(2)
@@ -42,10 +42,11 @@ def run(strategy, directory):
     tf.config.run_functions_eagerly(True)
     assert _jsonable(state.get_weights(1)) == result["weights"][1]
     tf.config.run_functions_eagerly(False)
-    _export(state, tf_xshard.rank(strategy), directory)
-    _save_apart(state, learned, strategy, directory)
-    _save_together(state, learned, tf_xshard.rank(strategy), directory)
-    _repair(state, model.layers[0].kernel, tf_xshard.rank(strategy))
+    rank = tf_xshard.rank(strategy)
+    _export(state, rank)
+    _save_apart(state, learned, strategy)
+    _save_together(state, learned, rank)
+    _repair(state, model.layers[0].kernel, rank)
     state.set_weights(1, {"model": state.get_weights(0)["model"]})
     result["set"] = _own(model.weights)
     state.merge()
@@ -53,19 +54,18 @@ def run(strategy, directory):
     return result
 
 
-def _export(state, rank, directory):
+def _export(state, rank):
     """What fails on the chief, which alone writes, fails on all."""
-    state.export(1, os.path.join(directory, "group_1.keras"))
-    path = os.path.join(directory, "none", "group.keras")
+    state.export(1, "group_1.keras")
     with pytest.raises(Exception) as info:
-        state.export(1, path)
+        state.export(1, "none/group.keras")
     assert ("failed on worker 0" in str(info.value)) == (rank != 0)
 
 
-def _save_apart(state, learned, strategy, directory):
+def _save_apart(state, learned, strategy):
     """Directories that the processes do not share, and then merge."""
     rank = tf_xshard.rank(strategy)
-    own = os.path.join(directory, f"own_{rank}")
+    own = f"own_{rank}"
     text = "another process wrote, is missing here(?s:.*)pass shared=False"
     with pytest.raises(Exception, match=text):
         state.save(own)
@@ -79,31 +79,28 @@ def _save_apart(state, learned, strategy, directory):
     assert len(files) == (2 if rank else 3)
     assert all(re.fullmatch(name, file) for file in files)
     tf_xshard.barrier(strategy)
-    merged = os.path.join(directory, "merged")
     if rank == 0:
         for r in range(strategy.num_replicas_in_sync):
-            part = os.path.join(directory, f"own_{r}")
-            shutil.copytree(part, merged, dirs_exist_ok=True)
+            shutil.copytree(f"own_{r}", "merged", dirs_exist_ok=True)
     tf_xshard.barrier(strategy)
     before = _own(learned)
     _add_one(state, learned)
-    assert state.restore(merged).epoch == 2
+    assert state.restore("merged").epoch == 2
     assert _own(learned) == before
 
 
-def _save_together(state, learned, rank, directory):
-    path = os.path.join(directory, "save")
-    state.save(path, epoch=3, step=1)
+def _save_together(state, learned, rank):
+    state.save("save", epoch=3, step=1)
     saved = _own(learned)
     _add_one(state, learned)
     # One process can't read it: nothing changes on any.
     error = "FileNotFoundError" if rank == 2 else "failed on worker 2"
     changed = _own(learned)
     with pytest.raises(Exception) as info:
-        state.restore(os.path.join(directory, "none") if rank == 2 else path)
+        state.restore("none" if rank == 2 else "save")
     assert error in f"{type(info.value).__name__}: {info.value}"
     assert _own(learned) == changed != saved
-    assert tuple(state.restore(path)) == (3, 1)
+    assert tuple(state.restore("save")) == (3, 1)
     assert _own(learned) == saved
 
 

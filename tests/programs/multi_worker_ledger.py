@@ -64,7 +64,7 @@ def _bytes_sent(strategy, make):
     }
 
 
-def run(strategy):
+def ledger(strategy):
     return {
         name: _bytes_sent(strategy, make) for name, make in OPTIMIZERS.items()
     }

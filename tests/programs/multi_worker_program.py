@@ -3,7 +3,9 @@
 Each case asserts what a process can see alone, and returns what it holds.
 """
 
+import glob
 import os
+import pathlib
 import time
 
 import keras
@@ -29,7 +31,7 @@ NUM_WORKERS = 4
 SEEDS = (2, 58)
 
 
-def _values(variables):
+def values(variables):
     return [np.asarray(v.numpy(), np.float64).tolist() for v in variables]
 
 
@@ -65,7 +67,7 @@ def sums_of_groups(strategy):
         replicas.apply_once(strategy, optimizer, gradients, variables, graph)
         [members] = [group for group in groups if rank in group]
         rows = sum((r + 1) * 10**r for r in members)
-        assert _values(variables) == [
+        assert values(variables) == [
             [-sum(10**r for r in members)] * 3,
             -sum(10**r for r in members if r != 2),
             [[0, 0], [-rows, -rows], [0, 0], [0, 0]],
@@ -94,17 +96,15 @@ def group_reduce(strategy):
         assert [float(one) for one in results] == expected
 
 
-def rank_chief_and_barrier(strategy, directory):
+def rank_chief_and_barrier(strategy):
     """The chief is the last at the barrier, and all see what it wrote."""
     rank = tf_xshard.rank(strategy)
     assert rank == strategy.cluster_resolver.task_id
     assert tf_xshard.is_chief(strategy) == (rank == 0)
     time.sleep(0 if rank else 1.0)
-    with open(os.path.join(directory, f"process_{rank}"), "w"):
-        pass
+    pathlib.Path(f"process_{rank}").touch()
     tf_xshard.barrier(strategy)
-    found = [n for n in os.listdir(directory) if n.startswith("process_")]
-    assert len(found) == NUM_WORKERS
+    assert len(glob.glob("process_*")) == NUM_WORKERS
 
 
 def nesting(strategy):
@@ -127,7 +127,7 @@ def nesting(strategy):
 
         for arriving in gradients:
             step(tf.constant(arriving))
-        [result[seed]] = _values([weight])
+        [result[seed]] = values([weight])
     return result
 
 
@@ -177,36 +177,50 @@ def momentum():
     return keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5)
 
 
-def fit_of_groups(strategy):
-    """The weights after two epochs of `fit`, with momentum and clipping."""
+def trained(strategy, groups):
+    """A model after two epochs of `fit`, with momentum and clipping."""
     with strategy.scope():
         model = training.model()
         optimizer = tf_xshard.CrossShardOptimizer(
-            momentum(), group_assignment=CROSSED
+            momentum(), group_assignment=groups
         )
         model.compile(optimizer, "mse")
     with tf_xshard.multi_worker_fit():
         fitting.fit(model, [], 2, training.data(), training.BATCH_SIZE)
-    return _values(model.trainable_variables)
+    return model
+
+
+def fit_of_groups(strategy):
+    return values(trained(strategy, CROSSED).trainable_variables)
+
+
+def check_fit_of_groups(fits, groups):
+    """Each group has one device's numbers of its shards, and no other group."""
+    x, y = training.data()
+    for members in groups:
+        rows = training.shard_rows(len(x), 64, len(fits), members)
+        _, reference = training.train(
+            momentum,
+            xy=(x[rows], y[rows]),
+            batch_size=64 // len(fits) * len(members),
+            num_steps=8,
+        )
+        for rank, got in enumerate(fits):
+            got = [[np.array(value)] for value in got]
+            deviation = training.deviation(got, reference)
+            assert (deviation <= 1e-6) == (rank in members), (rank, deviation)
+
+
+CASES = (
+    *(sums_of_groups, group_reduce, nesting, fit_of_groups),
+    *(rank_chief_and_barrier, multi_worker_group_state.group_state),
+    *(multi_worker_ledger.ledger, multi_worker_sharded.sharded),
+    # The last: workers have traced different numbers of functions then.
+    absent,
+)
 
 
 def main(directory):
+    os.chdir(directory)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    return cluster.attempted(
-        {
-            "sums_of_groups": lambda: sums_of_groups(strategy),
-            "group_reduce": lambda: group_reduce(strategy),
-            "nesting": lambda: nesting(strategy),
-            "fit_of_groups": lambda: fit_of_groups(strategy),
-            "rank_chief_and_barrier": lambda: rank_chief_and_barrier(
-                strategy, directory
-            ),
-            "group_state": lambda: multi_worker_group_state.run(
-                strategy, directory
-            ),
-            "ledger": lambda: multi_worker_ledger.run(strategy),
-            "sharded": lambda: multi_worker_sharded.run(strategy, directory),
-            # The last: workers have traced different numbers of functions then.
-            "absent": lambda: absent(strategy),
-        }
-    )
+    return cluster.attempted(CASES, strategy)

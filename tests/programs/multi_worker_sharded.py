@@ -1,7 +1,5 @@
 """shard_update=True on four processes; called by multi_worker_program.py."""
 
-import os
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -42,11 +40,11 @@ def train(trained, num_steps):
     return [v.numpy().tolist() for v in trained.weights]
 
 
-def run(strategy, directory):
-    return {name: _saved(strategy, directory, name) for name in OPTIMIZERS}
+def sharded(strategy):
+    return {name: _saved(strategy, name) for name in OPTIMIZERS}
 
 
-def _saved(strategy, directory, name):
+def _saved(strategy, name):
     """Every worker saves; the weights after two more epochs, twice."""
     trained = model(
         strategy, name, shard_update=True, communication=COMMUNICATION
@@ -54,14 +52,13 @@ def _saved(strategy, directory, name):
     train(trained, 3)
     checkpoint = tf.train.Checkpoint(model=trained, optimizer=trained.optimizer)
     rank = tf_xshard.rank(strategy)
-    checkpoint.write(os.path.join(directory, f"{name}_{rank}_state"))
-    path = os.path.join(directory, f"{name}_groups")
-    tf_xshard.GroupState(trained).save(path)
+    checkpoint.write(f"{name}_{rank}_state")
+    tf_xshard.GroupState(trained).save(f"{name}_groups")
     are_owned = [
         isinstance(v, keras_shards.Owned) for v in trained.optimizer.variables
     ]
     assert any(are_owned) == (name == "owned")
     result = [train(trained, 2)]
     # Back to what the files hold.
-    tf_xshard.GroupState(trained).restore(path)
+    tf_xshard.GroupState(trained).restore(f"{name}_groups")
     return [*result, train(trained, 2)]

@@ -32,20 +32,17 @@ def data():
     return x, x[:, :1] - 2 * x[:, 1:2] + 1
 
 
-def model(optimizer, loss="mse"):
+def model(optimizer, loss="mse", num_inputs=3):
     """Begins the same in every process and under every strategy."""
-    result = keras.Sequential(
-        [
-            keras.layers.Input((3,)),
-            keras.layers.Dense(1, kernel_initializer="ones"),
-        ]
-    )
+    dense = keras.layers.Dense(1, kernel_initializer="ones")
+    result = keras.Sequential([keras.layers.Input((num_inputs,)), dense])
     result.compile(optimizer, loss)
     return result
 
 
-def _weights(trained):
-    return [np.float64(v).tolist() for v in trained.get_weights()]
+def flat(trained):
+    """All weights, as one list."""
+    return np.concatenate([*map(np.ravel, trained.get_weights())]).tolist()
 
 
 def sgd():
@@ -78,29 +75,15 @@ def each_row_is_trained_on_once(strategy):
     Returns the page faults of a batch.
     """
     with strategy.scope():
-        trained = keras.Sequential(
-            [
-                keras.layers.Input((32,)),
-                keras.layers.Dense(
-                    1, use_bias=False, kernel_initializer="zeros"
-                ),
-            ]
-        )
-        trained.compile(
-            tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(8.0)),
-            loss=lambda y, outputs: -outputs,
-        )
+        optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(8.0))
+        trained = model(optimizer, lambda y, outputs: -outputs, 32)
     before, faults = runtime.GlobalSeed(), _PageFaults()
     for seed in (None, tf_xshard.rank(strategy) + 7):
         if seed is not None:
             tf.random.set_seed(seed)
-        trained.set_weights([np.zeros([32, 1])])
-        trained.fit(
-            *(np.eye(32), np.zeros(32)),
-            batch_size=8,
-            verbose=0,
-            callbacks=[faults],
-        )
+        trained.set_weights([np.zeros([32, 1]), np.zeros([1])])
+        rows = np.eye(32), np.zeros(32)
+        trained.fit(*rows, batch_size=8, verbose=0, callbacks=[faults])
         np.testing.assert_allclose(trained.get_weights()[0], 1, rtol=1e-6)
         assert _seed() == seed
     before.restore()
@@ -149,7 +132,7 @@ def _fit(strategy, pipeline):
         ),
     ).history
     return {
-        "weights": _weights(trained),
+        "weights": flat(trained),
         "steps": int(trained.optimizer.iterations.numpy()),
         "batches": [float(one) for one in batches],
         "history": {k: [float(v) for v in vs] for k, vs in history.items()},
@@ -186,7 +169,7 @@ def unknown_size(strategy):
             trained = model(make())
         trained.fit(rows, epochs=3, shuffle=False, verbose=0)
         assert int(trained.optimizer.iterations.numpy()) == num_steps
-        result[type(trained.optimizer).__name__] = _weights(trained)
+        result[type(trained.optimizer).__name__] = flat(trained)
     return result
 
 
@@ -247,24 +230,14 @@ def different_data_are_refused(strategy):
         assert _seed() is None
 
 
-def saves(strategy, directory):
+def saves(strategy):
     """Saves by the code in many_machines.md, on all workers, to one path."""
     page = (paths.ROOT / "tf_xshard/docs/many_machines.md").read_text()
     [code] = [
         block
         for block in re.findall(r"```python\n(.*?)```", page, re.S)
-        if "def save(" in block
+        if "def save(" in block and "model.save(path)" in block
     ]
-    call, functions = "model.save(path)", {}
-    assert call in code
-    for ending, own in (
-        (".keras", call),
-        # The other call that the page names.
-        (".weights.h5", "model.save_weights(path)"),
-    ):
-        scope = {}
-        exec(code.replace(call, own), scope)
-        functions[ending] = scope["save"]
     with strategy.scope():
         trained = model(
             tf_xshard.CrossShardOptimizer(
@@ -272,35 +245,29 @@ def saves(strategy, directory):
             )
         )
     trained.fit(*data(), batch_size=16, verbose=0)
-    for number in range(NUM_SAVES):
-        for ending, save in functions.items():
-            path = os.path.join(directory, f"{number}{ending}")
-            save(trained, path)
+    for ending, call in (
+        (".keras", "model.save(path)"),
+        # The other call that the page names.
+        (".weights.h5", "model.save_weights(path)"),
+    ):
+        scope = {}
+        exec(code.replace("model.save(path)", call), scope)
+        for number in range(NUM_SAVES):
+            scope["save"](trained, f"{number}{ending}")
             # All workers find the chief's files.
-            assert os.path.exists(path)
-    return _weights(trained)
+            assert os.path.exists(f"{number}{ending}")
+    return flat(trained)
 
 
 CASES = (
-    each_row_is_trained_on_once,
-    different_batches,
-    unknown_size,
-    different_counts_are_refused,
-    different_data_are_refused,
+    *(each_row_is_trained_on_once, different_batches, unknown_size),
+    *(different_counts_are_refused, different_data_are_refused, saves),
 )
 
 
 def main(directory):
+    os.chdir(directory)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with tf_xshard.multi_worker_fit(
-        tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
-    ):
-        return cluster.attempted(
-            {
-                **{
-                    case.__name__: lambda case=case: case(strategy)
-                    for case in CASES
-                },
-                "saved": lambda: saves(strategy, directory),
-            }
-        )
+    communication = tf_xshard.Communication(timeout_seconds=TIMEOUT_SECONDS)
+    with tf_xshard.multi_worker_fit(communication):
+        return cluster.attempted(CASES, strategy)

@@ -2,8 +2,8 @@
 
 `python -m tests.programs.version_matrix` makes an environment for each row and
 runs the default run in it, about 10 minutes a row on 2 cores. With `--smoke`
-it runs `tests/conformance/smoke_test.py` on the rows of `.ci/run`. `--only`
-chooses rows by their names. It prints one row of the table in
+it runs the few files of SMOKE_TESTS on the rows of `.ci/run`. `--only` chooses
+rows by their names. It prints one row of the table in
 tf_xshard/docs/CONTRIBUTING.md as each ends.
 """
 
@@ -52,7 +52,14 @@ ROWS = {
 # What a user gets today, and the oldest and the newest Keras.
 NEWEST = "keras-3.15"
 SMOKE = ("keras-3.12.0", "keras-nightly")
-SMOKE_TESTS = ("-n", "0", "--full", "tests/conformance/smoke_test.py")
+# Private names; every wrapper, alone and nested; `fit`, and every kind of file.
+SMOKE_TESTS = [
+    "tests/optimizers/sharded_update_test.py",
+    *(
+        f"tests/conformance/{name}_test.py"
+        for name in "private_names plain_keras nesting pages saving".split()
+    ),
+]
 # Of one installation, or one run of the tests.
 _SECONDS = 4 * 3600
 _VERSIONS = """
@@ -103,7 +110,7 @@ def _run_row(name, folder, options):
     log = pathlib.Path(folder, f"{name}.log")
     # Not the caller's checkout.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    tests = SMOKE_TESTS if options.smoke else ()
+    tests = ["-n", "0", *SMOKE_TESTS] if options.smoke else []
     versions, passed, start = f"{name} | ? | ? | ?", False, time.monotonic()
     with open(log, "w") as file:
         run = functools.partial(

@@ -64,14 +64,14 @@ def results_of(program, num_workers, arguments=(), seconds=300):
     return results
 
 
-def attempted(cases):
+def attempted(cases, *arguments):
     """What each function returns, and how it failed, by its name."""
     found = {}
-    for name, case in cases.items():
+    for case in cases:
         try:
-            found[name] = [case(), None]
+            found[case.__name__] = [case(*arguments), None]
         except Exception:
-            found[name] = [None, traceback.format_exc()]
+            found[case.__name__] = [None, traceback.format_exc()]
     return found
 
 
