@@ -1,5 +1,7 @@
 """Where a step may be: functions, conditionals, loops, orders of calls."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -37,10 +39,7 @@ def _step(strategy, on_replica):
 @pytest.mark.parametrize(
     "kind, is_eager",
     [
-        ("mirrored", False),
-        ("mirrored", True),
-        ("multi_worker", False),
-        ("multi_worker", True),
+        *itertools.product(["mirrored", "multi_worker"], [False, True]),
         ("tpu", False),
     ],
 )
@@ -174,6 +173,19 @@ def test_a_subset_of_tensorflows_variables(kind):
     )
     got = [replicas.values(strategy, v) for v in variables]
     assert got == [[-11] * 2, [0] * 2, [-5.5] * 2]
+
+
+def test_a_variable_is_known_by_tensorflow_s_inside_it():
+    """As in plain Keras: gradients may come for either."""
+    for make in (
+        tf_xshard.CrossShardOptimizer,
+        lambda inner: tf_xshard.TowerOptimizer(inner, 1),
+        lambda inner: tf_xshard.AGNOptimizer(inner, communication_period=1),
+    ):
+        weight, optimizer = keras.Variable(1.0), make(SGD(0.5))
+        optimizer.build([weight])
+        optimizer.apply([tf.constant(1.0)], [weight.value])
+        assert float(weight) == 0.5
 
 
 def test_an_optimizer_that_was_inside_another_one():

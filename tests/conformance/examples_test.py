@@ -28,7 +28,7 @@ from tf_xshard.private import names
 
 _FOLDER = paths.ROOT / "tf_xshard" / "examples"
 # These have groups of replicas.
-_FOUR_REPLICAS = ("ensemble", "from_tf_keras")
+_FOUR_REPLICAS = ("ensemble", "from_tf_keras", "tpu_without_hardware")
 _WORKERS = ("many_workers", "from_horovod")
 # Of the epoch: enough for an exchange of models, which are 10 steps apart.
 _STEPS = {"local_sgd": 12, "int8_gradients": 22, "tf1_script": 22}
@@ -61,11 +61,8 @@ _EXAMPLES = {
     "custom_loop": (
         r"One.*\n.*loss (.*)\n.*loss (.*)\nFour.*\n.*loss (.*)\n.*loss (.*)\n"
         r"The weights differ by (.*)",
-        lambda first, second, first_of_four, second_of_four, difference: (
-            (first, second) == (first_of_four, second_of_four)
-            and second < first
-            and difference < 1e-6
-        ),
+        # Two losses of one replica, and of four.
+        lambda *n: n[:2] == n[2:4] and n[0] > n[1] and n[4] < 1e-6,
     ),
     "from_tf_keras": (
         _DIFFERS.format(0) + _DIFFERS.format(1) + "(?s:.*)",
@@ -171,19 +168,18 @@ def run(monkeypatch, capsys):
     def run_(name, num_devices=2):
         trained = []
         steps = _STEPS.get(name, _FEWEST_STEPS)
-        num_replicas = 4 if name in _FOUR_REPLICAS else num_devices
+        mirrored = replicas.mirrored(
+            4 if name in _FOUR_REPLICAS else num_devices
+        )
+        # They are logical CPUs.
+        workers = replicas.multi_worker(num_devices)
         estimator = v1.TPUEstimator
         train, evaluate = estimator.train, estimator.evaluate
         instead = {
             (tf.config, "set_logical_device_configuration"): lambda *_: None,
-            (tf.distribute, "MirroredStrategy"): lambda devices: (
-                replicas.mirrored(num_replicas)
-            ),
-            # The workers are logical CPUs.
-            (tf.distribute, "MultiWorkerMirroredStrategy"): lambda: (
-                replicas.multi_worker(num_devices)
-            ),
-            (testing, "simulated_tpu_strategy"): replicas.mirrored,
+            (tf.distribute, "MirroredStrategy"): lambda _: mirrored,
+            (tf.distribute, "MultiWorkerMirroredStrategy"): lambda: workers,
+            (testing, "simulated_tpu_strategy"): lambda _: mirrored,
             # compile_for_tpu_test.py has its tests.
             (testing, "compile_for_tpu"): mock.create_autospec(
                 testing.compile_for_tpu

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from concurrent import futures
 
 import keras
 import pytest
@@ -216,29 +215,3 @@ def test_in_xla():
             lambda: seen.append(tracing.in_xla()), jit_compile=is_compiled
         ).get_concrete_function()
     assert seen == [True, False]
-
-
-def test_what_threads_do():
-    """What the watchdog takes for running, tracing, and neither."""
-    captured, other = tf.Variable(0.0), tf.Variable(0.0)
-
-    def look(x=None):
-        seen.append(
-            (
-                runtime.a_function_runs(),
-                runtime.a_function_uses(captured.handle),
-                runtime.a_function_uses(other.handle),
-            )
-        )
-        return x
-
-    @tf.function
-    def function(x):
-        with futures.ThreadPoolExecutor() as another_thread:
-            another_thread.submit(look).result()
-        captured.assign(x)
-        return tf.py_function(look, [x], tf.float32)
-
-    seen = []
-    function(tf.constant(1.0))
-    assert seen == [(False,) * 3, (True, True, False)]

@@ -13,7 +13,6 @@ from tests.support import replicas
 from tests.support import steps
 from tests.support import training
 from tf_xshard import dependencies
-from tf_xshard.distribute import site as site_lib
 
 O = keras.optimizers  # noqa: E741
 SGD = O.SGD
@@ -23,6 +22,7 @@ Cross = tf_xshard.CrossShardOptimizer
 Tower = tf_xshard.TowerOptimizer
 AGN = tf_xshard.AGNOptimizer
 PAIRS = [[0, 1], [2, 3]]
+group_reduce = tf_xshard.group_reduce
 REPLICA = {"loss_normalization": "replica"}
 V, T, R = ValueError, TypeError, RuntimeError
 BASE_ARGUMENTS = (
@@ -74,11 +74,6 @@ def _same_twice():
     return AGN(one, local_optimizer=one)
 
 
-class _Other(tf.distribute.ParameterServerStrategy):
-    def __init__(self):
-        """Does not connect to servers."""
-
-
 def _overwritten():
     scale = keras.Variable(1.0, name="amax")
     scale.overwrite_with_gradient = True
@@ -124,6 +119,7 @@ ARGUMENTS = [
     (T, "must be an int", _agn(communication_period=2.0)),
     (V, "the strategy has 1", _agn(num_worker=3)),
     (T, "must be an int", _agn(num_worker="1")),
+    (V, "reduction must", lambda: group_reduce([1.0], reduction="median")),
     (V, "accumulate must be", _agn(accumulate="deltas")),
     (V, "reduction must be", _agn(reduction="max")),
     (T, "normalize must be", _agn(normalize=1)),
@@ -135,7 +131,6 @@ ARGUMENTS = [
     (V, "' has been built", lambda: AGN(SGD(), local_optimizer=_built(SGD()))),
     (V, "amax is overwritten by its gradient", _overwritten),
     (V, "has not been built", lambda: Cross(SGD()).apply([1.0])),
-    (V, "support _Other. Supported: no", lambda: site_lib.kind_of(_Other())),
 ]
 if HAS_MULTI:
     # MultiOptimizer does not scale the loss, and sees no such wrapper.
@@ -383,6 +378,36 @@ def test_a_step_in_another_context(wrapper):
         with pytest.raises(R, match="remove the decorator"):
             run(lambda: nested())
     assert replicas.values(strategy, weight) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("has_loss_scale", [False, True])
+def test_an_inner_optimizer_is_not_applied_directly(
+    has_loss_scale, num_replicas
+):
+    """Except on one replica, where there is nothing to sum."""
+    strategy = replicas.mirrored(num_replicas)
+    with strategy.scope():
+        weight = keras.Variable(1.0)
+        inner = SGD(0.5)
+        if has_loss_scale:
+            # The loss scale starts at 2 ** 15.
+            inner = Scale(SGD(0.5 * 2**15))
+        outer = Cross(inner)
+        outer.build([weight])
+
+    def step(optimizer):
+        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
+
+    if num_replicas == 2:
+        with pytest.raises(R, match="no longer sums gradients"):
+            step(inner)
+        assert replicas.values(strategy, weight) == [1.0, 1.0]
+        assert inner.iterations.numpy() == 0
+    else:
+        step(inner)
+    step(outer)
+    assert replicas.values(strategy, weight) == [0.0] * num_replicas
 
 
 @pytest.mark.parametrize(

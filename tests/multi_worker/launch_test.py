@@ -224,18 +224,13 @@ def test_children_end_with_their_worker(launch):
 
 
 @pytest.fixture
-def hosts():
-    """The addresses of two workers on this machine."""
-    return ",".join(local_cluster.local_addresses(2))
-
-
-@pytest.fixture
-def ended(start, hosts):
+def ended(start):
     """A function: outputs, errors and exit codes of hosts with these ranks."""
 
-    def run(cases, *options):
+    def run(hosts, cases, *options):
+        address = "--hosts", ",".join(hosts), "--rank"
         running = [
-            start(case, "--hosts", hosts, "--rank", str(rank), *options)
+            start(case, *address, str(rank), *options)
             for rank, case in cases.items()
         ]
         return [(*p.communicate(timeout=60), p.returncode) for p in running]
@@ -243,34 +238,28 @@ def ended(start, hosts):
     return run
 
 
-def test_hosts_restart_together(ended, hosts):
+def test_hosts_restart_together(ended):
     """A host's new worker starts after the other host's old one has ended."""
-    first, second = ended(
-        {0: "fail_first", 1: "fails_late"}, "--max-restarts", "1"
-    )
+    hosts = local_cluster.local_addresses(2)
+    cases = {0: "fail_first", 1: "fails_late"}
+    first, second = ended(hosts, cases, "--max-restarts", "1")
     for rank, (out, err, code) in enumerate((first, second)):
         assert code == 0, err
-        addresses = hosts.split(",")
-        assert [one[:3] for one in _started(out)] == [
-            (rank, restart, addresses) for restart in (0, 1)
-        ]
+        started = [one[:3] for one in _started(out)]
+        assert started == [(rank, restart, hosts) for restart in (0, 1)]
     [late] = re.findall(r"fails (\S+)", second[0])
     again = re.findall(r"at (\S+)", first[0])[-1]
     assert float(again) > float(late)
 
 
-def test_a_host_that_does_not_start(ended, hosts):
+def test_a_host_that_does_not_start(ended):
     """An error on all others in time, and no restart."""
+    hosts = local_cluster.local_addresses(2)
     options = "--connect-timeout", "1", "--max-restarts", "1"
-    [(out, err, code)] = ended({0: "end"}, *options)
+    [(out, err, code)] = ended(hosts, {0: "end"}, *options)
     assert code == 1 and not _started(out)
-    text = f"ranks [1] of 2 did not connect to rank 0 ({hosts.split(',')[0]})"
+    text = f"ranks [1] of 2 did not connect to rank 0 ({hosts[0]})"
     assert err.count(text) == 1
-
-
-def test_a_module(launch):
-    code, out, _ = launch("--workers 1 -m json.tool --help")
-    assert code == 0 and "[0] usage" in out
 
 
 @pytest.fixture

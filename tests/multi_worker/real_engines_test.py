@@ -3,12 +3,11 @@
 `engines_test` has each engine's variables without starting it.
 """
 
-import contextlib
 import json
 import os
 import re
-import subprocess
 import time
+from concurrent import futures
 
 import pytest
 
@@ -50,27 +49,22 @@ def test_connect_on_two_hosts(report):
     if not namespaces.are_allowed():
         pytest.skip("needs root")
     leader = {"MASTER_ADDR": namespaces.address(0), "MASTER_PORT": "4000"}
-    program = processes.python("-m", _PROGRAM, "null")
-    with contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                processes.started(
-                    [*namespaces.inside(host), *program],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env={
-                        **{**os.environ, **leader},
-                        **{"RANK": str(rank), "WORLD_SIZE": "2"},
-                    },
-                )
-            )
-            for rank, host in enumerate(stack.enter_context(namespaces.made(2)))
-        ]
-        text = "".join(
-            process.communicate(timeout=mpiexec.TIMEOUT_SECONDS)[0]
-            for process in started
+
+    def run(rank, host):
+        return processes.run(
+            [*namespaces.inside(host), *processes.python("-m", _PROGRAM)],
+            mpiexec.TIMEOUT_SECONDS,
+            env={
+                **{**os.environ, **leader},
+                **{"RANK": str(rank), "WORLD_SIZE": "2"},
+            },
         )
-    assert not any(one.returncode for one in started), text[-5000:]
+
+    with namespaces.made(2) as hosts, futures.ThreadPoolExecutor(2) as pool:
+        ended = [*pool.map(run, range(2), hosts)]
+    errors = "".join(one.stderr[-3000:] for one in ended)
+    assert not any(one.returncode for one in ended), errors
+    text = "".join(one.stdout for one in ended)
     _check(text, [[0, 1]], _SUBGROUPS, report)
 
 

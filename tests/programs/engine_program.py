@@ -1,7 +1,7 @@
 """What engines start: training that one device repeats.
 
-`python -m tests.programs.engine_program GROUPS`. Prints one JSON line with what
-this process holds at the end.
+`python -m tests.programs.engine_program [GROUPS]`. Prints one JSON line with
+what this process holds at the end.
 """
 
 import json
@@ -13,7 +13,7 @@ import tf_xshard
 from tests.programs import multi_worker_program as program
 
 
-def main(groups):
+def main(groups="null"):
     tf_xshard.connect(60)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     model = program.trained(strategy, json.loads(groups))
