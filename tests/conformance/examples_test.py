@@ -28,7 +28,7 @@ from tf_xshard.private import names
 
 _FOLDER = paths.ROOT / "tf_xshard" / "examples"
 # These have groups of replicas.
-_FOUR_REPLICAS = ("ensemble", "from_tf_keras", "tpu_without_hardware")
+_FOUR_REPLICAS = ("ensemble", "from_tf_keras")
 _WORKERS = ("many_workers", "from_horovod")
 # Of the epoch: enough for an exchange of models, which are 10 steps apart.
 _STEPS = {"local_sgd": 12, "int8_gradients": 22, "tf1_script": 22}
@@ -161,6 +161,24 @@ def _evaluate(real, trained):
     return evaluate
 
 
+def _strategies(num_devices):
+    """Strategies that leave out devices, or whose workers are logical CPUs."""
+
+    class Mirrored(tf.distribute.MirroredStrategy):
+        def __init__(self, devices):
+            super().__init__(devices[:num_devices])
+
+    class MultiWorker(tf.distribute.MultiWorkerMirroredStrategy):
+        def __init__(self):
+            super().__init__()
+            self.extended._initialize_local(
+                tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+                devices=[f"/device:CPU:{i}" for i in range(num_devices)],
+            )
+
+    return Mirrored, MultiWorker
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """A function that runs an example; returns its models and its output."""
@@ -168,18 +186,17 @@ def run(monkeypatch, capsys):
     def run_(name, num_devices=2):
         trained = []
         steps = _STEPS.get(name, _FEWEST_STEPS)
-        mirrored = replicas.mirrored(
+        mirrored, multi_worker = _strategies(
             4 if name in _FOUR_REPLICAS else num_devices
         )
-        # They are logical CPUs.
-        workers = replicas.multi_worker(num_devices)
         estimator = v1.TPUEstimator
         train, evaluate = estimator.train, estimator.evaluate
+        tpu = replicas.mirrored(4)
         instead = {
             (tf.config, "set_logical_device_configuration"): lambda *_: None,
-            (tf.distribute, "MirroredStrategy"): lambda _: mirrored,
-            (tf.distribute, "MultiWorkerMirroredStrategy"): lambda: workers,
-            (testing, "simulated_tpu_strategy"): lambda _: mirrored,
+            (tf.distribute, "MirroredStrategy"): mirrored,
+            (tf.distribute, "MultiWorkerMirroredStrategy"): multi_worker,
+            (testing, "simulated_tpu_strategy"): lambda _: tpu,
             # compile_for_tpu_test.py has its tests.
             (testing, "compile_for_tpu"): mock.create_autospec(
                 testing.compile_for_tpu

@@ -112,31 +112,25 @@ def test_random_cases(kind, seed, graph, devices):
             own[-1].append(
                 _random_gradient(kinds, rng, shape, dtype, divisor, *may_be)
             )
-    with strategy.scope():
-        variables = [
-            keras.Variable(np.zeros(shape), dtype=dtype, autocast=False)
-            for shape in shapes
-        ]
-        optimizer = _optimizer(
+    found = steps.stepped(
+        lambda: _optimizer(
             groups,
             reduction,
             loss_normalization=normalization,
             shard_update=bool(rng.random() < 0.5),
-        )
-    replicas.apply_once(
-        strategy,
-        optimizer,
+        ),
         lambda r: [of_replicas[r] for of_replicas in own],
-        variables,
-        graph,
+        [np.zeros(shape) for shape in shapes],
+        strategy,
+        graph=graph,
+        dtype=dtype,
     )
-    for variable, of_replicas in zip(variables, own, strict=True):
-        dense = np.zeros([n, *variable.shape])
+    for value, of_replicas in zip(map(np.float64, found), own, strict=True):
+        dense = np.zeros_like(value)
         for r, one in enumerate(of_replicas):
             if one is not None:
                 dense[r] = tf.convert_to_tensor(one).numpy()
         dense *= divisor
-        value = np.stack(replicas.values(strategy, variable)).astype(float)
         error = np.abs(value + stacks.reduced(dense, groups, reduction))
         limit = RELATIVE[dtype] * np.abs(dense).sum(0)
         assert (error <= limit).all(), (value, dense)

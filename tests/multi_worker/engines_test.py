@@ -121,18 +121,6 @@ def test_jobs_differ(name):
     assert len(jobs) == 2
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (f"{TORCHRUN} RANK=first", "RANK must be an integer, got 'first'"),
-        (f"{SLURM} SLURM_PROCID=4", "rank 4 of 4, but ranks are from 0"),
-    ],
-)
-def test_variables_that_can_not_be(text, message):
-    with pytest.raises(ValueError, match=message):
-        engines.place(variables(text))
-
-
 # The exchange.
 
 
@@ -398,6 +386,8 @@ def test_a_process_of_no_engine(tmp_path):
 @pytest.mark.parametrize(
     "arguments, text, message",
     [
+        ({}, f"{TORCHRUN} RANK=first", "must be an integer, got 'first'"),
+        ({}, f"{SLURM} SLURM_PROCID=4", "rank 4 of 4, but ranks are from 0"),
         ({"num_workers": 2}, "", "num_workers=2, but .* no engine"),
         ({"num_workers": 3}, TORCHRUN, "but torchrun started 2 processes"),
         ({}, _KUBERNETES, "does not tell a process how many processes"),

@@ -8,27 +8,12 @@ import tensorflow as tf
 from tests.programs import multi_worker_ledger as ledger_cases
 from tests.programs import multi_worker_program as program
 from tests.programs import multi_worker_sharded as sharded_cases
-from tests.support import cluster
 from tests.support import group_training
 from tests.support import random_stacks
 from tests.support import replicas
 from tests.support import stacks
 
 NUM_WORKERS = program.NUM_WORKERS
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """What all workers write into."""
-    return tmp_path_factory.mktemp("shared")
-
-
-@pytest.fixture(scope="module")
-def of(directory):
-    """A function: what a case returned on each worker; all cases run once."""
-    return cluster.cases_of(
-        "tests.programs.multi_worker_program", NUM_WORKERS, [str(directory)]
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,6 @@ import numpy as np
 import pytest
 
 from tests.programs import two_workers_program as program
-from tests.support import cluster
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """The directory that all workers write into."""
-    return tmp_path_factory.mktemp("shared")
-
-
-@pytest.fixture(scope="module")
-def of(directory):
-    """A function: what a case returned on each worker; all cases run once."""
-    return cluster.cases_of(
-        "tests.programs.two_workers_program",
-        program.NUM_WORKERS,
-        [str(directory)],
-    )
 
 
 @pytest.mark.parametrize(

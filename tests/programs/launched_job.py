@@ -112,13 +112,10 @@ def _trained(strategy, callbacks=(), changed=lambda dataset: dataset):
             loss="binary_crossentropy",
             metrics=["accuracy"],
         )
-    dataset = tf.data.Dataset.from_tensor_slices(
-        group_training.data(16 * STEPS_PER_EPOCH)
-    )
-    dataset = dataset.shuffle(1000, seed=5, reshuffle_each_iteration=False)
+    rows = group_training.data(16 * STEPS_PER_EPOCH)
     with tf_xshard.multi_worker_fit(communication):
         history = model.fit(
-            fitting.untuned(changed(dataset.batch(16))),
+            changed(fitting.batches(*rows)),
             epochs=NUM_EPOCHS,
             shuffle=False,
             verbose=0,

@@ -15,6 +15,7 @@ from tensorflow.python.eager import context
 import tf_xshard
 from tests.support import processes
 from tests.support import replicas
+from tests.support import traced
 from tf_xshard.cli import logical_devices
 from tf_xshard.collectives import subgroups
 from tf_xshard.collectives import transport
@@ -79,26 +80,21 @@ def threads():
     """Optimizers of equal shapes, in threads, and a context that is reset."""
 
     def training(seconds, number):
-        strategy = _strategy()
-        with strategy.scope():
-            weight = keras.Variable(0.0)
-            optimizer = tf_xshard.CrossShardOptimizer(
+        one = traced.Traced(
+            lambda: tf_xshard.CrossShardOptimizer(
                 keras.optimizers.SGD(1.0),
                 "sum",
                 loss_normalization="replica",
                 communication=tf_xshard.Communication(timeout_seconds=seconds),
-            )
-            optimizer.build([weight])
-
-        def gradients_of(replica_id):
-            return [tf.constant(number * 10.0**replica_id)]
-
-        step = replicas.applying(strategy, optimizer, gradients_of, [weight])
+            ),
+            [0.0],
+            _strategy(),
+        )
 
         def train(num_steps):
             for _ in range(num_steps):
-                step()
-            return [float(one) for one in replicas.values(strategy, weight)]
+                one.step([number, 10 * number])
+            return one.values()[0].tolist()
 
         return train
 

@@ -56,7 +56,6 @@ def mirrored_on(
 REVERSED = (3, 2, 1, 0)
 MIXED = (10, 2, 11, 1)
 TWELVE = (11, 3, 7, 0, 10, 5, 1, 9, 2, 8, 4, 6)
-SIXTEEN = tuple(range(16))
 
 
 @functools.cache

@@ -20,15 +20,17 @@ def stepped(
       make: Makes the optimizer, in the scope of the strategy.
       gradients_of: The gradients, of a replica id.
       initial: A value of each variable, or a function that makes the variable.
-      kind: The strategy.
-      num_replicas: Of the strategy.
+      kind: The strategy, or its kind.
+      num_replicas: Of a strategy of this kind.
       graph: Whether the step is a tf.function.
       dtype: Of the variables.
 
     Returns:
       The values of all replicas, of each variable.
     """
-    strategy = replicas.STRATEGIES[kind](num_replicas)
+    strategy = kind
+    if isinstance(kind, str):
+        strategy = replicas.STRATEGIES[kind](num_replicas)
     with strategy.scope():
         variables = [
             value() if callable(value) else keras.Variable(value, dtype=dtype)
