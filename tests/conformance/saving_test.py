@@ -40,11 +40,9 @@ OPTIMIZERS = {
     "tower": lambda: tf_xshard.TowerOptimizer(INNERS["loss_scale"](), 3),
     "agn": _agn,
 }
-ignore_hdf5 = pytest.mark.filterwarnings(
+pytestmark = pytest.mark.filterwarnings(
     "ignore:You are saving your model as an HDF5 file"
 )
-# Plain Keras' warnings of state that it can't load, which is what is tested.
-ignore_lost = pytest.mark.filterwarnings("ignore:Skipping variable loading")
 
 
 def _kept(model, make, way, path, strategy=None):
@@ -56,7 +54,6 @@ def _kept(model, make, way, path, strategy=None):
 _multi = functools.partial(pytest.param, "multi", marks=needs_multi_optimizer)
 
 
-@ignore_hdf5
 @pytest.mark.parametrize(
     "name, way, kind",
     [
@@ -88,8 +85,7 @@ def test_every_way_keeps_the_state(name, way, kind, tmp_path):
     filled.check(kept, values)
 
 
-@ignore_hdf5
-@ignore_lost
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
 @pytest.mark.parametrize(
     "name, way",
     [_multi("built"), ("adam", "h5"), ("loss_scale", "set_weights")],
@@ -194,7 +190,6 @@ def _feedback():
     return CROSS(O.Adam(), communication=how)
 
 
-@ignore_hdf5
 @pytest.mark.parametrize(
     "make, ways, said",
     [

@@ -41,6 +41,7 @@ _TWO_HOSTS = f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=2"
 # they tell; *: any port.
 _PLACES = [
     ("", None),
+    # Of a batch script, which runs once, whatever the job's size.
     ("SLURM_NTASKS=4 SLURM_PROCID=0", None),
     ("RANK=3", None),
     ("RANK= WORLD_SIZE= MASTER_ADDR= MASTER_PORT=", None),

@@ -130,9 +130,3 @@ def test_an_evaluator_is_not_the_chief(calls, monkeypatch):
         loss = calls.model.evaluate(x, y, verbose=0)
     outputs = calls.model.predict(x, verbose=0)
     np.testing.assert_allclose(loss, np.mean((outputs - y) ** 2), rtol=1e-5)
-
-
-def test_a_job_s_variables_are_not_a_step_s(calls, monkeypatch):
-    """A batch script's Python runs once, whatever the job's size."""
-    engines_test.set_variables(monkeypatch, "SLURM_NTASKS=4 SLURM_PROCID=0")
-    calls.work()
