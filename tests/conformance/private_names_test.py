@@ -87,7 +87,6 @@ forget(keras.Variable, "_shared_name")
 forget(summary_ops_v2, "_SUMMARY_WRITER_INIT_COLLECTION_NAME")
 import tf_xshard
 assert keras.saving.get_registered_object("tf_xshard>CrossShardOptimizer")
-assert keras.saving.get_registered_object("tf_xshard>CrossShardOptimizer")
 weight = keras.Variable(1.0)
 tf_xshard.CrossShardOptimizer(keras.optimizers.SGD(0.5)).apply(
     [tf.constant(1.0)], [weight])
