@@ -76,11 +76,7 @@ def pytest_configure(config):
         _set_up_tensorflow(on_gpu)
     record = config.getoption("--record-budget")
     if record or config.getoption("--budget"):
-        counter = budget.Counter() if runs_tests else None
-        if runs_tests:
-            config.pluginmanager.register(counter)
-        if not hasattr(config, "workerinput"):
-            config.pluginmanager.register(budget.Budget(counter, record))
+        config.pluginmanager.register(budget.Budget(runs_tests, record))
 
 
 def _set_up_tensorflow(on_gpu):

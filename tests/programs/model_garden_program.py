@@ -5,7 +5,9 @@ each kind of replicas. Each group must end with the weights of one device that
 gets its rows.
 """
 
-import dataclasses
+import types
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -32,8 +34,7 @@ EPSILON = 0.01
 ROWS = BATCH_SIZE // keras_2.NUM_REPLICAS
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A model, its optimizer, and how it gets an aggregator."""
 
     model: str
@@ -41,19 +42,17 @@ class Case:
     groups: list | None = None
     # The optimizer of one device, if it is another one.
     reference: dict | None = None
-    options: dict = dataclasses.field(default_factory=dict)
+    options: Mapping = types.MappingProxyType({})
     # with_aggregator, in place of build_optimizer's argument.
     afterwards: bool = False
     legacy: bool = True
 
 
 def _optimizer(name, rate, ema=None, **options):
+    constant = {"learning_rate": rate}
     return {
         "optimizer": {"type": name, name: options},
-        "learning_rate": {
-            "type": "constant",
-            "constant": {"learning_rate": rate},
-        },
+        "learning_rate": {"type": "constant", "constant": constant},
         "ema": ema,
     }
 
@@ -132,13 +131,10 @@ def _data(model, members):
         images = rng.normal(size=(*shape, 16, 16, 3)).astype("float32")
         features = (images, labels)
 
-    def rows(one):
-        mine = one[:, members]
-        return mine.reshape(-1, *mine.shape[3:])
-
-    return tf.data.Dataset.from_tensor_slices(
-        tf.nest.map_structure(rows, features)
+    mine = tf.nest.map_structure(
+        lambda one: one[:, members].reshape(-1, *one.shape[3:]), features
     )
+    return tf.data.Dataset.from_tensor_slices(mine)
 
 
 def _build_optimizer(case, is_one_device):
@@ -146,21 +142,16 @@ def _build_optimizer(case, is_one_device):
     factory = optimization.OptimizerFactory(
         optimization.OptimizationConfig(config)
     )
-    arguments = ("mean", case.groups)
-    aggregator = None
+    how, aggregator = {"group_assignment": case.groups, **case.options}, None
     if not is_one_device and not case.afterwards:
-        aggregator = tf_xshard.tf_keras.gradient_aggregator(
-            *arguments, **case.options
-        )
+        aggregator = tf_xshard.tf_keras.gradient_aggregator(**how)
     optimizer = factory.build_optimizer(
         factory.build_learning_rate(),
         gradient_aggregator=aggregator,
         use_legacy_optimizer=case.legacy,
     )
     if not is_one_device and case.afterwards:
-        tf_xshard.tf_keras.with_aggregator(
-            optimizer, *arguments, **case.options
-        )
+        tf_xshard.tf_keras.with_aggregator(optimizer, **how)
     return optimizer
 
 
@@ -205,13 +196,13 @@ def _trained(case, strategy, members=None):
 def _difference(strategy, case):
     """The largest difference of a replica from its group's device."""
 
+    got = _trained(case, strategy)
+
     def expected_of(members):
         alone = _trained(case, tf.distribute.get_strategy(), members)
-        return [one[0] for one in alone]
+        return [one for [one] in alone]
 
-    return keras_2.largest_difference(
-        strategy, _trained(case, strategy), case.groups, expected_of
-    )
+    return keras_2.largest_difference(strategy, got, case.groups, expected_of)
 
 
 def main(kind):

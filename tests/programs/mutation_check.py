@@ -12,6 +12,7 @@ process, which imports the package and the tests anew.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import importlib
 import os
@@ -34,7 +35,7 @@ CLUSTER_LIMIT = 400
 
 
 class _Outcomes:
-    """A plugin of pytest that knows whether all tests passed, or all failed."""
+    """A plugin of pytest that records how each test has ended."""
 
     def __init__(self):
         self.found = []
@@ -90,35 +91,51 @@ def _problem_of_mutant(folder, row):
         path.write_text(text)
 
 
-class _Check:
+def _jobs_of_tests(rows):
+    """Names of files, each with a function that runs its tests as they are."""
+    tests = collections.defaultdict(dict)
+    for row in rows:
+        tests[row.test.split("::")[0]][row.test] = None
+    for file, ids in tests.items():
+        options = ([*ids], "passed", LIMIT + 60 * len(ids))
+        yield file, lambda copy, options=options: _problem(copy, *options)
+
+
+def _jobs_of_mutants(rows):
+    """Names of mutants, each with a function that runs its test with it."""
+    for row in rows:
+        name = f"{row.file}, {row.test}: {row.text}"
+        yield name, lambda copy, row=row: _problem_of_mutant(copy, row)
+
+
+def _copied(folder):
+    """A copy of the project, in a new folder."""
+    ignored = ("__pycache__", ".*_cache", ".git", ".venv", "build")
+    ignore = shutil.ignore_patterns(*ignored)
+    return shutil.copytree(paths.ROOT, folder, ignore=ignore)
+
+
+def _num_wrong(rows, jobs_of, copies):
     """Runs jobs in copies of the project, and prints how each ends."""
 
-    def __init__(self, folder, num_copies):
-        self.wrong = 0
-        self._copies = queue.Queue()
-        ignored = ("__pycache__", ".*_cache", ".git", ".venv", "build")
-        for number in range(num_copies):
-            copy = pathlib.Path(folder, str(number))
-            ignore = shutil.ignore_patterns(*ignored)
-            shutil.copytree(paths.ROOT, copy, ignore=ignore)
-            self._copies.put(copy)
-
-    def run(self, jobs, at_a_time):
-        """Each job is (name, function, arguments after a copy's folder)."""
-        with concurrent.futures.ThreadPoolExecutor(at_a_time) as executor:
-            list(executor.map(lambda job: self._run(*job), jobs))
-
-    def _run(self, name, function, *arguments):
-        copy = self._copies.get()
-        start = time.monotonic()
+    def is_wrong(job):
+        name, problem_of = job
+        copy, start = copies.get(), time.monotonic()
         try:
-            problem = function(copy, *arguments)
+            problem = problem_of(copy)
         finally:
-            self._copies.put(copy)
-        self.wrong += problem is not None
+            copies.put(copy)
         seconds = time.monotonic() - start
         text = f"{seconds:4.0f} s  {problem or 'as it must'}: {name}"
         print(text, flush=True)
+        return problem is not None
+
+    number = 0
+    for is_cluster, at_a_time in ((False, copies.qsize()), (True, 1)):
+        jobs = jobs_of([row for row in rows if row.cluster == is_cluster])
+        with concurrent.futures.ThreadPoolExecutor(at_a_time) as executor:
+            number += sum(executor.map(is_wrong, jobs))
+    return number
 
 
 def main():
@@ -128,7 +145,7 @@ def main():
         "--only", default="", help="rows whose test or file has this text"
     )
     parser.add_argument(
-        "--jobs", type=int, default=2, help="mutants that run at a time"
+        "--jobs", type=int, default=2, help="how many at a time"
     )
     options = parser.parse_args()
     # What all runs of pytest need, as tests/conftest.py would import it.
@@ -140,32 +157,15 @@ def main():
         for row in promises.PROMISES
         if options.only in row.test or options.only in row.file
     ]
+    copies = queue.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        check = _Check(folder, options.jobs)
-        # (how many run at a time, rows)
-        kinds = [
-            (options.jobs, [row for row in rows if not row.cluster]),
-            (1, [row for row in rows if row.cluster]),
-        ]
-        for at_a_time, some in kinds:
-            tests = {}
-            for row in some:
-                tests.setdefault(row.test.split("::")[0], {})[row.test] = None
-            jobs = [
-                (file, _problem, [*ids], "passed", LIMIT + 60 * len(ids))
-                for file, ids in tests.items()
-            ]
-            check.run(jobs, at_a_time)
-        if check.wrong:
+        for number in range(options.jobs):
+            copies.put(_copied(os.path.join(folder, str(number))))
+        if _num_wrong(rows, _jobs_of_tests, copies):
             raise SystemExit("Tests fail without a mutant.")
-        for at_a_time, some in kinds:
-            jobs = [
-                (f"{row.file}, {row.test}: {row.text}", _problem_of_mutant, row)
-                for row in some
-            ]
-            check.run(jobs, at_a_time)
-    print(f"{len(rows) - check.wrong} killed, {check.wrong} survived")
-    raise SystemExit(check.wrong > 0)
+        survived = _num_wrong(rows, _jobs_of_mutants, copies)
+    print(f"{len(rows) - survived} killed, {survived} survived")
+    raise SystemExit(survived > 0)
 
 
 if __name__ == "__main__":

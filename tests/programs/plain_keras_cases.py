@@ -207,10 +207,7 @@ def is_right(name, found):
 
 def _run_alone(name):
     """Prints what plain Keras does, in a process that has done nothing else."""
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * NUM_REPLICAS,
-    )
+    replicas.set_up_cpus(NUM_REPLICAS)
     try:
         outcome = values(name, lambda optimizer: optimizer)
     except Exception as error:  # The error's text is the result.
@@ -228,9 +225,6 @@ def _is_as_the_table_says(name, outcome):
 
 
 def main():
-    if len(sys.argv) > 1:
-        _run_alone(sys.argv[1])
-        return
     wrong = []
     for name in CASES:
         command = processes.python("-m", __spec__.name, name)
@@ -244,4 +238,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        _run_alone(sys.argv[1])
+    else:
+        main()

@@ -34,12 +34,10 @@ def _arguments(value) -> str:
         return ""
     shown = []
     for one in inspect.signature(value).parameters.values():
-        name = {
-            inspect.Parameter.VAR_POSITIONAL: f"*{one.name}",
-            inspect.Parameter.VAR_KEYWORD: f"**{one.name}",
-        }.get(one.kind, one.name)
+        # With the stars, without the annotation.
+        name = re.split("[:=]", str(one))[0].strip()
         default = repr(one.default)
-        if one.default is not inspect.Parameter.empty and len(default) < 20:
+        if one.default is not one.empty and len(default) < 20:
             name += f"={default}"
         shown.append(name)
     return f"({', '.join(shown)})"

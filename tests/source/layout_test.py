@@ -41,11 +41,9 @@ def _imports():
     """Each module with the dotted name of what it imports."""
     for module, tree in MODULES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                yield from ((module, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    yield module, f"{node.module}.{alias.name}"
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                of = f"{node.module}." if hasattr(node, "module") else ""
+                yield from ((module, of + alias.name) for alias in node.names)
 
 
 def _folder(name):

@@ -83,7 +83,7 @@ def test_code_names_what_exists():
             "import tf_xshard\ntf_xshard.GroupAssignment.contiguous(4)",
             "missing a required argument: 'group_size'",
         ),
-        ("from keras import optimizer", "No module named 'keras.optimizer'"),
+        ("from keras import optimizer", "keras.*has no attribute 'optimizer'"),
     ],
 )
 def test_names_that_do_not_exist_are_found(code, problem):
@@ -142,7 +142,7 @@ def test_contributing_names_every_nightly_command():
         if row != newest and not row.startswith("python-")
     ]
     assert f"row: [{', '.join(others)}]" in workflow
-    assert f"--only {newest} --pytest=--full" in workflow
+    assert f"version_matrix {newest} --full" in workflow
 
 
 def test_written_pages_are_what_would_be_written():

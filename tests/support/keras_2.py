@@ -4,9 +4,10 @@ Each replica gets other gradients, and each group must end with the weights of
 one device that gets the group's mean or sum.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -25,19 +26,18 @@ SHAPES = [(3, 2), (4, 2)]
 LEGACY = tf_keras.optimizers.legacy
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """An optimizer, and how it gets an aggregator."""
 
     make: Callable
     reduction: str = "mean"
-    groups: list | None = dataclasses.field(default_factory=lambda: GROUPS)
+    groups: list | None = GROUPS
     # The aggregator is the argument of a legacy optimizer.
     is_argument: bool = False
     # A LossScaleOptimizer is around it, and replica 1 overflows in one step.
     is_scaled: bool = False
     # Further arguments of the aggregator.
-    options: dict = dataclasses.field(default_factory=dict)
+    options: Mapping = types.MappingProxyType({})
     # Replica 1 has no gradient of the first variable.
     lacks_one: bool = False
     # The optimizer to compare with, if it is another one.
@@ -65,17 +65,14 @@ _LEGACY_SGD = functools.partial(LEGACY.SGD, 0.1, momentum=0.9)
 _ADAMW = functools.partial(
     tf_keras.optimizers.AdamW, 0.1, weight_decay=0.1, global_clipnorm=0.5
 )
+_LEGACY_ADAM = functools.partial(LEGACY.Adam, 0.1, global_clipnorm=0.5)
+_REPLICA = {"loss_normalization": "replica"}
 CASES = {
-    "legacy_adam": Case(
-        functools.partial(LEGACY.Adam, 0.1, global_clipnorm=0.5),
-        is_argument=True,
-    ),
+    "legacy_adam": Case(_LEGACY_ADAM, is_argument=True),
     # Adam, or a clipped norm, would hide a factor of the gradients.
     "legacy_sgd": Case(_LEGACY_SGD, "sum"),
     "adamw": Case(_ADAMW),
-    "replica": Case(
-        _MOMENTUM, "sum", options={"loss_normalization": "replica"}
-    ),
+    "replica": Case(_MOMENTUM, "sum", options=_REPLICA),
     "clipped": Case(
         _MOMENTUM,
         groups=None,
@@ -95,19 +92,16 @@ ALL_CASES = {
 
 def gradients():
     """`result[step][variable][replica]`; the last variable has rows."""
-    rng = np.random.default_rng(8)
+    rng, shapes = np.random.default_rng(8), [(NUM_REPLICAS, *s) for s in SHAPES]
     return [
-        [
-            rng.normal(size=(NUM_REPLICAS, *shape)).astype("float32")
-            for shape in SHAPES
-        ]
+        [np.float32(rng.normal(size=shape)) for shape in shapes]
         for _ in range(NUM_STEPS)
     ]
 
 
 def variables():
     rng = np.random.default_rng(7)
-    return [tf.Variable(rng.normal(size=s).astype("float32")) for s in SHAPES]
+    return [tf.Variable(np.float32(rng.normal(size=s))) for s in SHAPES]
 
 
 def _as_rows(value):
@@ -147,8 +141,7 @@ def _trained(strategy, cases):
             tf.equal(tf.cast(replica, tf.int32), 1), tf.equal(number, 1)
         )
         for name, case in cases.items():
-            divides = case.options.get("loss_normalization") != "replica"
-            divisor = NUM_REPLICAS if divides else 1
+            divisor = 1 if case.options == _REPLICA else NUM_REPLICAS
             own = [one[replica] / divisor for one in arriving]
             if case.is_scaled:
                 own[0] = tf.where(is_bad, np.inf, own[0])
@@ -207,25 +200,20 @@ def differences(strategy, cases):
 def largest_difference(strategy, got, groups, expected_of):
     """The largest |difference| of a replica's variables from its group's."""
     ids = site.local_replica_ids(strategy)
-    errors = []
-    for members in groups or [list(range(NUM_REPLICAS))]:
-        if mine := set(members) & set(ids):
-            for values, want in zip(got, expected_of(members), strict=True):
-                errors += [
-                    np.max(np.abs(values[ids.index(replica)] - want))
-                    for replica in mine
-                ]
-    return float(max(errors))
+    return max(
+        float(np.max(np.abs(values[ids.index(replica)] - want)))
+        for members in groups or [[*range(NUM_REPLICAS)]]
+        if set(members) & set(ids)
+        for values, want in zip(got, expected_of(members), strict=True)
+        for replica in set(members) & set(ids)
+    )
 
 
 def strategy_of(kind):
     """For a program: "workers" are four processes with a replica each."""
     if kind == "workers":
         return tf.distribute.MultiWorkerMirroredStrategy()
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * NUM_REPLICAS,
-    )
+    replicas.set_up_cpus(NUM_REPLICAS)
     return replicas.STRATEGIES[kind](NUM_REPLICAS)
 
 

@@ -7,8 +7,9 @@ has the class's methods. Whatever else is not known is not checked.
 import ast
 import builtins
 import collections
-import importlib
 import inspect
+import pkgutil
+import sys
 
 # Libraries of other environments, whose names are not checked.
 ABSENT = ("horovod", "official", "ray", "tensorflow_recommenders", "torch")
@@ -65,17 +66,14 @@ def problems(source, given=()):
 
 def _imported(node, alias):
     """The name that an import binds, and its value; None if it is absent."""
-    module = getattr(node, "module", alias.name)
-    first = module.split(".")[0]
+    module = getattr(node, "module", None)
+    path = f"{module}.{alias.name}" if module else alias.name
+    first = path.split(".")[0]
     name = alias.asname or alias.name.split(".")[0]
     if first in ABSENT:
         return name, None
-    value = importlib.import_module(module)
-    if isinstance(node, ast.Import):
-        return name, value if alias.asname else importlib.import_module(first)
-    if not hasattr(value, alias.name):
-        importlib.import_module(f"{module}.{alias.name}")
-    return name, getattr(value, alias.name)
+    value = pkgutil.resolve_name(path)
+    return name, value if module or alias.asname else sys.modules[first]
 
 
 def _value(node, values):

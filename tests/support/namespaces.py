@@ -17,36 +17,31 @@ def inside(name):
     return ("ip", "netns", "exec", name)
 
 
+def _ip(command, check=True):
+    processes.run(["ip", *command.split()], 60, check, tensorflow=0)
+
+
 @contextlib.contextmanager
 def made(number):
     """Yields the names of so many hosts, on one bridge."""
-
-    def ip(*arguments, check=True):
-        processes.run(["ip", *arguments], 60, check, tensorflow=0)
-
     names = [f"tfx{os.getpid() % 10000}n{r}" for r in range(number)]
     bridge = f"tfx{os.getpid() % 10000}b"
     try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("link", "set", bridge, "up")
+        _ip(f"link add {bridge} type bridge")
+        _ip(f"link set {bridge} up")
         for rank, name in enumerate(names):
-            ip("netns", "add", name)
-            ip(
-                *("link", "add", f"{name}v", "type", "veth"),
-                *("peer", "name"),
-                f"{name}p",
-            )
-            ip("link", "set", f"{name}v", "master", bridge, "up")
-            ip("link", "set", f"{name}p", "netns", name, "name", "eth0")
-            at = ("-n", name)
-            ip(*at, "addr", "add", f"{address(rank)}/24", "dev", "eth0")
-            ip(*at, "link", "set", "eth0", "up")
-            ip(*at, "link", "set", "lo", "up")
+            _ip(f"netns add {name}")
+            _ip(f"link add {name}v type veth peer name {name}p")
+            _ip(f"link set {name}v master {bridge} up")
+            _ip(f"link set {name}p netns {name} name eth0")
+            _ip(f"-n {name} addr add {address(rank)}/24 dev eth0")
+            _ip(f"-n {name} link set eth0 up")
+            _ip(f"-n {name} link set lo up")
         yield names
     finally:
         for name in names:
-            ip("netns", "del", name, check=False)
-        ip("link", "del", bridge, check=False)
+            _ip(f"netns del {name}", check=False)
+        _ip(f"link del {bridge}", check=False)
 
 
 def are_allowed():

@@ -22,6 +22,14 @@ REPEATED = 0.0 if KIND == "CPU" else 1e-6
 tf.distribute.MultiWorkerMirroredStrategy._collective_key_base = 1_000_000_000
 
 
+def set_up_cpus(number):
+    """Makes logical CPUs, of a process in which TensorFlow has not run."""
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * number,
+    )
+
+
 def use_new_keys():
     """Keeps the strategies that are made from now on apart from all others.
 
