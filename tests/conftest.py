@@ -1,6 +1,5 @@
 """Process state has one owner: devices, seeds and options are set here."""
 
-import faulthandler
 import functools
 import os
 
@@ -19,8 +18,6 @@ NUM_LOGICAL_DEVICES = 16
 GPU_MEMORY = 512
 # Limits a test with --full; setup.cfg limits it otherwise.
 FULL_TIMEOUT_SECONDS = 3000
-# pytest's own standard error, which no test captures.
-_STDERR = pytest.StashKey[int]()
 # The id of every test that was collected, and whether it is full.
 COLLECTED = pytest.StashKey[dict[str, bool]]()
 # Files that mostly wait, and where in the order of the files they run: one
@@ -51,11 +48,10 @@ def report(record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
-    outcomes = terminalreporter.stats
     lines = [
         line
-        for test in (*outcomes.get("passed", ()), *outcomes.get("failed", ()))
-        if test.when == "call"
+        for outcome in ("passed", "failed")
+        for test in terminalreporter.getreports(outcome)
         for _, line in test.user_properties
     ]
     if lines:
@@ -64,10 +60,6 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "full: runs with --full only (large counts)"
-    )
-    config.stash[_STDERR] = os.dup(2)
     on_gpu = config.getoption("--gpu")
     if not on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -118,20 +110,6 @@ def pytest_collection_modifyitems(config, items):
         return
     for item in large:
         item.add_marker(pytest.mark.skip(reason="needs --full"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Ends a test that blocks every thread of Python, pytest-timeout's too."""
-    limit = item.get_closest_marker("timeout")
-    seconds = limit.args[0] if limit else float(item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(
-        seconds + 60, exit=True, file=item.config.stash[_STDERR]
-    )
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

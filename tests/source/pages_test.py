@@ -169,12 +169,10 @@ def test_written_pages_are_what_would_be_written():
 def _undocumented(value):
     """What the docstring of a public function or class does not say."""
     doc, signature = inspect.getdoc(value), inspect.signature(value)
-    needed = ["Example:"]
-    if signature.parameters or inspect.isclass(value):
+    arguments = [f"{one}: " for one in signature.parameters if one != "kwargs"]
+    needed = ["Example:", *arguments]
+    if arguments or inspect.isclass(value):
         needed += ["Args:", "Raises:", "Source:"]
-        needed += [
-            f"{one}: " for one in signature.parameters if one != "kwargs"
-        ]
     if inspect.isfunction(value) and signature.return_annotation != "None":
         needed.append("Returns:")
     methods = [

@@ -44,8 +44,7 @@ def problems(source, given=()):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             value = _value(node.value.func, values)
             made[node.targets[0]] = value if inspect.isclass(value) else None
-    for node in nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             classes[node.id].add(made.get(node))
         elif isinstance(node, ast.arg):
             classes[node.arg].add(None)
