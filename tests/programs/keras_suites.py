@@ -7,8 +7,8 @@ the tests that may fail.
 `python -m tests.programs.keras_suites plain|wrapped none|mirrored SUITE FILE`
 runs one suite, and writes each test's outcome to a JSON file.
 
-What a test calls (`SGD(...)`, `optimizers.get(...)`, `compile("rmsprop")`)
-makes the optimizer as ever, which is then wrapped. Under MirroredStrategy each
+Whatever creates an optimizer (`SGD(...)`, `optimizers.get(...)`, a file) gets a
+wrapper around it. Under MirroredStrategy each
 test runs in the strategy's scope; what it applies itself, on both replicas.
 """
 
@@ -16,13 +16,11 @@ import collections
 import contextlib
 import fnmatch
 import functools
-import inspect
 import json
 import os
 import pathlib
 import sys
 import tempfile
-import types
 from concurrent import futures
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -35,8 +33,8 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import processes
+from tests.support import replicas
 from tf_xshard.optimizers import base
-from tf_xshard.private import names
 
 SUITES = ("optimizers", "trainers", "callbacks", "saving", "legacy/saving")
 DISTRIBUTION = (
@@ -89,94 +87,40 @@ _SECONDS = 90 * 60
 _PROCESSES = 6
 
 
-def _is_optimizer_class(value):
-    return (
-        inspect.isclass(value)
-        and issubclass(value, keras.optimizers.Optimizer)
-        and value is not keras.optimizers.Optimizer
-    )
-
-
 def _unwrapped(optimizer):
     while getattr(optimizer, "is_tf_xshard_wrapper", False):
         optimizer = _inside(optimizer)
     return optimizer
 
 
-def _inside(wrapper_):
-    return wrapper_.__dict__["inner_optimizer"]
+def _inside(wrapper):
+    return wrapper.__dict__["inner_optimizer"]
 
 
-class Wrapping:
-    """A pytest plugin that wraps what tests create.
+def _wrap_all_optimizers():
+    """Makes the class of each optimizer create a wrapper around it."""
+    optimizer, wrapper = keras.optimizers.Optimizer, base.GradientWrapper
+    init = wrapper.__init__
 
-    Args:
-      wrap: A function from an optimizer to the one to use instead.
-    """
+    def new(cls, *args, **kwargs):
+        made = object.__new__(cls)
+        if cls is optimizer or issubclass(cls, wrapper):
+            return made
+        made.__init__(*args, **kwargs)
+        return tf_xshard.CrossShardOptimizer(made)
 
-    def __init__(self, wrap):
-        self._wrap_one = wrap
-        self._stand_ins = {}
+    optimizer.__new__ = new
+    # A wrapper's `from_config` gets an inner optimizer that is wrapped already.
+    wrapper.__init__ = lambda self, inner_optimizer, *args, **kwargs: init(
+        self, _unwrapped(inner_optimizer), *args, **kwargs
+    )
+
+
+class Outcomes:
+    """A pytest plugin that records {test: outcome}."""
+
+    def __init__(self):
         self.outcomes = {}
-
-    def wrap(self, optimizer):
-        """The wrapped optimizer; a wrapper, and None, as it is."""
-        is_wrapped = getattr(optimizer, "is_tf_xshard_wrapper", False)
-        if optimizer is None or is_wrapped:
-            return optimizer
-        return self._wrap_one(optimizer)
-
-    def stand_in(self, real):
-        """A class that makes wrapped instances of `real`, else is like it."""
-        if real not in self._stand_ins:
-            wrap = self.wrap
-
-            class Meta(type):
-                def __call__(cls, *args, **kwargs):
-                    return wrap(real(*args, **kwargs))
-
-                def __instancecheck__(cls, instance):
-                    return isinstance(_unwrapped(instance), real)
-
-                def __getattr__(cls, name):
-                    return getattr(real, name)
-
-            # `class Mine(SGD)` has the real class as its base.
-            self._stand_ins[real] = Meta(real.__name__, (), {})
-        return self._stand_ins[real]
-
-    def module(self, real):
-        """`keras.optimizers` with classes that make wrapped instances."""
-        copy = types.ModuleType(real.__name__)
-        for name, value in vars(real).items():
-            if _is_optimizer_class(value):
-                value = self.stand_in(value)
-            elif name in ("get", "deserialize"):
-                value = self._wraps_result(value)
-            setattr(copy, name, value)
-        return copy
-
-    def _wraps_result(self, function):
-        return lambda *args, **kwargs: self.wrap(function(*args, **kwargs))
-
-    def pytest_collection_modifyitems(self, items):
-        for module in {item.module for item in items}:
-            for name, value in list(vars(module).items()):
-                if _is_optimizer_class(value):
-                    setattr(module, name, self.stand_in(value))
-                elif inspect.ismodule(value) and value.__name__.endswith(
-                    "optimizers"
-                ):
-                    setattr(module, name, self.module(value))
-        for item in items:
-            # A parameterized test holds its parameters in a dict.
-            function = getattr(item.obj, "__func__", item.obj)
-            for cell in function.__closure__ or ():
-                parameters = cell.cell_contents
-                if isinstance(parameters, dict):
-                    for name, value in parameters.items():
-                        if _is_optimizer_class(value):
-                            parameters[name] = self.stand_in(value)
 
     def pytest_runtest_setup(self, item):
         # Some tests' random data only passes by chance, wrapped or not.
@@ -190,19 +134,6 @@ class Wrapping:
             self.outcomes[report.nodeid.split("keras/src/")[-1]] = text
 
 
-def _compile_wraps(wrap):
-    """Makes `model.compile` wrap its optimizer."""
-    owner = names.defining_class(keras.Model, "compile")
-    original = owner.compile
-
-    def compile_(self, optimizer="rmsprop", *args, **kwargs):
-        if optimizer is not None:
-            optimizer = wrap(keras.optimizers.get(optimizer))
-        return original(self, optimizer, *args, **kwargs)
-
-    owner.compile = compile_
-
-
 def _apply_on_all_replicas(owner, strategy):
     """Makes `apply` outside of `strategy.run` run on all replicas.
 
@@ -212,17 +143,14 @@ def _apply_on_all_replicas(owner, strategy):
     original = owner.apply
 
     def apply(self, grads, trainable_variables=None):
-        def run():
-            share = 1 / strategy.num_replicas_in_sync
-            return original(
-                self,
-                [_scaled(gradient, share) for gradient in grads],
-                trainable_variables,
+        if not tf.distribute.in_cross_replica_context():
+            return original(self, grads, trainable_variables)
+        share = 1 / strategy.num_replicas_in_sync
+        return strategy.run(
+            lambda: original(
+                self, [_scaled(g, share) for g in grads], trainable_variables
             )
-
-        if tf.distribute.in_cross_replica_context():
-            return strategy.run(run)
-        return original(self, grads, trainable_variables)
+        )
 
     owner.apply = apply
 
@@ -230,26 +158,30 @@ def _apply_on_all_replicas(owner, strategy):
 def _scaled(gradient, factor):
     if gradient is None:
         return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * factor
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    gradient = tf.convert_to_tensor(gradient)
-    return gradient * tf.cast(factor, gradient.dtype)
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient = tf.convert_to_tensor(gradient)
+    return tf.math.scalar_mul(factor, gradient)
 
 
 def _forward_what_is_not_public(owner):
     """Makes tests find what they read of an optimizer on the inner one."""
+    case = keras.src.testing.TestCase
+    is_instance = case.assertIsInstance
+    case.assertIsInstance = lambda self, one, *args: is_instance(
+        self, _unwrapped(one), *args
+    )
 
     def getattr_(self, name):
         if name.startswith("__") or "inner_optimizer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(_unwrapped(self), name)
 
+    def forwarded(name):
+        return lambda self, *args: getattr(_inside(self), name)(*args)
+
     owner.__getattr__ = getattr_
-    owner.update_step = lambda self, *args: _inside(self).update_step(*args)
-    owner._apply_weight_decay = lambda self, *args: _inside(
-        self
-    )._apply_weight_decay(*args)
+    owner.update_step = forwarded("update_step")
+    owner._apply_weight_decay = forwarded("_apply_weight_decay")
 
 
 def _run_tests_in_scope(strategy):
@@ -273,21 +205,15 @@ def _run_tests_in_scope(strategy):
 
 def _run_suite(kind, strategy, suite, path):
     """Runs a suite in this process; writes {test: outcome}."""
-    owner = keras.optimizers.Optimizer
-    plugin = Wrapping(lambda one: one)
+    owner, plugin = keras.optimizers.Optimizer, Outcomes()
     if kind == "wrapped":
         owner = base.GradientWrapper
-        plugin = Wrapping(tf_xshard.CrossShardOptimizer)
-        _compile_wraps(plugin.wrap)
+        _wrap_all_optimizers()
         _forward_what_is_not_public(owner)
     if strategy == "mirrored":
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0],
-            [tf.config.LogicalDeviceConfiguration()] * 2,
-        )
-        on_two = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        _run_tests_in_scope(on_two)
-        _apply_on_all_replicas(owner, on_two)
+        replicas.set_up_cpus(2)
+        _run_tests_in_scope(replicas.mirrored(2))
+        _apply_on_all_replicas(owner, replicas.mirrored(2))
     source = pathlib.Path(keras.__file__).parent / "src"
     # `-c`: not this project's configuration, which may be found above.
     options = (
@@ -303,14 +229,13 @@ def _run_suite(kind, strategy, suite, path):
     sys.exit(0 if code in ran else 1)
 
 
-def _outcomes(kind, strategy, folder, suite):
+def _outcomes(kind, strategy, suite):
     """Runs a suite in a process: {test: outcome}."""
-    name = f"{kind}_{strategy}_{suite}".replace("/", "_")
-    file = pathlib.Path(folder, name)
-    program = ("-m", "tests.programs.keras_suites")
-    command = processes.python(*program, kind, strategy, suite, str(file))
-    processes.run(command, _SECONDS, check=True)
-    return json.loads(file.read_text())
+    program = ("-m", "tests.programs.keras_suites", kind, strategy, suite)
+    with tempfile.NamedTemporaryFile() as file:
+        command = processes.python(*program, file.name)
+        processes.run(command, _SECONDS, check=True)
+        return json.load(file)
 
 
 def _passed(outcomes):
@@ -321,16 +246,11 @@ def _problems(strategy):
     """What wrapped optimizers lose under a strategy, and stale exceptions."""
     suites = SUITES + (DISTRIBUTION if strategy == "none" else ())
     # Most of the time is spent waiting for TensorFlow's iterators to end.
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        futures.ThreadPoolExecutor(_PROCESSES) as pool,
-    ):
+    with futures.ThreadPoolExecutor(_PROCESSES) as pool:
         plain, wrapped = (
             dict(collections.ChainMap(*of_suites))
             for of_suites in [
-                pool.map(
-                    functools.partial(_outcomes, kind, strategy, folder), suites
-                )
+                pool.map(functools.partial(_outcomes, kind, strategy), suites)
                 for kind in ("plain", "wrapped")
             ]
         )
