@@ -40,7 +40,6 @@ class Case(NamedTuple):
         do these.
       plain: The error of plain Keras, or what it gives for the first variable.
       right: The right values of each variable, worked out by hand.
-      shape: Of each variable.
       steps: How many.
       is_built: Whether the optimizer is built before the first step.
       in_cond: Whether each second step is left out, by tf.cond.
@@ -50,7 +49,6 @@ class Case(NamedTuple):
     gradients: Callable
     plain: str | float | list
     right: Sequence
-    shape: tuple = ()
     steps: int = 1
     is_built: bool = True
     in_cond: bool = False
@@ -126,7 +124,6 @@ CASES = {
         functools.partial(_row_0_twice, factor=1.0),
         _MERGE_CALL,
         [[[1 - 3.0], [1.0]]],
-        shape=(2, 1),
         steps=2,
     ),
     # Adam's first step is the learning rate, whatever the gradient.
@@ -135,7 +132,6 @@ CASES = {
         _row_0_twice,
         [[0.0], [1.0]],
         [[[0.5], [1.0]]],
-        shape=(2, 1),
     ),
     # Of `fit`: see `_fit`. Loss (w - 1)^2 from w = 0: 0.5, then 0.75.
     "steps_per_execution": Case(
@@ -162,8 +158,8 @@ def _steps(case, wrap, strategy):
     with strategy.scope():
         optimizer = wrap(case.optimizer())
         weights = [
-            keras.Variable(np.ones(case.shape, np.float32), name=f"weight_{i}")
-            for i in range(len(case.right))
+            keras.Variable(np.ones_like(right, "float32"), name=f"weight_{i}")
+            for i, right in enumerate(case.right)
         ]
         if case.is_built:
             optimizer.build(weights)
