@@ -78,9 +78,6 @@ EXCEPTIONS = {
     # A wrapper hides the nested optimizer from MultiOptimizer's own check; with
     # a LossScaleOptimizer inside it is refused when it is built.
     "*::test_multi_optimizer_blocks_nested_optimizers": None,
-    # Under mixed_float16 on several replicas, a LossScaleOptimizer around a
-    # wrapper is refused with what to write instead.
-    "*::test_adds_loss_scaling_optimizer": "mirrored",
 }
 _SECONDS = 90 * 60
 # A process takes 1.5 GB.
