@@ -14,7 +14,6 @@ WARMUP = tf_xshard.LearningRateWarmup
 @pytest.mark.parametrize(
     "callback, arguments, error, text",
     [
-        (CHECKPOINT, ("d", 0), ValueError, "positive int or 'epoch', got 0"),
         (CHECKPOINT, ("d", "batch"), ValueError, "or 'epoch', got 'batch'"),
         (CHECKPOINT, ("d", 1, 0), ValueError, "keep must be .* or None, got 0"),
         (SENTINEL, (True,), ValueError, "every must be .* int, got True"),

@@ -10,6 +10,7 @@ import tf_xshard
 from tests.support import events
 from tests.support import group_training
 from tests.support import replicas
+from tests.support import training
 from tf_xshard.distribute import replica_variables
 from tf_xshard.group_state import divergence
 
@@ -25,32 +26,31 @@ def _kernel(model):
     return model.layers[0].kernel
 
 
+def _slot(model):
+    return model.optimizer.variables[-1]
+
+
+def _center(model):
+    """What AGN's workers train may differ, not their center."""
+    return model.optimizer.center_variables[0]
+
+
 @pytest.mark.parametrize(
     "kind, optimizer, variable_of, prefix",
     [
         ("mirrored", "momentum", _kernel, ""),
-        ("tpu", "momentum", lambda model: model.optimizer.variables[-1], ""),
-        # What AGN's workers train may differ; their center may not.
-        (
-            *("mirrored", "agn"),
-            *(lambda model: model.optimizer.center_variables[0], "center/"),
-        ),
+        ("tpu", "momentum", _slot, ""),
+        ("mirrored", "agn", _center, "center/"),
     ],
     ids=["weight", "slot", "center"],
 )
 def test_it_names_what_differs(kind, optimizer, variable_of, prefix):
     """After every other batch, and when training begins."""
     model = group_training.compiled(replicas.STRATEGIES[kind](4), optimizer)
-    variable, seen = variable_of(model), []
-
-    def spoil(batch):
-        seen.append(batch)
-        if batch == 0:
-            _spoil(variable, 3)
-
+    variable = variable_of(model)
+    spoil = lambda batch: batch == 0 and _spoil(variable, 3)
     with pytest.raises(RuntimeError, match="After batch 1") as error:
         events.drive(model, SENTINEL(every=2), on_batch=spoil)
-    assert seen == [0, 1]
     text = f"{prefix}{variable.path}' in group 1: replicas [3] differ by up to"
     assert f"{text} 0.25" in str(error.value)
     assert "group 0" not in str(error.value)
@@ -68,11 +68,8 @@ def test_it_warns_or_repairs(action, num_lines, monkeypatch):
     strategy = replicas.mirrored(4)
     model = group_training.compiled(strategy, groups=[[0, 1, 2, 3]])
     before = replicas.values(strategy, _kernel(model))
-    events.drive(
-        model,
-        SENTINEL(1, action),
-        on_batch=lambda batch: batch == 1 and _spoil(_kernel(model), 0),
-    )
+    spoil = lambda batch: batch == 1 and _spoil(_kernel(model), 0)
+    events.drive(model, SENTINEL(1, action), on_batch=spoil)
     assert len(lines) == num_lines
     after = replicas.values(strategy, _kernel(model))
     if action == "warn":
@@ -89,8 +86,11 @@ def test_it_never_fires_on_what_is_meant_to_differ():
         replicas.mirrored(2), "towers", groups=[[0, 1]]
     )
     _spoil(model.layers[2].seed_generator.state, 1, 1)
-    train = group_training.trainer(model)
-    events.drive(model, SENTINEL(1), on_batch=lambda batch: train(1))
+    strategy, step = model.distribute_strategy, training.step_of(model)
+    rows = [
+        training.distributed(strategy, one) for one in group_training.data(16)
+    ]
+    events.drive(model, SENTINEL(1), on_batch=lambda batch: step(*rows))
     after = group_training.values(model)
     events.drive(model, SENTINEL(1, "repair"))
     group_training.assert_same(group_training.values(model), after)

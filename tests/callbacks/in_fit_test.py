@@ -47,12 +47,6 @@ def _saved(run, save, folder):
     return folder
 
 
-def _assert_repeated(found, expected):
-    """The numbers of a training that is repeated: to the bit on CPUs."""
-    for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, 0, replicas.REPEATED)
-
-
 def _dense(*inputs, optimizer="sgd"):
     model = keras.Sequential([*inputs, keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
@@ -85,22 +79,22 @@ def groups(tmp_path_factory):
 
 
 def test_each_group_goes_on_where_it_ended(groups, tmp_path):
-    """Weights, logs and all, as with no interruption."""
+    """Weights, logs and all, as with no interruption; so is each rate."""
     directory = _saved(groups, "epoch-00001-step-00000002", tmp_path)
     assert CHECKPOINT.position(directory) == (1, 2)
     resumed, history, rates = _fit_groups(directory, 7)
     assert int(resumed.optimizer.iterations.numpy()) == 8
     after = group_training.values(resumed)
     assert np.abs(after[0][0] - after[0][1]).max() > 1e-3
-    _assert_repeated(after, group_training.values(groups.model))
+    group_training.assert_same(
+        after, group_training.values(groups.model), replicas.REPEATED
+    )
     for name, values in history.items():
-        _assert_repeated([values], [groups.history[name][1:]])
-    np.testing.assert_allclose(rates[2:], [0.2] * 2)
-
-
-def test_the_rate_of_every_batch(groups):
+        expected = groups.history[name][1:]
+        np.testing.assert_allclose(values, expected, 0, replicas.REPEATED)
     expected = [0.1, 0.125, 0.15, 0.175] + [0.2] * 4
     np.testing.assert_allclose(groups.seen, expected, rtol=1e-6)
+    np.testing.assert_allclose(rates[2:], expected[6:])
 
 
 def test_each_groups_validation_is_in_the_history(groups):
@@ -130,23 +124,6 @@ def test_each_groups_validation_is_in_the_history(groups):
     group_training.assert_same(group_training.values(groups.model), before)
 
 
-def test_validation_of_some_batches_without_the_ensemble():
-    model = group_training.network()
-    model.compile(loss="binary_crossentropy")
-    x, y = group_training.data(40)
-    callback = tf_xshard.GroupValidation(
-        (x, y), batch_size=16, steps=1, ensemble=False
-    )
-    predicted = group_training.outputs(model.get_weights(), x[:16])
-    [logs] = events.drive(model, callback)
-    assert list(logs) == ["val_group_0_loss"]
-    np.testing.assert_allclose(
-        logs["val_group_0_loss"],
-        group_training.metrics(predicted, y[:16])["loss"],
-        rtol=1e-5,
-    )
-
-
 # Workers that exchange every third step.
 
 X = np.random.default_rng(3).normal(size=(16, 2)).astype("float32")
@@ -165,14 +142,12 @@ def _shown(optimizer_fn, num_replicas=2):
 
 def _center_and_local(model):
     """Every replica's center and weights; first, if the center is shown."""
-    center, local = (
-        [replicas.values(replicas.mirrored(2), v) for v in variables]
-        for variables in (
-            model.optimizer.center_variables,
-            model.trainable_variables,
-        )
+    values = lambda variable: replicas.values(replicas.mirrored(2), variable)
+    return (
+        model.optimizer.center_is_shown,
+        list(map(values, model.optimizer.center_variables)),
+        list(map(values, model.trainable_variables)),
     )
-    return model.optimizer.center_is_shown, center, local
 
 
 @pytest.fixture(scope="module")
@@ -202,15 +177,17 @@ def workers(tmp_path_factory):
 
 
 def test_the_center_is_validated_and_saved(workers):
-    """The epoch ends with the local variables, which the next one trains."""
+    """An epoch ends with the local variables, which the next one trains.
+
+    So does training that resumes from the center.
+    """
     found = [one for one in workers.seen if isinstance(one, tuple)]
     begun, validated, ended = found[3:]
     assert [one[0] for one in found] == [False, True, False] * 2
     group_training.assert_same(validated[2], ended[1])
     group_training.assert_same(validated[1], ended[2])
-    saved = keras.models.load_model(
-        workers.folder / "model.keras", compile=False
-    )
+    saved = keras.models.load_model(workers.folder / "model.keras")
+    assert saved.optimizer.center_is_shown
     for value, center, local in zip(
         saved.get_weights(), *ended[1:], strict=True
     ):
@@ -219,16 +196,11 @@ def test_the_center_is_validated_and_saved(workers):
     # The second epoch began with the local variables of the first one's end,
     # although the center was shown between them.
     group_training.assert_same(begun[2], found[2][2])
-
-
-def test_training_resumed_from_the_center_begins_with_what_was_local(workers):
-    resumed = keras.models.load_model(workers.folder / "model.keras")
-    assert resumed.optimizer.center_is_shown
-    local = [of_replicas[0] for of_replicas in workers.seen[-2][2]]
+    local = [of_replicas[0] for of_replicas in ended[2]]
     same = lambda batch: group_training.assert_same(
-        [resumed.get_weights()], [local]
+        [saved.get_weights()], [local]
     )
-    events.drive(resumed, tf_xshard.SwapCenterWeights(), steps=1, on_batch=same)
+    events.drive(saved, tf_xshard.SwapCenterWeights(), steps=1, on_batch=same)
 
 
 def test_the_ledger_counts_the_exchanges(workers):
@@ -246,17 +218,16 @@ def test_the_ledger_counts_the_exchanges(workers):
     assert not hasattr(workers.model.train_function, "untimed")
 
 
-def _multi():
-    return keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(_agn(), {".*/bias": _agn()})
-    )
-
-
 @pytest.mark.parametrize(
     "wrapped",
     [
         lambda: tf_xshard.TowerOptimizer(_agn(), 2),
-        pytest.param(_multi, marks=needs_multi_optimizer),
+        pytest.param(
+            lambda: keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(_agn(), {".*/bias": _agn()})
+            ),
+            marks=needs_multi_optimizer,
+        ),
     ],
     ids=["towers", "multi"],
 )
@@ -278,12 +249,9 @@ def test_every_agn_optimizer_inside_shows_its_center(wrapped):
         assert {float(w.min()) for w in model.get_weights()} == {value}
     swap.on_epoch_end(0)  # Not with `swap_on_epoch`.
     assert not any(one.center_is_shown for one in inside)
-
-
-def test_without_an_agn_optimizer():
-    model = _shown(lambda: tf_xshard.CrossShardOptimizer(SGD(0.1)), 1)
+    model.optimizer = tf_xshard.CrossShardOptimizer(SGD(0.1))
     with pytest.raises(ValueError, match="compiled with an AGNOptimizer, got"):
-        events.drive(model, tf_xshard.SwapCenterWeights())
+        events.drive(model, swap)
 
 
 # One device: two epochs of four steps in calls of three, two metrics of one
@@ -330,9 +298,12 @@ def test_metrics_go_on_without_a_strategy(step, alone, tmp_path):
     resumed = _compiled_alone(2)
     history = _fit_alone(resumed, CHECKPOINT(directory, 3))
     assert int(resumed.optimizer.iterations.numpy()) == 8
-    _assert_repeated(resumed.get_weights(), alone.model.get_weights())
     assert history.keys() == alone.history.keys() and len(history) == 5
-    _assert_repeated(history.values(), alone.history.values())
+    group_training.assert_same(
+        [resumed.get_weights(), np.array(list(history.values()))],
+        [alone.model.get_weights(), np.array(list(alone.history.values()))],
+        replicas.REPEATED,
+    )
 
 
 def test_a_finished_run_is_not_trained_again(alone):
@@ -345,22 +316,16 @@ def test_a_finished_run_is_not_trained_again(alone):
     assert len(_fit_alone(again, epochs=1)["loss"]) == 1
 
 
-class _Stop(Exception):
-    pass
-
-
-def test_a_fit_that_is_left_while_it_skips_leaves_nothing_behind(
-    alone, tmp_path
-):
+def test_a_fit_that_is_left_leaves_nothing_behind(alone, tmp_path):
     """Neither skipped batches nor the first epoch, for the next `fit`."""
     directory = _saved(alone, "epoch-00001-step-00000003", tmp_path)
 
     def stop(batch, logs):
-        raise _Stop
+        raise RuntimeError("left")
 
     resumed = _compiled_alone(2, steps_per_execution=1)
     stops = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
-    with pytest.raises(_Stop):
+    with pytest.raises(RuntimeError, match="left"):
         _fit_alone(resumed, CHECKPOINT(directory), stops)
     assert int(resumed.optimizer.iterations.numpy()) == 7
     assert len(_fit_alone(resumed, epochs=1)["loss"]) == 1
@@ -388,10 +353,18 @@ def test_what_can_not_resume_is_refused_when_fit_begins(alone, tmp_path):
 
 
 def test_other_callbacks_take_a_model_that_the_first_step_builds():
-    validation = tf_xshard.GroupValidation(group_training.data(8))
+    """Validation of some batches, without the ensemble."""
+    (x, y), model = group_training.data(40), _dense()
+    validation = tf_xshard.GroupValidation(
+        (x, y), batch_size=16, steps=1, ensemble=False
+    )
     callbacks = [tf_xshard.DivergenceSentinel(1), validation]
-    history = fitting.fit(_dense(), callbacks, epochs=1)
-    assert len(history["val_group_0_loss"]) == 1
+    history = fitting.fit(model, callbacks, epochs=1)
+    assert history.keys() == {"loss", "val_group_0_loss"}
+    expected = np.mean((model(x[:16]) - y[:16]) ** 2)
+    np.testing.assert_allclose(
+        history["val_group_0_loss"], [expected], rtol=1e-5
+    )
 
 
 # Without `fit`.
@@ -416,11 +389,12 @@ def test_how_many_are_kept(tmp_path):
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_text("mine")
         for epoch in range(3):
-            callback = CHECKPOINT(directory, keep=keep)
-            callback.set_model(_dense(keras.layers.Input((1,))))
-            callback.on_train_begin()
-            callback.on_epoch_begin(epoch)
-            callback.on_epoch_end(epoch)
+            events.drive(
+                _dense(keras.layers.Input((1,))),
+                CHECKPOINT(directory, keep=keep),
+                initial_epoch=epoch,
+                epochs=epoch + 1,
+            )
         complete = [(directory / n / "manifest.json").exists() for n in saves]
         assert complete == [epoch in last for epoch in (1, 2, 3)]
         assert crashed.exists() == (keep is None)
@@ -452,30 +426,24 @@ def test_other_groups_take_those_of_the_first_once(tmp_path):
     """A script that is started again goes on with its own groups."""
     strategy = replicas.mirrored(2)
 
-    def begun(groups, **options):
-        model = group_training.compiled(strategy, groups=groups)
-        callback = CHECKPOINT(tmp_path, 1, **options)
-        callback.set_model(model)
-        callback.on_train_begin()
-        return model, callback
+    def run(groups, values, **options):
+        """Each replica's bias as training begins; batches assign the values."""
+        model, seen = group_training.compiled(strategy, groups=groups), []
+        bias = model.layers[0].bias
 
-    def bias(model):
-        return [v[0] for v in replicas.values(strategy, model.layers[0].bias)]
+        def on_batch(batch):
+            seen.append([v[0] for v in replicas.values(strategy, bias)])
+            tf_xshard.GroupState(model).assign(
+                bias, [np.full(6, one) for one in values]
+            )
 
-    def end_batch(model, callback, value):
-        tf_xshard.GroupState(model).assign(
-            model.layers[0].bias, [np.full(6, one) for one in value]
-        )
-        callback.on_epoch_begin(0)
-        callback.on_train_batch_end(3)
+        saves = CHECKPOINT(tmp_path, 1, **options)
+        events.drive(model, saves, steps=1, epochs=2, on_batch=on_batch)
+        return seen[0]
 
-    end_batch(*begun([[0, 1]]), [3.0])
-    assert CHECKPOINT.position(tmp_path) == (0, 4)
+    run([[0, 1]], [3.0])
+    assert CHECKPOINT.position(tmp_path) == (1, 1)
     with pytest.raises(ValueError, match="regroup"):
-        begun(PAIR)
-    model, callback = begun(PAIR, regroup="first")
-    assert bias(model) == [3.0, 3.0]
-    callback.on_epoch_begin(0)
-    callback.on_epoch_end(0)
-    end_batch(model, callback, [5.0, 7.0])
-    assert bias(begun(PAIR, regroup="first")[0]) == [5.0, 7.0]
+        run(PAIR, ())
+    assert run(PAIR, [5.0, 7.0], regroup="first") == [3.0, 3.0]
+    assert run(PAIR, [0.0, 0.0], regroup="first") == [5.0, 7.0]

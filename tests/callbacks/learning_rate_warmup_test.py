@@ -14,6 +14,7 @@ from tf_xshard.private.keras import fit_internals
 
 SGD = keras.optimizers.SGD
 WARMUP = tf_xshard.LearningRateWarmup
+WRAP = tf_xshard.CrossShardOptimizer
 
 
 def _model(optimizer=lambda: SGD(0.1), num_replicas=1):
@@ -53,51 +54,36 @@ def _check(model, expected, *callbacks, initial_epoch=0, steps=4, **options):
         np.testing.assert_allclose(rates, np.full_like(rates, rate), atol=1e-6)
 
 
-def _multi(default, **others):
-    return keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
-            default, {f"{layer}/.*": one for layer, one in others.items()}
-        )
-    )
-
-
 @pytest.mark.parametrize(
-    "optimizer, start",
+    "wrap, start",
     [
         # One replica's rate by default.
-        (lambda: tf_xshard.CrossShardOptimizer(SGD(0.1)), None),
-        (lambda: tf_xshard.TowerOptimizer(SGD(0.1), 2), 0.5),
-        (lambda: tf_xshard.AGNOptimizer(SGD(0.1)), 0.5),
-        pytest.param(
-            lambda: tf_xshard.CrossShardOptimizer(_multi(SGD(0.1))),
-            0.5,
-            marks=needs_multi_optimizer,
-        ),
+        (WRAP, None),
+        (lambda inner: tf_xshard.TowerOptimizer(inner, 2), 0.5),
+        (tf_xshard.AGNOptimizer, 0.5),
     ],
-    ids=["cross", "tower", "agn", "multi"],
+    ids=["cross", "tower", "agn"],
 )
-def test_the_rate_grows_linearly(optimizer, start):
+def test_the_rate_grows_linearly(wrap, start):
     expected = [0.4 + 0.4 * i / 8 for i in range(8)] + [0.8] * 5
-    _check(_model(optimizer, 2), expected, WARMUP(0.8, 2, start))
+    _check(_model(lambda: wrap(SGD(0.1)), 2), expected, WARMUP(0.8, 2, start))
 
 
-def test_other_callbacks_may_set_it_later():
-    later = keras.callbacks.LearningRateScheduler(
-        lambda epoch, rate: 0.3 if epoch == 1 else rate
-    )
-    expected = [0.0, 0.2, 0.4, 0.6] + [0.3] * 5
-    _check(_model(), expected, WARMUP(0.8, 1, start=0.0), later)
+def test_other_callbacks_set_and_save_it_later():
+    """After five epochs by default.
 
-
-def test_five_epochs_by_default():
-    """A later callback saves the rate that the next epoch begins with."""
-    model, at_end = _model(), []
+    A callback saves the rate that the next epoch begins with.
+    """
+    model, saved = _model(), []
     saves = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: at_end.append(_rates(model)[0, 0])
+        on_epoch_end=lambda epoch, logs: saved.append(_rates(model)[0, 0])
     )
-    expected = [0.8 * i / 20 for i in range(20)] + [0.8] * 5
-    _check(model, expected, WARMUP(0.8, start=0.0), saves)
-    np.testing.assert_allclose(at_end, expected[4::4], atol=1e-6)
+    later = keras.callbacks.LearningRateScheduler(
+        lambda epoch, rate: 0.3 if epoch == 5 else rate
+    )
+    expected = [0.8 * i / 20 for i in range(20)] + [0.3] * 5
+    _check(model, expected, WARMUP(0.8, start=0.0), later, saves)
+    np.testing.assert_allclose(saved, [*expected[4:20:4], 0.8, 0.3], atol=1e-6)
 
 
 LAST = 0.4 + 0.4 * 7 / 8
@@ -132,20 +118,14 @@ def test_batches_that_a_resumed_epoch_skips_have_no_warmup(
     model = _model(lambda: SGD(rate))
     fit_internals.skip_steps(model, num_saved, lambda: None)
     batches = itertools.repeat((np.ones([4, 2]), np.ones([4, 1])))
-    _check(
-        *(model, [rate] * num_saved + [seen] * (5 - num_saved)),
-        WARMUP(0.8, 0.5, start=0.5),
-        on_batch=lambda batch: (
-            batch < num_saved and model.train_function(batches)
-        ),
-    )
+    skip = lambda batch: batch < num_saved and model.train_function(batches)
+    expected = [rate] * num_saved + [seen] * (5 - num_saved)
+    _check(model, expected, WARMUP(0.8, 0.5, start=0.5), on_batch=skip)
 
 
 def test_each_groups_rate_is_scaled():
     """Training that goes on in mid-warm-up goes on with the ratios."""
-    model = _model(
-        lambda: tf_xshard.CrossShardOptimizer(SGD(), "mean", [[0], [1]]), 2
-    )
+    model = _model(lambda: WRAP(SGD(), "mean", [[0], [1]]), 2)
     state = tf_xshard.GroupState(model)
     state.assign(model.optimizer.learning_rate, [0.02, 0.2])
     for epoch, factor in ((0, 0.75), (1, 1.0)):
@@ -157,32 +137,36 @@ def test_each_groups_rate_is_scaled():
         )
 
 
+def _multi(default, of_a):
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(default, {"a/.*": of_a})
+    )
+
+
 @needs_multi_optimizer
-@pytest.mark.parametrize("is_around", [True, False])
-def test_each_optimizers_rate_is_scaled(is_around):
-    wrap = tf_xshard.CrossShardOptimizer
-
-    def optimizer():
-        if is_around:
-            return wrap(_multi(SGD(0.1), a=SGD(0.001)))
-        return _multi(wrap(SGD(0.1)), a=wrap(SGD(0.001)))
-
-    model = _model(optimizer, 2)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WRAP(_multi(SGD(0.1), SGD(0.001))),
+        lambda: _multi(WRAP(SGD(0.1)), WRAP(SGD(0.001))),
+    ],
+    ids=["around", "inside"],
+)
+def test_each_optimizers_rate_is_scaled(make):
+    model = _model(make, 2)
     events.drive(model, WARMUP(0.8, 2, start=0.5))
     np.testing.assert_allclose(
         sorted(_rates(model).ravel()), [0.006] * 2 + [0.6] * 2, rtol=1e-6
     )
 
 
-def test_a_number_of_batches_that_fit_does_not_know():
+def test_unknown_numbers_of_batches_and_schedules_are_refused():
+    """Unless the callback knows the number."""
     warmup = WARMUP(0.8, 1, start=0.0, steps_per_epoch=4)
     expected = [0.0, 0.2, 0.4, 0.6, 0.8, 0.8]
     _check(_model(), expected, warmup, steps=5, known=False)
     with pytest.raises(ValueError, match="steps_per_epoch"):
         events.drive(_model(), WARMUP(0.8), known=False)
-
-
-def test_a_schedule_is_refused():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     with pytest.raises(TypeError, match="is a schedule"):
-        events.drive(_model(lambda: SGD(schedule)), WARMUP(0.8))
+        events.drive(_model(lambda: SGD(schedule)), warmup)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 
@@ -46,10 +47,8 @@ def test_every_type(tmp_path):
         "float32": [np.nan, -0.0, np.inf, 1e-45],
         "float64": [np.nan, -0.0, np.inf, 5e-324],
         "bfloat16": [np.nan, -0.0, np.inf, 1.0],
-        "float16": [np.nan, -0.0, np.inf, 6e-8],
         "int32": [-(2**31), 2**31 - 1, 0, 1],
         "int64": [-(2**63), 2**63 - 1, 0, 1],
-        "uint8": [0, 255, 1, 2],
         "bool": [True, False, True, True],
     }
     with replicas.mirrored(2).scope():
@@ -95,46 +94,35 @@ def test_every_byte_counts(small, tmp_path):
             whole[:i] + bytes([whole[i] ^ 0x10]) + whole[i + 1 :]
             for i in range(len(whole))
         )
-        for content in (*flipped, whole[:-40], None):
-            if content is None:
-                path.unlink()
-            else:
-                path.write_bytes(content)
-            with pytest.raises(
-                (ValueError, FileNotFoundError), match=path.name
-            ):
+        for content in (*flipped, whole[:-40]):
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match=path.name):
                 small.restore(tmp_path)
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match=path.name):
+            small.restore(tmp_path)
         path.write_bytes(whole)
     group_training.assert_same(_values(small), before)
     small.restore(tmp_path)
 
 
-def _manifest(**content):
+def _manifest(format="tf_xshard group state", version=2, **content):
     """A manifest's text, with the checksum that its content has."""
-    inner = json.dumps(content)
+    inner = json.dumps({"format": format, "version": version, **content})
     checksum = hashlib.sha256(inner.encode()).hexdigest()
     return json.dumps({"sha256": checksum, "manifest": inner})
-
-
-_FORMAT = {"format": "tf_xshard group state"}
 
 
 @pytest.mark.parametrize(
     "content, text",
     [
-        *(
-            (content, "not a group state's manifest")
-            for content in ("[1, 2]", "not json", _manifest(format="other"))
-        ),
-        (_manifest(**_FORMAT, version=99), "has version 99, but .* version 2"),
+        ("[1, 2]", "not a group state's manifest"),
+        ("not json", "not a group state's manifest"),
+        (_manifest("other"), "not a group state's manifest"),
+        (_manifest(version=99), "has version 99, but .* version 2"),
         # Paths out of the directory are not read, though the checksum is right.
-        *(
-            (
-                _manifest(**_FORMAT, version=2, files={name: "0"}),
-                "names the file .*which no save",
-            )
-            for name in ("../secret.index", "/etc/hostname", "x.index")
-        ),
+        (_manifest(files={"../secret.index": "0"}), "names .*which no save"),
+        (_manifest(files={"x.index": "0"}), "names the file .*which no save"),
     ],
 )
 def test_foreign_directories_are_refused(content, text, tmp_path):
@@ -146,10 +134,11 @@ def test_foreign_directories_are_refused(content, text, tmp_path):
         files.read_values(str(tmp_path), files.read_manifest(str(tmp_path)), [])
 
 
-def _of_dense(inner=SGD, units=6, name="dense"):
-    """The state of a model with one layer."""
-    layer = keras.layers.Dense(units, name=name)
-    model = keras.Sequential([keras.layers.Input((4,)), layer])
+def _of_heads(names=("head_1", "head_2"), inner=SGD, units=6):
+    """The state of a model with two layers."""
+    x = keras.layers.Input((4,))
+    layers = [keras.layers.Dense(units, name=name) for name in names]
+    model = keras.Model(x, [layer(x) for layer in layers])
     model.compile(tf_xshard.CrossShardOptimizer(inner()))
     model.optimizer.build(model.trainable_variables)
     return tf_xshard.GroupState(model)
@@ -159,38 +148,21 @@ def _of_dense(inner=SGD, units=6, name="dense"):
     "options, text",
     [
         ({"units": 7}, "another model or optimizer: .* .4, 7., it has"),
-        ({"name": "other"}, r"instead of '(sequential_\d+/)?other/kernel'"),
+        ({"names": ("head_1", "other")}, "instead of 'other/kernel'"),
+        ({"names": ("head_2", "head_1")}, "in another order.*'head_2/kernel'"),
         ({"inner": keras.optimizers.Adam}, "optimizers: .*SGD.*model.*Adam"),
-        ({"inner": lambda: SGD(momentum=0.9)}, "but this GroupState has 6"),
+        ({"inner": lambda: SGD(momentum=0.9)}, "but this GroupState has 10"),
     ],
 )
 def test_another_model_is_refused(options, text, tmp_path):
-    _of_dense().save(tmp_path)
-    other = _of_dense(**options)
+    """Keras' numbers count for nothing; those in names of users' do."""
+    _of_heads().save(tmp_path)
+    other = _of_heads(**options)
     before = _values(other)
     with pytest.raises(ValueError, match=text):
         other.restore(tmp_path)
     group_training.assert_same(_values(other), before)
-
-
-def test_layers_that_have_changed_places_are_refused(tmp_path):
-    """Keras' numbers count for nothing; those in names of users' do."""
-
-    def heads(*names):
-        x = keras.layers.Input((4,))
-        outputs = [keras.layers.Dense(1, name=n)(x) for n in names]
-        model = keras.Model(x, outputs)
-        model.compile(group_training.OPTIMIZERS["agn"](None))
-        model.optimizer.build(model.trainable_variables)
-        return tf_xshard.GroupState(model)
-
-    heads("head_1", "head_2").save(tmp_path)
-    other = heads("head_2", "head_1")
-    before = _values(other)
-    with pytest.raises(ValueError, match="in another order.*'head_2/kernel'"):
-        other.restore(tmp_path)
-    group_training.assert_same(_values(other), before)
-    heads("head_1", "head_2").restore(tmp_path)
+    _of_heads().restore(tmp_path)
 
 
 def test_a_manifest_of_something_else_stays(small, tmp_path):
@@ -203,38 +175,34 @@ def test_a_manifest_of_something_else_stays(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "regroup, num_replicas, expected",
+    "regroup, groups, expected",
     [
-        ("mean", 4, [0.25 * (0 + 4 + 8 + 12)] * 2),
-        ("first", 2, [4.0, 4.0]),
-        ({0: 1, 1: 0}, 4, [8.0, 4.0]),
-        ({0: 1, 1: 1}, 2, [8.0, 8.0]),
+        ("mean", [[0, 1], [2, 3]], [0.25 * (0 + 4 + 8 + 12)] * 4),
+        ("first", [[1], [0]], [4.0, 4.0]),
+        ({0: 1, 1: 0}, [[0, 1], [2, 3]], [8.0, 8.0, 4.0, 4.0]),
+        ({0: 1, 1: 1}, [[1], [0]], [8.0, 8.0]),
     ],
     ids=["mean", "first", "swapped", "fewer"],
 )
-def test_regroup(num_replicas, regroup, expected, tmp_path):
+def test_regroup(regroup, groups, expected, tmp_path):
     """Saved by [[0, 2], [1, 3]] of values 0, 4, 8, 12 by replica."""
     with replicas.mirrored(4).scope():
         source = keras.Variable(0.0)
     state = tf_xshard.GroupState([source], [[0, 2], [1, 3]])
     state.replicas.assign(source, [0.0, 4.0, 8.0, 12.0])
     state.save(tmp_path)
-    groups = {4: [[0, 1], [2, 3]], 2: [[1], [0]]}[num_replicas]
-    strategy = replicas.mirrored(num_replicas)
+    strategy = replicas.mirrored(len(expected))
     with strategy.scope():
         target = keras.Variable(7.0)
     state = tf_xshard.GroupState([target], groups)
-    with pytest.raises(ValueError, match="was saved with the groups") as error:
+    with pytest.raises(ValueError, match="was saved with the groups.*regroup"):
         state.restore(tmp_path)
-    assert "regroup" in str(error.value)
     for wrong in ("last", {0: 0}, {0: 0, 1: 2}, {0: 0, 1: 1, 2: 0}):
         with pytest.raises(ValueError, match="regroup must be"):
             state.restore(tmp_path, regroup=wrong)
-    assert replicas.values(strategy, target) == [7.0] * num_replicas
+    assert replicas.values(strategy, target) == [7.0] * len(expected)
     state.restore(tmp_path, regroup=regroup)
-    for group, value in zip(groups, expected, strict=True):
-        for r in group:
-            assert replicas.values(strategy, target)[r] == value
+    assert replicas.values(strategy, target) == expected
 
 
 class _Crash(BaseException):
@@ -243,13 +211,11 @@ class _Crash(BaseException):
 
 def _crash_points(monkeypatch, at):
     """Makes the `at`-th operation on files the last one."""
-    count = 0
+    number = itertools.count(1)
 
     def crashing(function):
         def call(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == at:
+            if next(number) == at:
                 raise _Crash
             return function(*args, **kwargs)
 

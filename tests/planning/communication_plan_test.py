@@ -30,16 +30,14 @@ def _sharded(inner=None, **kwargs):
     return _cross_shard(inner, shard_update=True, **kwargs)
 
 
+def _summed(sent, every=1):
+    return "all-reduce", "gradients", "float32", NUM_BYTES, sent, every
+
+
 # Per step of four replicas: (operation, purpose, dtype, bytes, sent, every).
 CASES = {
-    "all": (
-        _cross_shard,
-        [("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 1)],
-    ),
-    "groups": (
-        lambda: _cross_shard(group_assignment=PAIRS),
-        [("all-reduce", "gradients", "float32", NUM_BYTES, 1.0, 1)],
-    ),
+    "all": (_cross_shard, [_summed(1.5)]),
+    "groups": (lambda: _cross_shard(group_assignment=PAIRS), [_summed(1.0)]),
     "int8": (
         lambda: _cross_shard(
             communication=tf_xshard.Communication(dtype="int8")
@@ -60,14 +58,11 @@ CASES = {
     ),
     "skip": (
         lambda: _cross_shard(skip_nonfinite=True),
-        [
-            ("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 1),
-            ("all-reduce", "finite vote", "float32", 8, 1.5, 1),
-        ],
+        [_summed(1.5), ("all-reduce", "finite vote", "float32", 8, 1.5, 1)],
     ),
     "towers": (
         lambda: tf_xshard.TowerOptimizer(SGD(0.1), 4),
-        [("all-reduce", "gradients", "float32", NUM_BYTES, 1.5, 4)],
+        [_summed(1.5, 4)],
     ),
     "identity": (
         lambda: _cross_shard(group_assignment=[[0], [1], [2], [3]]),
@@ -317,23 +312,19 @@ def _of_two_rows():
     return keras.Model(inputs, keras.layers.Dense(2)(hidden))
 
 
-def _with_a_regularized_embedding():
-    return _with_an_embedding(embeddings_regularizer="l2")
-
-
-def test_a_global_mean_adds_one_all_reduce_of_two_numbers():
-    model = _compiled(training.model, tf_xshard.GlobalMean("mse"))
-    plan = tf_xshard.communication_plan(model)
-    sizes = [p.num_bytes for p in plan.operations]
-    assert sorted(sizes) == [2 * 4, NUM_BYTES]
-
-
 @pytest.mark.parametrize(
-    "make", [_of_a_dict, _of_two_rows, _with_a_regularized_embedding]
+    "make, loss, others",
+    [
+        (_of_a_dict, "mse", []),
+        (_of_two_rows, "mse", []),
+        (lambda: _with_an_embedding(embeddings_regularizer="l2"), "mse", []),
+        (training.model, tf_xshard.GlobalMean("mse"), [2 * 4]),
+    ],
+    ids=["dict", "two_rows", "regularized", "global_mean"],
 )
-def test_models_of_other_kinds(make):
-    """All their gradients are dense: a regularized Embedding's, too."""
-    model = _compiled(make)
+def test_models_of_other_kinds(make, loss, others):
+    """All gradients are dense; a global mean adds a sum of two numbers."""
+    model = _compiled(make, loss)
     plan = tf_xshard.communication_plan(model)
-    sizes = [v.shape.num_elements() for v in model.trainable_variables]
-    assert plan.bytes_per_step == 4 * sum(sizes)
+    size = sum(v.shape.num_elements() for v in model.trainable_variables)
+    assert sorted(p.num_bytes for p in plan.operations) == [*others, 4 * size]

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import group_training
+from tests.support import training
 from tf_xshard.group_state import divergence
 
 
@@ -27,7 +28,7 @@ def _jsonable(weights):
 def group_state(strategy):
     """Trains two groups, and looks at all of GroupState; what is gathered."""
     model = group_training.compiled(strategy)
-    group_training.trainer(model)(2)
+    training.run_steps(model, [group_training.data(16)] * 2)
     state = tf_xshard.GroupState(model)
     learned = [*model.weights, *model.optimizer.variables]
     x, _ = group_training.data()

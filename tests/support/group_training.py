@@ -6,7 +6,6 @@ import numpy as np
 import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
-from tests.support import training
 from tf_xshard.group_state import inventory
 
 GROUPS = [[0, 2], [1, 3]]
@@ -69,21 +68,6 @@ def compiled(strategy, optimizer="momentum", groups=GROUPS, seed=1):
     return model
 
 
-def trainer(model):
-    """A function that trains some steps without `fit`.
-
-    `fit` finalizes AGN's center, and its iterators take most of the time.
-    """
-    strategy, step = model.distribute_strategy, training.step_of(model)
-
-    def train(num_steps):
-        for batch in np.split(np.hstack(data(16 * num_steps)), num_steps):
-            rows = training.distributed(strategy, batch[:, :4])
-            step(rows, training.distributed(strategy, batch[:, 4:]))
-
-    return train
-
-
 def filled(strategy, optimizer="momentum"):
     """A model whose groups differ, and what is local by replica, untrained."""
     model = compiled(strategy, optimizer)
@@ -102,12 +86,9 @@ def filled(strategy, optimizer="momentum"):
 
 def variables(model):
     """All that a training step reads."""
-    optimizers = [model.optimizer]
-    if hasattr(model.optimizer, "local_optimizer"):
-        optimizers.append(model.optimizer.local_optimizer)
+    local = getattr(model.optimizer, "local_optimizer", model.optimizer)
     found = [*model.variables, *model.metrics_variables]
-    for one in optimizers:
-        found += one.variables
+    found += [*model.optimizer.variables, *local.variables]
     return list({id(v): v for v in found}.values())
 
 
@@ -119,11 +100,11 @@ def outputs(weights, x):
     return 1 / (1 + np.exp(-hidden @ head - last))
 
 
-def metrics(predicted, y, weights=1.0):
-    """The loss, with weights of the rows, and the accuracy."""
+def metrics(predicted, y):
+    """The loss and the accuracy."""
     loss = -np.log(np.where(y > 0, predicted, 1 - predicted)).ravel()
     accuracy = np.mean((predicted > 0.5) == y)
-    return {"loss": np.mean(loss * weights), "accuracy": accuracy}
+    return {"loss": np.mean(loss), "accuracy": accuracy}
 
 
 def values(model):

@@ -14,11 +14,7 @@ strategy = testing.simulated_tpu_strategy(3)
 step = tf.function(lambda: strategy.run(
     lambda: tf.distribute.get_replica_context().all_reduce("SUM", 2.0)))
 got = [float(v) for v in strategy.experimental_local_results(step())]
-try:
-    testing.simulated_tpu_strategy(4)
-except RuntimeError as error:
-    message = str(error)
-print(json.dumps([got, devices, len(jax.devices()), message]), flush=True)
+print(json.dumps([got, devices, len(jax.devices())]), flush=True)
 
 def on_replica():
     context = tf.distribute.get_replica_context()
@@ -38,9 +34,8 @@ def test_a_new_process_that_some_replicas_keep_waiting():
     replica's loop runs more often than another's.
     """
     result = processes.run(processes.python("-c", _MISSES), 300)
-    got, before, after, message = json.loads(result.stdout.splitlines()[-1])
+    got, before, after = json.loads(result.stdout.splitlines()[-1])
     assert got == [6.0] * 3
     assert before == after
-    assert "needs 4 logical CPUs, but TensorFlow already runs with 3" in message
     assert result.returncode < 0
     assert "Termination timeout for `all reduce" in result.stderr
