@@ -99,7 +99,7 @@ def test_every_byte_counts(small, tmp_path):
             with pytest.raises(ValueError, match=path.name):
                 small.restore(tmp_path)
         path.unlink()
-        with pytest.raises(FileNotFoundError, match=path.name):
+        with pytest.raises((ValueError, OSError), match=path.name):
             small.restore(tmp_path)
         path.write_bytes(whole)
     group_training.assert_same(_values(small), before)
