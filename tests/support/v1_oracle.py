@@ -12,9 +12,8 @@ class _Oracle:
 
     def __init__(self, initial):
         self.x = np.array(initial, np.float64)
-        self.state = {
-            name: np.full_like(self.x, self.start) for name in self.slots
-        }
+        start = np.full_like(self.x, self.start)
+        self.state = {name: start.copy() for name in self.slots}
         self.t = 0
 
     def apply(self, g):

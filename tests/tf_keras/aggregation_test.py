@@ -252,9 +252,7 @@ def test_a_copy_trains_with_its_own_state(kind):
 
 
 @on_both_kinds
-def test_residuals_are_saved_by_a_checkpoint_that_was_used_before(
-    kind, tmp_path
-):
+def test_residuals_are_saved_by_an_earlier_checkpoint(kind, tmp_path):
     optimizer = kind(1.0)
     checkpoint = tf.train.Checkpoint(optimizer=optimizer)
     checkpoint.save(str(tmp_path / "before"))

@@ -74,9 +74,8 @@ def test_oracle(name, period, use_resource, v2):
             got = session.run([copies, slots, step])
     expected = [worker.values() for worker in workers]
     with_slots = [workers[0].local.values(), workers[0].center.values()]
-    graphs.check_close(
-        got, [expected, with_slots, NUM_STEPS // period], 3e-5, 3e-6
-    )
+    expected = [expected, with_slots, NUM_STEPS // period]
+    graphs.check_close(got, expected, 3e-5, 3e-6)
     flags = [
         op.get_attr("use_locking")
         for op in tf1.get_default_graph().get_operations()
@@ -91,9 +90,8 @@ def test_the_getter():
         with tf.device("/CPU:2"):
             w = tf1.get_variable("w", [2], regularizer=tf.reduce_sum)
             fixed = tf1.get_variable("fixed", [2], trainable=False)
-        parts = tf1.get_variable(
-            "p", [4, 2], partitioner=tf1.fixed_size_partitioner(2)
-        )
+        halves = tf1.fixed_size_partitioner(2)
+        parts = list(tf1.get_variable("p", [4, 2], partitioner=halves))
     with tf1.variable_scope("s", custom_getter=getter, reuse=True):
         assert tf1.get_variable("w", [2]) is w
     local, center, accumulator = getter.copies_of(w)
@@ -102,7 +100,6 @@ def test_the_getter():
     assert accumulator.op.name == "grad_variable/s/w"
     devices = [v.device[-5:] for v in (local, accumulator, center, fixed)]
     assert devices == ["CPU:1", "CPU:1", "CPU:2", "CPU:2"]
-    parts = list(parts)
     centers = [getter.copies_of(part).center for part in parts]
     for part, of_part in zip(parts, centers, strict=True):
         assert part.op.name in of_part.op.name

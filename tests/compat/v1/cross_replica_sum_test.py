@@ -27,9 +27,8 @@ def test_value_and_gradient(outside):
         with tf1.variable_scope("", reuse=tf1.AUTO_REUSE):
             w = tf1.get_variable("w", initializer=W)
         y = script_tf.tpu.cross_replica_sum(w * a[0], name="y")
-        optimizer = v1.CrossShardOptimizer(
-            graphs.descent(), tf1.losses.Reduction.SUM
-        )
+        reduction = tf1.losses.Reduction.SUM
+        optimizer = v1.CrossShardOptimizer(graphs.descent(), reduction)
         return optimizer.minimize(b[0] * y**2 / 2)
 
     inputs = [tf.constant(A), tf.constant(B)]
@@ -79,9 +78,8 @@ def test_under_a_strategy():
 @pytest.mark.parametrize("groups", [None, GROUPS], ids=str)
 def test_the_original_s_graph_on_a_tpu(groups):
     both = (tf1.tpu.cross_replica_sum, v1.cross_replica_sum)
-    tf1.tpu.shard(
-        lambda x: [one(x, groups) for one in both], [tf.zeros([8])], 4
-    )
+    computation = lambda x: [one(x, groups) for one in both]
+    tf1.tpu.shard(computation, [tf.zeros([8])], num_shards=4)
     found = graphs.sums_on_tpu(tf1.get_default_graph())
     assert found == [groups or [[0, 1, 2, 3]]] * 2
 

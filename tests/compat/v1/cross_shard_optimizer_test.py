@@ -62,9 +62,8 @@ def test_oracle_in_shard(name, num_shards, groups, reduction):
         optimizer = v1.CrossShardOptimizer(
             make(), reduction, group_assignment=groups
         )
-        pairs = optimizer.compute_gradients(
-            graphs.loss(dense[0], indices[0], values[0], w, e)
-        )
+        loss = graphs.loss(dense[0], indices[0], values[0], w, e)
+        pairs = optimizer.compute_gradients(loss)
         assert isinstance(pairs[1][0], tf.IndexedSlices)
         assert pairs[2] == (None, unused)
         train = optimizer.apply_gradients(iter(pairs), step)
@@ -88,13 +87,9 @@ def _strategy_step(strategy, optimizer, w, e, num, inputs):
     """One step of all replicas; `inputs` hold a row for each."""
 
     def on_replica():
-        r = replicas.replica_id_tensor()
-        dense, indices, values = (tf.gather(array, r) for array in inputs)
-        return optimizer.minimize(
-            lambda: graphs.loss(dense, indices, values, w, e),
-            var_list=[w, e],
-            global_step=num,
-        )
+        own = [one[replicas.replica_id_tensor()] for one in inputs]
+        loss = lambda: graphs.loss(*own, w, e)
+        return optimizer.minimize(loss, global_step=num, var_list=[w, e])
 
     return strategy.run(on_replica)
 
@@ -156,13 +151,11 @@ def test_oracle_under_a_strategy_in_a_tf1_graph():
     with strategy.scope():
         w, e = graphs.variables()
         num = tf1.train.get_or_create_global_step()
-        optimizer = v1.CrossShardOptimizer(
-            tf1.train.AdamOptimizer(0.1), group_assignment=[[1, 0]]
-        )
+        adam = tf1.train.AdamOptimizer(0.1)
+        optimizer = v1.CrossShardOptimizer(adam, group_assignment=[[1, 0]])
     inputs = graphs.placeholders(2)
-    train = strategy.group(
-        _strategy_step(strategy, optimizer, w, e, num, inputs)
-    )
+    step = _strategy_step(strategy, optimizer, w, e, num, inputs)
+    train = strategy.group(step)
     fetches = [*strategy.experimental_local_results(w), num]
     feeds = graphs.feeds(2, NUM_STEPS)
     got = graphs.run_steps(train, fetches, inputs, feeds, num_cpus=2)
@@ -212,17 +205,13 @@ def test_one_shard_runs_without_a_tpu_in_branches_too(use_resource, v2):
     with graphs.control_flow(v2):
         w = tf1.get_variable("w", initializer=3.0, use_resource=use_resource)
         step = tf1.train.get_or_create_global_step()
-        optimizer = v1.CrossShardOptimizer(
-            tf1.train.MomentumOptimizer(1.0, 0.5)
-        )
+        momentum = tf1.train.MomentumOptimizer(1.0, 0.5)
+        optimizer = v1.CrossShardOptimizer(momentum)
         pairs = optimizer.compute_gradients(w * w)
         train = optimizer.apply_gradients(pairs, step)
         assert train.name == "CrossShardOptimizer"  # As documented.
-        in_branch = tf.cond(
-            tf.constant(True),
-            lambda: optimizer.apply_gradients(pairs, step, name="mine"),
-            tf.no_op,
-        )
+        apply = lambda: optimizer.apply_gradients(pairs, step, name="mine")
+        in_branch = tf.cond(tf.constant(True), apply, tf.no_op)
         with graphs.session() as session:
             session.run(train)
             session.run(in_branch)

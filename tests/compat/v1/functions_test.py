@@ -36,9 +36,8 @@ def _towers(inner, w, step):
         train = optimizer.minimize(lambda: x * w, step, [w])
         return v1.EstimatorSpec(mode, loss=x, train_op=train or True)
 
-    replicated = v1.replicate_model_fn(
-        model_fn, tf1.losses.Reduction.MEAN, devices=["/CPU:0"] * 2
-    )
+    mean, devices = tf1.losses.Reduction.MEAN, ["/CPU:0"] * 2
+    replicated = v1.replicate_model_fn(model_fn, mean, devices=devices)
     return lambda x: replicated(x, None, "train").loss
 
 
