@@ -91,10 +91,8 @@ def test_small_gradients_and_residuals_are_those_of_keras_3(tmp_path):
             with_aggregator(SGD(0.1, momentum=0.9), communication=communication)
             for _ in range(2)
         )
-        optimizers = {
-            wrapper: keras_2.variables(),
-            optimizer: keras_2.variables(),
-        }
+        both = (wrapper, optimizer)
+        optimizers = {one: keras_2.variables() for one in both}
         for one, variables in optimizers.items():
             one.build(variables)
 

@@ -128,9 +128,8 @@ def test_all_shards_train_whatever_is_read(every):
             outputs = [tf.identity(loss), tf.identity(x)]
         return outputs if isinstance(every, list) else outputs[0]
 
-    outputs = v1.shard(
-        computation, [tf.constant(X)], 2, outputs_from_all_shards=every
-    )
+    options = {"num_shards": 2, "outputs_from_all_shards": every}
+    outputs = v1.shard(computation, [tf.constant(X)], **options)
     assert _values_after(outputs[-1], 2) == {"w": 6.0, "shard_1/w": 6.0}
 
 

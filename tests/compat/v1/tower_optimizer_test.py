@@ -35,7 +35,7 @@ def test_oracle(num_towers, name, reduction):
     def model_fn(features, mode):
         dense, indices, values = (features[k][0] for k in "div")
         w, e, m, p = (
-            tf1.get_variable(key, initializer=np.ones(shape, np.float32))
+            tf1.get_variable(key, shape, initializer=tf.ones)
             for key, shape in shapes.items()
         )
         tf1.get_variable("unused", initializer=1.0)

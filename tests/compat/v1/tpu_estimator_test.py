@@ -180,12 +180,9 @@ def test_hooks_and_limits(tmp_path):
     def stop():
         return [_Called([], num_steps=2)]
 
-    config = {
-        "save_checkpoints_steps": 2,
-        "keep_checkpoint_max": 2,
-        "save_summary_steps": 0,
-        "log_step_count_steps": 0,
-    }
+    of_checkpoints = {"save_checkpoints_steps": 2, "keep_checkpoint_max": 2}
+    silent = {"save_summary_steps": 0, "log_step_count_steps": 0}
+    config = {**of_checkpoints, **silent}
     estimator = linear.make(tmp_path, fn=_model_fn(with_hooks), config=config)
     # Until the input ends.
     estimator.train(lambda params: linear.input_fn(params).take(7))
@@ -278,9 +275,8 @@ def test_scaffolds_params_and_all_checkpoints(tmp_path):
     assert [one() for one in graphs_made] == [None]
     assert estimator.params["list"] == []
     assert len(list(tmp_path.glob("*.index"))) == 8
-    np.testing.assert_allclose(
-        linear.weights(estimator), linear.adam(7), rtol=3e-5
-    )
+    weights = linear.weights(estimator)
+    np.testing.assert_allclose(weights, linear.adam(7), rtol=3e-5)
     first = tmp_path / "model.ckpt-0"
     rows = list(estimator.predict(linear.once, checkpoint_path=first))
     assert len(rows) == 32 and not any(row["y"] for row in rows)
