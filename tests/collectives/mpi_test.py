@@ -11,7 +11,6 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.programs import mpi_program as program
-from tests.support import cluster
 from tests.support import mpiexec
 from tests.support import replicas
 from tf_xshard.collectives import mpi
@@ -20,26 +19,16 @@ from tf_xshard.distribute import engines
 _PROGRAM = "tests.programs.mpi_program"
 
 
-@pytest.fixture(scope="module")
-def results():
-    """A function: what the two processes have found."""
-
-    def run():
-        ended = mpiexec.run(program.NUM_WORKERS, _PROGRAM)
-        assert ended.returncode == 0, ended.stderr[-5000:]
-        found = mpiexec.printed(ended)
-        assert len(found) == program.NUM_WORKERS
-        return found
-
-    return cluster.once(run)
-
-
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_operations(results, mode):
+def test_operations():
     """Groups of two processes and of one, against NumPy."""
+    ended = mpiexec.run(program.NUM_WORKERS, _PROGRAM)
+    assert ended.returncode == 0, ended.stderr[-5000:]
     number = 1 + 2 * len(program.SUMMED) + 3 * len(program.MOVED)
-    for result in results():
-        assert result[mode] == ["MPI", number, []]
+    found = mpiexec.printed(ended)
+    assert len(found) == program.NUM_WORKERS
+    for result in found:
+        for mode in ("graph", "eager"):
+            assert result[mode] == ["MPI", number, []]
 
 
 # Failures, the first ones of requests that MPI never completes.

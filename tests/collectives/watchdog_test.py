@@ -21,53 +21,47 @@ _LIMIT_SECONDS = 75
 
 
 @pytest.fixture(scope="module")
-def programs():
-    """A function: what each program returns, and has printed."""
-    return cluster.once(
+def results_of():
+    """A function: what a program returns, and all that it has printed."""
+    programs = cluster.once(
         lambda: cluster.each_of(
             "tests.programs.watchdog_program", program.ALL, _LIMIT_SECONDS
         )
     )
 
-
-@pytest.fixture
-def result_of(programs):
-    def result_of(name):
+    def results_of(name):
         result, said = programs()[name]
         assert result is not None, f"it failed or hangs:\n{said[-3000:]}"
-        return result
+        return *result, said
 
-    return result_of
+    return results_of
 
 
-def test_time_in_which_a_process_is_stopped_does_not_count(result_of):
+def test_time_in_which_a_process_is_stopped_does_not_count(results_of):
     """It is stopped in a collective, for longer than the timeout."""
-    totals, seconds = result_of("stopped")
+    totals, seconds, _ = results_of("stopped")
     assert totals == [2.0, 2.0]
     assert seconds > 6
 
 
-def test_threads_and_a_context_that_is_reset(result_of):
-    in_threads, after_reset = result_of("threads")
+def test_threads_and_a_context_that_is_reset(results_of):
+    in_threads, after_reset, _ = results_of("threads")
     assert in_threads == [[-11.0 * 50 * n] * 2 for n in (1, 2, 3)]
     assert after_reset == [-44.0, -44.0]
 
 
-def test_only_a_missing_replica_is_an_error_after_the_timeout(
-    result_of, programs
-):
+def test_only_a_missing_replica_is_an_error_after_the_timeout(results_of):
     """Neither time between steps, nor inputs, nor a step that failed."""
-    totals, error, seconds = result_of("missing")
+    totals, error, seconds, said = results_of("missing")
     assert totals == [2.0, 2.0]
-    assert "waited longer than 2.0 seconds for the other" in error
     assert 2 <= seconds < 6
     # Also where nobody catches the error.
-    _, said = programs()["missing"]
-    assert "waited longer than 2.0 seconds for the other" in said
+    for text in (error, said):
+        assert "waited longer than 2.0 seconds for the other" in text
 
 
-def test_a_batch_that_stands_still_is_an_error_after_the_timeout(result_of):
-    error, seconds = result_of("stuck")
+def test_a_batch_that_stands_still_is_an_error_after_the_timeout(results_of):
+    error, seconds, _ = results_of("stuck")
     assert "A batch waited longer than 2.0 seconds" in error
     assert seconds >= 2
 

@@ -4,25 +4,19 @@ import numpy as np
 import pytest
 
 import tf_xshard
-from tests.support import own_step_scripts
 from tests.support import replicas
 from tests.support import scripts
 from tests.support import transformer_scripts
 
 # Of what training changes in a variable.
 TOLERANCE = 1e-4
-IN_FULL = [
-    own_step_scripts.AdversarialNetwork,
-    transformer_scripts.RecurrentClassifier,
-    transformer_scripts.Bert,
-]
 
 
 @pytest.mark.parametrize(
     "script",
     [
         scripts.ResidualNetwork,
-        *(pytest.param(one, marks=replicas.in_full) for one in IN_FULL),
+        pytest.param(transformer_scripts.Bert, marks=replicas.in_full),
     ],
 )
 def test_two_replicas_train_as_one_device(script):

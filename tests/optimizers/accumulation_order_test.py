@@ -276,37 +276,13 @@ def test_a_moving_average_of_the_center_reaches_all_replicas(wrap):
         np.testing.assert_allclose(values, [7.0] * 2)
 
 
-def _one_weight():
-    """A weight of 10 on two replicas."""
-    return traced.Traced(lambda: _agn(period=4), [10.0], num_replicas=2)
-
-
-# Keras' loss would be divided by 2, so that a step subtracts 1.
-HALF = [0.5, 0.5]
-
-
-def test_training_goes_on_from_the_local_variables():
-    """Also where nobody has put them back."""
-    one = _one_weight()
-    one.step(HALF)
-    one.optimizer.show_center(True)
-    assert one.values()[0].tolist() == [10, 10]
-    one.step(HALF)
-    assert one.values()[0].tolist() == [8, 8]
-    one.optimizer.show_center(False)
-    assert one.values()[0].tolist() == [8, 8]
-    assert one.optimizer.center_variables[0].numpy() == 10
-    with pytest.raises(RuntimeError, match="show_center.* in replica context"):
-        one.strategy.run(lambda: one.optimizer.show_center(True))
-
-
 def test_the_end_of_many_fits_warns_of_no_retracing(monkeypatch):
-    one, logged = _one_weight(), []
+    one, logged = traced.Traced(_agn, [10.0], num_replicas=2), []
     monkeypatch.setattr(
         tf.get_logger(), "warning", lambda *args: logged.append(args)
     )
     for _ in range(6):
-        one.step(HALF)
+        one.step([0.5, 0.5])
         one.optimizer.finalize_variable_values(one.weights)
     assert one.optimizer.exchanges.numpy() == 6
     assert not logged

@@ -112,10 +112,10 @@ def test_learning_rates():
 def test_nothing_crosses_between_exchanges(make, kind):
     """Collectives are in the branch of the exchange, which runs when due."""
     strategy = replicas.STRATEGIES[kind](2)
-    (always, conditional), ran = collective_counts.trained(strategy, make, 11)
+    always, in_branches, ran = collective_counts.trained(strategy, make, 11)
     assert always == 0
     # A TPU's program is one for all replicas.
-    assert conditional == (2 if kind == "mirrored" else 1)
+    assert in_branches == (2 if kind == "mirrored" else 1)
     assert ran == [2, 2]
 
 
@@ -146,12 +146,17 @@ def test_the_model_shows_the_center_until_training_goes_on():
     [local] = one.run(gradients[:5])
     center = _center(one)
     assert np.abs(local[0] - local[1]).max() > 1e-3
-    for shown, values in ((True, [center, local]), (False, [local, center])):
+    for shown in (True, False, True):
         one.optimizer.show_center(shown)
         assert one.optimizer.center_is_shown == shown
+        values = [center, local] if shown else [local, center]
         np.testing.assert_array_equal([*one.values(), _center(one)], values)
+    with pytest.raises(RuntimeError, match="show_center.* in replica context"):
+        one.strategy.run(lambda: one.optimizer.show_center(False))
+    # Also where nobody has put the local values back.
     for arriving in gradients[5:]:
         one.step(arriving)
+        one.optimizer.show_center(False)
     np.testing.assert_array_equal(*one.values(), expected)
 
 

@@ -159,9 +159,9 @@ def _sharded():
     return CROSS(_averaging(), shard_update=True)
 
 
-def _swapping(make, num_replicas):
+def _swapping(make):
     """A model, and the callback as `fit` sets it up."""
-    model = filled.model(make, replicas.mirrored(num_replicas))
+    model = filled.model(make, replicas.mirrored(2))
     callback = keras.callbacks.SwapEMAWeights()
     callback.set_model(model)
     return model, callback
@@ -177,7 +177,7 @@ def _swapping(make, num_replicas):
 )
 def test_swapped(make):
     """`evaluate` sees the averages on all replicas, and training does not."""
-    model, callback = _swapping(make, 2)
+    model, callback = _swapping(make)
     filled.fill(model)
     variables = model.optimizer.variables
     averages = [v.numpy() for v in variables if "average" in v.path]
@@ -189,15 +189,15 @@ def test_swapped(make):
 
 
 @pytest.mark.parametrize(
-    "make, num_replicas, error",
+    "make, error",
     [
-        (_agn, 1, "AGNOptimizer"),
-        (lambda: tf_xshard.TowerOptimizer(_agn(), 1), 1, "AGNOptimizer"),
-        (_sharded, 2, "shard of the averages"),
+        (_agn, "AGNOptimizer"),
+        (lambda: tf_xshard.TowerOptimizer(_agn(), 1), "AGNOptimizer"),
+        (_sharded, "shard of the averages"),
     ],
 )
-def test_refuses_to_swap_them(make, num_replicas, error):
-    _, callback = _swapping(make, num_replicas)
+def test_refuses_to_swap_them(make, error):
+    _, callback = _swapping(make)
     with pytest.raises(ValueError, match=f"SwapEMAWeights can't .*{error}"):
         callback.on_test_begin()
 

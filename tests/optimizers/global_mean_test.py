@@ -4,7 +4,6 @@ open_round_test.py saves an open round with its items.
 """
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
+from tests.support import steps
 from tests.support import training
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.reduction import loss_records
@@ -219,14 +219,14 @@ CASES = {
 }
 
 
-def _train(case, strategy, wrap, optimizer, steps, train_step=None):
+def _train(case, strategy, wrap, optimizer, parts, train_step=None):
     """All replicas' weights, and each step's loss."""
     with strategy.scope():
         loss, options = case.loss(wrap), case.options
         model = _compiled(
             case.model(), optimizer(), loss, train_step, **options
         )
-    losses = training.run_parts(model, steps)
+    losses = training.run_parts(model, parts)
     return training.weights(model, strategy), losses
 
 
@@ -244,7 +244,7 @@ def test_equals_one_device(name):
     )
     assert np.isfinite(losses).all()
     for members in case.groups or [range(num_replicas)]:
-        steps = [
+        joined = [
             [
                 training.joined(
                     parts[r]
@@ -259,7 +259,7 @@ def test_equals_one_device(name):
             tf.distribute.get_strategy(),
             lambda loss: loss,
             _sgd,
-            steps,
+            joined,
         )
         difference = training.deviation(weights, expected, members)
         assert difference <= 1e-6
@@ -454,16 +454,9 @@ def _beside_a_plain_loss(train_step=None):
 
 def _two_towers_of_one_loss():
     variable, optimizers = keras.Variable(1.0), [_tower(), _tower()]
+    gradient = _gradient(variable, MEAN)
     for one in optimizers:
-        one.build([variable])
-
-    @tf.function(autograph=False)
-    def step():
-        gradient = _gradient(variable, MEAN)
-        for one in optimizers:
-            one.apply([gradient], [variable])
-
-    step()
+        one.apply([gradient], [variable])
 
 
 def _in_multi_optimizer():
@@ -556,22 +549,11 @@ def test_refused(error, message, call):
 @pytest.mark.parametrize("is_applied", [False, True])
 def test_no_graph_is_kept(is_applied):
     """Nor by a record that no optimizer takes."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
+    with replicas.mirrored(2).scope():
         variable, optimizer = keras.Variable(1.0), _cross()
         optimizer.build([variable])
-    step = tf.function(
-        lambda: strategy.run(
-            functools.partial(_call, optimizer) if is_applied else _gradient,
-            (variable, MEAN),
-        ),
-        autograph=False,
-    )
-    graph = weakref.ref(step.get_concrete_function().graph)
-    assert graph() is not None
-    del step
-    gc.collect()
-    assert graph() is None
+    run = functools.partial(_call, optimizer) if is_applied else _gradient
+    steps.check_no_graph_is_kept(lambda: run(variable, MEAN))
 
 
 def test_a_function_that_differentiates_it_can_be_saved(tmp_path):

@@ -114,7 +114,6 @@ def _by_set_weights(saved, new, directory):
 @pytest.mark.parametrize(
     "maker, reduction, num_replicas, move",
     [
-        ("tower", "mean", 1, training.by_checkpoint),
         ("tower", "sum", 3, _by_group_state),
         ("tower_inside", "sum", 1, _by_set_weights),
         ("tower_inside", "mean", 3, training.by_checkpoint),

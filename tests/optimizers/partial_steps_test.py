@@ -123,19 +123,17 @@ def test_next_in_the_step(name):
         )
         return fitting.untuned(data.filter(lambda x: True))
 
-    def whole_steps():
+    def run(num_steps):
         iterator = iter(data)
-        for _ in range(3):
+        for _ in range(num_steps):
             step(iterator)
 
     def to_the_end():
-        iterator = iter(data)
         with pytest.raises(tf.errors.OutOfRangeError):
-            for _ in range(10):
-                step(iterator)
+            run(10)
 
     data = one.strategy.distribute_datasets_from_function(elements)
-    check_same(after(one, to_the_end), after(one, whole_steps))
+    check_same(after(one, to_the_end), after(one, lambda: run(3)))
 
 
 @pytest.mark.parametrize(

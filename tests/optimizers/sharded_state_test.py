@@ -24,14 +24,14 @@ of_each_kind = pytest.mark.parametrize("inner", INNERS)
 def _trained(
     inner, num_steps=3, devices=range(4), groups=GROUPS, shard_update=True
 ):
-    return sharded.Trained(
+    trained = sharded.Trained(
         functools.partial(INNERS[inner], 0.05),
         replicas.mirrored_on(tuple(devices)),
         groups,
-        num_steps=num_steps,
-        names=sharded.TWO,
         shard_update=shard_update,
     )
+    sharded.train([trained], num_steps)
+    return trained
 
 
 def _state(trained):
@@ -53,10 +53,8 @@ def _assert_equal(some, others):
 def test_variables_are_whole_outside_of_a_step(inner):
     """They have the names, shapes and values of plain Keras."""
     trained = _shared(inner)
-    _, expected = sharded.one_device(
-        functools.partial(INNERS[inner], 0.05),
-        sharded.means_of(GROUPS[0], 4, sharded.TWO, 3),
-    )
+    make = functools.partial(INNERS[inner], 0.05)
+    _, expected = sharded.of_group(make, trained, GROUPS[0], 3)
     names = sharded.names_of(trained.optimizer)
     assert names == sharded.names_of(expected)
     for one, other in zip(
@@ -159,6 +157,14 @@ def test_export_leaves_the_optimizer_out(tmp_path):
     model.export(tmp_path / "exported", verbose=False)
 
 
+def _towers():
+    return tf_xshard.TowerOptimizer(O.SGD(), 2)
+
+
+def _agn():
+    return tf_xshard.AGNOptimizer(O.SGD())
+
+
 class Unknown(O.Adam):
     pass
 
@@ -169,53 +175,45 @@ class HiddenSlots(O.SGD):
         self.own = [self.add_variable([2], name="own") for _ in variables]
 
 
-@pytest.mark.parametrize(
-    "inner_fn, error",
-    [
-        (
-            lambda: O.LossScaleOptimizer(Unknown()),
-            r"elementwise\(Unknown\).*per_variable\(Unknown\)",
-        ),
-        (
-            lambda: tf_xshard.TowerOptimizer(O.SGD(), 2),
-            "TowerOptimizer can't be inside.*innermost",
-        ),
-        (
-            lambda: tf_xshard.AGNOptimizer(O.SGD()),
-            "AGNOptimizer can't be inside.*different variables",
-        ),
-    ],
-    ids=["unknown", "tower", "agn"],
-)
-def test_what_can_not_be_sharded_is_refused_when_it_is_wrapped(inner_fn, error):
-    inner = inner_fn()
-    with pytest.raises(ValueError, match=error):
-        _sharded(inner)
-    # It has not been changed: it can still be wrapped.
-    tf_xshard.CrossShardOptimizer(inner)
-
-
 def _built(optimizer):
     optimizer.build([keras.Variable(tf.ones([4]))])
     return optimizer
 
 
+def _build_sharded(inner):
+    with replicas.mirrored(2).scope():
+        _built(_sharded(inner))
+
+
 @pytest.mark.parametrize(
-    "inner_fn, error",
+    "wrap, inner_fn, error",
     [
+        (
+            *(_sharded, lambda: O.LossScaleOptimizer(Unknown())),
+            r"elementwise\(Unknown\).*per_variable\(Unknown\)",
+        ),
+        (_sharded, _towers, "TowerOptimizer can't be inside.*innermost"),
+        (_sharded, _agn, "AGNOptimizer can't be inside.*different variables"),
+        (_build_sharded, lambda: _built(O.SGD()), "been built with whole"),
+        (
+            *(_build_sharded, tf_xshard.elementwise(HiddenSlots)),
+            "add_variable_from_reference",
+        ),
         pytest.param(
-            lambda: O.MultiOptimizer(lambda v: Unknown()),
+            *(_build_sharded, lambda: O.MultiOptimizer(lambda v: Unknown())),
             "Unknown",
             marks=versions.needs_multi_optimizer,
         ),
-        (lambda: _built(O.SGD()), "has been built with whole"),
-        (tf_xshard.elementwise(HiddenSlots), "add_variable_from_reference"),
     ],
-    ids=["multi", "built", "hidden_slots"],
+    ids=["unknown", "tower", "agn", "built", "hidden_slots", "multi"],
 )
-def test_what_is_found_out_when_it_is_built(inner_fn, error):
-    with replicas.mirrored(2).scope(), pytest.raises(ValueError, match=error):
-        _built(_sharded(inner_fn()))
+def test_what_can_not_be_sharded_is_refused(wrap, inner_fn, error):
+    """When it is wrapped, or else when it is built."""
+    inner = inner_fn()
+    with pytest.raises(ValueError, match=error):
+        wrap(inner)
+    if wrap is _sharded:  # It has not been changed: it can still be wrapped.
+        tf_xshard.CrossShardOptimizer(inner)
 
 
 def test_arguments():

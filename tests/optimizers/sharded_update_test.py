@@ -54,14 +54,13 @@ def test_settings_are_one_devices(name, kind, devices, groups):
     is_mirrored = kind == "mirrored"
     make = replicas.mirrored_on if is_mirrored else replicas.STRATEGIES[kind]
     both = sharded.of_both_kinds(name)
-    sharded.check(both, make(devices), groups, names=sharded.TWO)
+    sharded.check(both, make(devices), groups)
 
 
 def test_constraints_are_of_whole_variables():
     sharded.check(
         sharded.of_both_kinds("accumulation_ema"),
         replicas.mirrored(2),
-        names=sharded.TWO,
         constraint=keras.constraints.MaxNorm(0.4, axis=0),
     )
 
@@ -73,7 +72,6 @@ def test_hooks_see_whole_gradients():
         [functools.partial(sharded.momentum, kind) for kind in sharded.KINDS],
         replicas.mirrored(2),
         expected=functools.partial(momentum, clipnorm=0.05),
-        names=sharded.TWO,
         post_reduce=tf_xshard.clip_by_norm(0.05),
     )
 

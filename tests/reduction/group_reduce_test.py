@@ -1,10 +1,5 @@
 """`group_reduce`, on every strategy, against NumPy."""
 
-import functools
-import gc
-import threading
-import weakref
-
 import keras
 import numpy as np
 import pytest
@@ -13,6 +8,8 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import seeds
+from tests.support import steps
+from tests.support import training
 from tf_xshard.multi_worker import local_cluster
 
 GROUPS = [[0, 3], [1, 2]]
@@ -208,61 +205,40 @@ class _MinusMean(keras.layers.Layer):
         return x - tf_xshard.group_reduce(tf.reduce_mean(x, 0))
 
 
+def _with_a_mean():
+    seeds.seed(1)
+    return keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.Dense(2, "tanh"),
+            _MinusMean(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
 def test_in_fit():
     """In a layer and in a loss, which Keras also calls for shapes."""
     x = np.linspace(-1, 2, 48, dtype="float32").reshape(16, 3)
-    results = []
-    for strategy, wrap in (
-        (tf.distribute.get_strategy(), lambda one: one),
-        (replicas.mirrored(2), tf_xshard.CrossShardOptimizer),
-    ):
-        seeds.seed(1)
-        with strategy.scope():
-            model = keras.Sequential(
-                [
-                    keras.layers.Input((3,)),
-                    keras.layers.Dense(2, "tanh"),
-                    _MinusMean(),
-                    keras.layers.Dense(1),
-                ]
-            )
-            model.compile(wrap(keras.optimizers.SGD(0.1)), _loss_with_a_mean)
-        model.fit(x, x[:, :1] ** 2, 8, verbose=0, shuffle=False)
-        results.append(
-            [replicas.values(strategy, v) for v in model.trainable_variables]
+    (_, expected), (_, got) = (
+        training.train(
+            lambda wrap=wrap: wrap(keras.optimizers.SGD(0.1)),
+            strategy,
+            (x, x[:, :1] ** 2),
+            batch_size=8,
+            num_steps=2,
+            model_fn=_with_a_mean,
+            loss=_loss_with_a_mean,
         )
-    for [expected], of_replicas in zip(*results, strict=True):
-        for value in of_replicas:
-            np.testing.assert_allclose(value, expected, atol=1e-6)
-
-
-def test_two_trainings_in_threads():
-    """Each gets its own numbers, with equal settings."""
-    settings = tf_xshard.Communication(timeout_seconds=20)
-    results = {1.0: [], 10.0: []}
-
-    def train(value):
-        strategy = replicas.mirrored(2)
-        reduce = functools.partial(
-            tf_xshard.group_reduce, reduction="sum", communication=settings
+        for strategy, wrap in (
+            (None, lambda one: one),
+            (replicas.mirrored(2), tf_xshard.CrossShardOptimizer),
         )
-        step = tf.function(
-            lambda: strategy.run(lambda: reduce(tf.fill([4], value)))
-        )
-        for _ in range(100):
-            results[value] += [float(one[0]) for one in step().values]
-
-    threads = [threading.Thread(target=train, args=(one,)) for one in results]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {one: [2 * one] * 200 for one in results}
+    )
+    assert training.deviation(got, expected) <= 1e-6
 
 
 def test_it_keeps_no_graph():
-    strategy = replicas.mirrored(2)
-
     def on_replica():
         with tf.GradientTape() as tape:
             x = tf.ones([2])
@@ -270,12 +246,7 @@ def test_it_keeps_no_graph():
             value = tf_xshard.group_reduce(x)
         return tape.gradient(value, x)
 
-    step = tf.function(lambda: strategy.run(on_replica), autograph=False)
-    graph = weakref.ref(step.get_concrete_function().graph)
-    assert graph() is not None
-    del step
-    gc.collect()
-    assert graph() is None
+    steps.check_no_graph_is_kept(on_replica)
 
 
 def test_outside_of_run(monkeypatch):

@@ -10,8 +10,6 @@ from tests.support import replicas
 from tests.support import steps
 from tests.support import traced
 
-GROUPS = {"one_group": None, "two_groups": [[0, 2], [1, 3]]}
-
 
 def _optimizer(groups=None, **kwargs):
     inner = keras.optimizers.LossScaleOptimizer(
@@ -24,14 +22,10 @@ def _optimizer(groups=None, **kwargs):
 
 @pytest.mark.parametrize(
     "name, kind",
-    [
-        ("two_groups", "mirrored"),
-        ("two_groups", "tpu"),
-        ("one_group", "tpu_permuted"),
-    ],
+    [("groups", "mirrored"), ("groups", "tpu"), ("one", "tpu_permuted")],
 )
 def test_an_overflow_on_one_replica(name, kind):
-    groups = GROUPS[name]
+    groups = [[0, 2], [1, 3]] if name == "groups" else None
     one = traced.Traced(lambda: _optimizer(groups), [np.zeros(3)], kind)
     scaler = one.optimizer.inner_optimizer
     good = np.outer(np.arange(4) / 4, np.ones(3))

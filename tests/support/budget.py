@@ -38,7 +38,7 @@ ABOVE_ONE_I = (
     # Two processes run all cases of the file, once; so do those of MPI.
     "two_processes_test.py"
     "::test_each_worker_holds_what_it_must[each_row_is_trained_on_once]",
-    "mpi_test.py::test_operations[graph]",
+    "mpi_test.py::test_operations",
     # One import of TensorFlow for all programs that hang.
     "watchdog_test.py::test_time_in_which_a_process_is_stopped_does_not_count",
     # Four models.

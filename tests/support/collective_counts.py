@@ -3,8 +3,9 @@
 import keras
 import tensorflow as tf
 
-from tests.support import counting
 from tests.support import replicas
+from tf_xshard.collectives import transport
+from tf_xshard.distribute import replica_variables
 
 OPERATIONS = (
     "AllToAll",
@@ -20,35 +21,38 @@ OPERATIONS = (
 )
 
 
-def in_graph(graph_def) -> tuple[int, int]:
-    """Those that always run, and those in branches, which are functions."""
-    branches = [node for f in graph_def.library.function for node in f.node_def]
-    return tuple(
-        sum(node.op in OPERATIONS for node in nodes)
-        for nodes in (graph_def.node, branches)
-    )
+def _in(nodes):
+    return sum(node.op in OPERATIONS for node in nodes)
 
 
 def trained(strategy, optimizer_fn, num_steps):
-    """Applies ones to a weight; its graph, and group sums run per replica."""
-    with counting.group_sums(strategy) as ran:
-        with strategy.scope():
-            weight = keras.Variable([1.0, 2.0])
-            optimizer = optimizer_fn()
-            optimizer.build([weight])
+    """Applies ones to a weight, as often as `num_steps` says.
 
-        def step():
-            strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight]))
+    Returns:
+      The collectives of the graph that always run, those in its branches, which
+      are functions, and how many group sums each replica has run.
+    """
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = optimizer_fn()
+        optimizer.build([weight])
+        ran = replica_variables.make((), "int64", "ran")
 
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight]))
+
+    traced, run = (tf.function(step, autograph=False) for _ in range(2))
+
+    # Each sum is counted next to its collective.
+    with transport.observed(lambda *_: replica_variables.add(ran, 1)):
         if replicas.is_tpu(strategy):
             with strategy.capture() as extractions:
-                tf.function(step, autograph=False).get_concrete_function()
+                traced.get_concrete_function()
             [extraction] = extractions
             graph_def = extraction.program.graph_def
         else:
-            traced = tf.function(step, autograph=False).get_concrete_function()
-            graph_def = traced.graph.as_graph_def()
-        run = tf.function(step, autograph=False)
+            graph_def = traced.get_concrete_function().graph.as_graph_def()
         for _ in range(num_steps):
             run()
-        return in_graph(graph_def), [count for count, _ in ran()]
+    branches = [node for f in graph_def.library.function for node in f.node_def]
+    return _in(graph_def.node), _in(branches), replicas.values(strategy, ran)

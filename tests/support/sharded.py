@@ -10,7 +10,6 @@ import tensorflow as tf
 import tf_xshard
 from tests.support import replicas
 from tests.support import stacks
-from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.keras import shards as keras_shards
 
 O = keras.optimizers  # noqa: E741
@@ -133,46 +132,28 @@ def of_both_kinds(name):
     return [functools.partial(SETTINGS[name], kind) for kind in KINDS]
 
 
-def start_weights():
-    rng = np.random.default_rng(7)
-    return {
-        name: rng.normal(size=shape).astype("float32")
-        for name, shape in SHAPES.items()
-    }
+_RNG = np.random.default_rng(7)
+START = {
+    name: _RNG.normal(size=shape).astype("float32")
+    for name, shape in SHAPES.items()
+}
 
 
 def gradients(num_replicas, num_steps=NUM_STEPS):
     """`result[step][name][replica]`, tenfold from replica to replica."""
     rng = np.random.default_rng(8)
-    scale = 10.0 ** np.arange(num_replicas) / 10**num_replicas
+    scale = 10.0 ** np.arange(-num_replicas, 0)
     return [
         {
-            name: (
-                rng.normal(size=(num_replicas, *shape))
-                * scale.reshape([-1] + [1] * len(shape))
-            ).astype("float32")
+            name: np.moveaxis(
+                np.float32(rng.normal(size=(*shape, num_replicas)) * scale),
+                -1,
+                0,
+            )
             for name, shape in SHAPES.items()
         }
         for _ in range(num_steps)
     ]
-
-
-def stepping(several):
-    """A step that applies the same gradients with several optimizers."""
-    strategy = several[0].strategy
-
-    def on_replica(*arriving):
-        own = [one[replicas.replica_id_tensor()] for one in arriving]
-        for trained in several:
-            scale = trained.optimizer.scale_loss(1.0)
-            trained.optimizer.apply(
-                [one * scale for one in own], trained.variables
-            )
-
-    return tf.function(
-        lambda *arriving: strategy.run(on_replica, args=arriving),
-        autograph=False,
-    )
 
 
 class Trained:
@@ -183,7 +164,6 @@ class Trained:
       strategy: The strategy.
       groups: The groups, or None.
       constraint: Of the first variable.
-      num_steps: The number of steps.
       names: Of the variables.
       wrap: Makes an optimizer around CrossShardOptimizer.
       **kwargs: Further arguments of CrossShardOptimizer.
@@ -200,18 +180,14 @@ class Trained:
         strategy,
         groups=None,
         constraint=None,
-        num_steps=NUM_STEPS,
-        names=tuple(SHAPES),
+        names=TWO,
         wrap=lambda optimizer: optimizer,
         **kwargs,
     ):
-        # TensorFlow can't broadcast an empty variable to other processes.
-        spans = site_lib.spans_processes(strategy)
-        self.names = [one for one in names if not (spans and one == "empty")]
-        values = start_weights()
+        self.strategy = strategy
         with strategy.scope():
             self.variables = [
-                keras.Variable(values[name], name=name) for name in self.names
+                keras.Variable(START[name], name=name) for name in names
             ]
             self.variables[0].constraint = constraint
             optimizer = tf_xshard.CrossShardOptimizer(
@@ -223,14 +199,6 @@ class Trained:
             )
             self.optimizer = wrap(optimizer)
             self.optimizer.build(self.variables)
-        self.strategy = strategy
-        self._step = stepping([self])
-        self.run(num_steps)
-
-    def run(self, num_steps, step=None):
-        """Takes its own steps, or those of several optimizers."""
-        for one in gradients(self.strategy.num_replicas_in_sync, num_steps):
-            (step or self._step)(*[tf.constant(one[i]) for i in self.names])
 
     def _values(self, variables):
         return [np.stack(replicas.values(self.strategy, v)) for v in variables]
@@ -254,19 +222,31 @@ class Trained:
         ]
 
 
+def train(several, num_steps=NUM_STEPS):
+    """Applies the same gradients with several optimizers, in one step."""
+    strategy = several[0].strategy
+
+    def on_replica(*arriving):
+        own = [one[replicas.replica_id_tensor()] for one in arriving]
+        for trained in several:
+            scale = trained.optimizer.scale_loss(1.0)
+            trained.optimizer.apply(
+                [one * scale for one in own], trained.variables
+            )
+
+    step = tf.function(
+        lambda *arriving: strategy.run(on_replica, args=arriving),
+        autograph=False,
+    )
+    for own in gradients(strategy.num_replicas_in_sync, num_steps):
+        step(*[tf.constant(own[v.name]) for v in several[0].variables])
+
+
 def names_of(optimizer):
     """Keras' names of its variables, without the numbers of optimizers."""
     return [
         re.sub(r"_\d+|^CrossShardOptimizer/", "", one.path)
         for one in optimizer.variables
-    ]
-
-
-def means_of(members, num_replicas, names=SHAPES, num_steps=NUM_STEPS):
-    """The mean gradients of a group, by name, in each step."""
-    return [
-        {name: step[name][list(members)].mean(0) for name in names}
-        for step in gradients(num_replicas, num_steps)
     ]
 
 
@@ -276,8 +256,7 @@ def one_device(inner_fn, steps, constraint=None):
     Returns:
       The variables and the optimizer.
     """
-    start = start_weights()
-    variables = [keras.Variable(start[name], name=name) for name in steps[0]]
+    variables = [keras.Variable(START[name], name=name) for name in steps[0]]
     variables[0].constraint = constraint
     optimizer = inner_fn()
     optimizer.build(variables)
@@ -287,6 +266,15 @@ def one_device(inner_fn, steps, constraint=None):
     # As at the end of `fit`.
     optimizer.finalize_variable_values(variables)
     return variables, optimizer
+
+
+def of_group(inner_fn, trained, members, num_steps=NUM_STEPS, constraint=None):
+    """Plain Keras with the mean gradients of a group."""
+    steps = [
+        {v.name: step[v.name][list(members)].mean(0) for v in trained.variables}
+        for step in gradients(trained.strategy.num_replicas_in_sync, num_steps)
+    ]
+    return one_device(inner_fn, steps, constraint)
 
 
 def check(inner_fns, strategy, groups=None, expected=None, **kwargs):
@@ -300,26 +288,27 @@ def check(inner_fns, strategy, groups=None, expected=None, **kwargs):
       **kwargs: Further arguments of `Trained`.
     """
     several = [
-        Trained(one, strategy, groups, num_steps=0, shard_update=True, **kwargs)
+        Trained(one, strategy, groups, shard_update=True, **kwargs)
         for one in inner_fns
     ]
-    several[0].run(NUM_STEPS, stepping(several))
-    num_replicas = strategy.num_replicas_in_sync
+    train(several)
+    groups = groups or [[*range(strategy.num_replicas_in_sync)]]
     for trained, inner_fn in zip(several, inner_fns, strict=True):
         trained.optimizer.finalize_variable_values(trained.variables)
-        own = [*trained.weights, *trained.state]
-        for members in groups or [range(num_replicas)]:
-            variables, optimizer = one_device(
+        for members in groups:
+            variables, optimizer = of_group(
                 expected or inner_fn,
-                means_of(members, num_replicas, trained.names),
-                kwargs.get("constraint"),
+                trained,
+                members,
+                constraint=kwargs.get("constraint"),
             )
             assert names_of(trained.optimizer) == names_of(optimizer)
             for value, want in zip(
-                own, [*variables, *optimizer.variables], strict=True
+                [*trained.weights, *trained.state],
+                [*variables, *optimizer.variables],
+                strict=True,
             ):
-                for r in members:
-                    np.testing.assert_array_equal(value[r], value[members[0]])
+                assert not np.ptp(value[members], axis=0).any(), want.path
                 np.testing.assert_allclose(
                     value[members[0]],
                     want.numpy(),
@@ -327,7 +316,7 @@ def check(inner_fns, strategy, groups=None, expected=None, **kwargs):
                     3e-6,
                     err_msg=want.path,
                 )
-        _check_shards(trained, len(groups[0]) if groups else num_replicas)
+        _check_shards(trained, len(groups[0]))
 
 
 def _check_shards(trained, group_size):

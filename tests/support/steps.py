@@ -1,6 +1,10 @@
-"""Applies given gradients once, and returns the variables' values."""
+"""Steps that are taken once."""
+
+import gc
+import weakref
 
 import keras
+import tensorflow as tf
 
 from tests.support import replicas
 
@@ -14,7 +18,7 @@ def stepped(
     graph=True,
     dtype="float32",
 ):
-    """Makes variables and an optimizer, and applies a gradient to each.
+    """Makes variables and an optimizer, and applies a gradient to each, once.
 
     Args:
       make: Makes the optimizer, in the scope of the strategy.
@@ -39,3 +43,15 @@ def stepped(
         optimizer = make()
     replicas.apply_once(strategy, optimizer, gradients_of, variables, graph)
     return [replicas.values(strategy, variable) for variable in variables]
+
+
+def check_no_graph_is_kept(on_replica):
+    """The graph of a step on two replicas is gone with its function."""
+    step = tf.function(
+        lambda: replicas.mirrored(2).run(on_replica), autograph=False
+    )
+    graph = weakref.ref(step.get_concrete_function().graph)
+    assert graph() is not None
+    del step
+    gc.collect()
+    assert graph() is None

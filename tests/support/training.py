@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
-import itertools
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tf_xshard
+from tests.support import filled
 from tests.support import replicas
 from tests.support import seeds
 
@@ -56,29 +56,15 @@ def train(
     x, y = data() if xy is None else xy
     with strategy.scope() if strategy else contextlib.nullcontext():
         trained = model_fn()
-        trained.compile(
-            optimizer=optimizer_fn(),
-            loss=keras.losses.MeanSquaredError(),
-            **compile_options,
-        )
+        options = {"loss": keras.losses.MeanSquaredError(), **compile_options}
+        trained.compile(optimizer_fn(), **options)
         trained.optimizer.build(trained.trainable_variables)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+    batches = batches.repeat().take(num_steps)
     if fit or compile_options:
-        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
-        trained.fit(
-            dataset.repeat(),
-            shuffle=False,
-            steps_per_epoch=num_steps,
-            verbose=0,
-        )
+        trained.fit(batches, shuffle=False, verbose=0)
     else:
-        starts = itertools.cycle(range(0, len(x), batch_size))
-        run_steps(
-            trained,
-            (
-                (x[start : start + batch_size], y[start : start + batch_size])
-                for start in itertools.islice(starts, num_steps)
-            ),
-        )
+        run_steps(trained, batches.as_numpy_iterator())
     return trained, weights(trained, strategy)
 
 
@@ -141,12 +127,6 @@ def distributed(strategy, rows):
     )
 
 
-@functools.cache
-def alone(optimizer_fn, num_steps=NUM_STEPS):
-    """The weights of one device, trained once for all tests."""
-    return train(optimizer_fn, num_steps=num_steps)[1]
-
-
 def weights(trained, strategy=None):
     return [replicas.values(strategy, v) for v in trained.trainable_variables]
 
@@ -175,11 +155,8 @@ def by_keras_file(saved, new, directory):
 
 def by_checkpoint(saved, new, directory):
     """The same with TensorFlow's files."""
-    made, read = (
-        tf.train.Checkpoint(model=one, optimizer=one.optimizer)
-        for one in (saved, new)
-    )
-    read.read(made.write(directory / "checkpoint")).expect_partial()
+    path = filled.checkpoint(saved).write(directory / "checkpoint")
+    filled.checkpoint(new).read(path).expect_partial()
 
 
 def by_group_state(saved, new, directory):
@@ -189,15 +166,3 @@ def by_group_state(saved, new, directory):
 
 
 MOVES = (by_keras_file, by_group_state, by_checkpoint)
-
-
-def shard_rows(num_rows, batch_size, num_replicas, members):
-    """The rows that the replicas of one group see, in order."""
-    per_replica = batch_size // num_replicas
-    return np.concatenate(
-        [
-            np.arange(per_replica) + start + r * per_replica
-            for start in range(0, num_rows, batch_size)
-            for r in members
-        ]
-    )

@@ -1,4 +1,4 @@
-"""Scripts with embeddings and attention, in the manner of keras.io's."""
+"""A script with embeddings and attention, in the manner of keras.io's."""
 
 import keras
 import numpy as np
@@ -9,56 +9,19 @@ L = keras.layers
 ops = keras.ops
 
 
-def _encoder(x, width, heads, mask):
-    """A transformer block, with the normalization first."""
-    normal = L.LayerNormalization(epsilon=1e-6)(x)
-    attended = L.MultiHeadAttention(heads, width // heads)(
-        normal, normal, attention_mask=mask
-    )
-    x = L.Add()([x, attended])
-    normal = L.LayerNormalization(epsilon=1e-6)(x)
-    hidden = L.Dense(2 * width, activation="gelu")(normal)
-    return L.Add()([x, L.Dense(width)(hidden)])
+class Tied(L.Layer):
+    """Logits from the embeddings of the words themselves."""
 
-
-class Positions(L.Layer):
-    """Adds a learned vector to each position."""
-
-    def build(self, shape):
-        self.table = self.add_weight(
-            shape=shape[1:], initializer="random_normal", name="positions"
-        )
+    def __init__(self, words):
+        super().__init__()
+        self.words = words
 
     def call(self, x):
-        return x + self.table
-
-
-class RecurrentClassifier(scripts.Script):
-    """Words through an Embedding and LSTMs in both directions, with Adam."""
-
-    loss = keras.losses.BinaryCrossentropy()
-    reference_is_wrapped = True
-
-    def optimizer(self):
-        return keras.optimizers.Adam(0.03, epsilon=1e-3)
-
-    def model(self):
-        return keras.Sequential(
-            [
-                L.Input((10,), dtype="int32"),
-                L.Embedding(20, 8),
-                L.Bidirectional(L.LSTM(6, return_sequences=True)),
-                L.Bidirectional(L.LSTM(6)),
-                L.Dense(1, activation="sigmoid"),
-            ]
-        )
-
-    def data(self):
-        return scripts.ints(20, 10), scripts.ints(2, 1).astype("float32")
+        return ops.matmul(x, ops.transpose(self.words.embeddings))
 
 
 class Bert(scripts.Script):
-    """Three embeddings, a padding mask, a tied head and weighted tokens."""
+    """Two embeddings, a padding mask, a tied head and weighted tokens."""
 
     loss = scripts.CLASSES
     reference_is_wrapped = True
@@ -71,16 +34,16 @@ class Bert(scripts.Script):
         return optimizer
 
     def model(self):
-        tokens = L.Input((8,), dtype="int32", name="token_ids")
-        segments = L.Input((8,), dtype="int32", name="segment_ids")
-        padding = L.Input((8,), dtype="int32", name="padding_mask")
+        names = ("token_ids", "segment_ids", "padding_mask")
+        inputs = [L.Input((8,), dtype="int32", name=name) for name in names]
+        tokens, segments, padding = inputs
         words = L.Embedding(18, 16)
-        x = Positions()(L.Add()([words(tokens), L.Embedding(2, 16)(segments)]))
-        x = L.LayerNormalization(epsilon=1e-12)(x)
-        x = _encoder(x, 16, 2, mask=L.Reshape((1, 8))(padding))
-        x = L.Dense(16, activation="gelu")(x)
-        logits = Tied(words)(L.LayerNormalization(epsilon=1e-12)(x))
-        return keras.Model([tokens, segments, padding], logits)
+        x = L.Add()([words(tokens), L.Embedding(2, 16)(segments)])
+        x = L.LayerNormalization()(x)
+        mask = L.Reshape((1, 8))(padding)
+        attended = L.MultiHeadAttention(2, 8)(x, x, attention_mask=mask)
+        x = L.Add()([x, L.Dense(16, activation="gelu")(attended)])
+        return keras.Model(inputs, Tied(words)(L.LayerNormalization()(x)))
 
     def fit(self, model):
         tokens = scripts.ints(18, 8)
@@ -99,14 +62,3 @@ class Bert(scripts.Script):
             shuffle=False,
             verbose=0,
         )
-
-
-class Tied(L.Layer):
-    """Logits from the embeddings of the words themselves."""
-
-    def __init__(self, words):
-        super().__init__()
-        self.words = words
-
-    def call(self, x):
-        return ops.matmul(x, ops.transpose(self.words.embeddings))
