@@ -12,7 +12,7 @@ import tensorflow as tf
 import tf_xshard
 from tests.programs import mpi_program as program
 from tests.support import mpiexec
-from tests.support import replicas
+from tests.support import steps
 from tf_xshard.collectives import mpi
 from tf_xshard.distribute import engines
 
@@ -157,17 +157,12 @@ def test_a_session_does_not_use_mpi():
 
 @pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 def test_only_processes_use_mpi(kind):
-    strategy = replicas.STRATEGIES[kind](2)
-    with strategy.scope():
-        weight = keras.Variable(1.0)
-        optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.SGD(),
-            communication=tf_xshard.Communication(transport="mpi"),
-        )
+    communication = tf_xshard.Communication(transport="mpi")
+    make = lambda: tf_xshard.CrossShardOptimizer(
+        keras.optimizers.SGD(), communication=communication
+    )
     with pytest.raises(ValueError, match="is for MultiWorkerMirroredStrategy"):
-        replicas.apply_once(
-            strategy, optimizer, lambda r: [tf.constant(1.0)], [weight]
-        )
+        steps.stepped(make, lambda r: [tf.constant(1.0)], kind=kind)
 
 
 @pytest.mark.parametrize("connects", [True, False])

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import steps
 from tf_xshard import collectives
 from tf_xshard.collectives import subgroups
 from tf_xshard.collectives import transport as transport_lib
@@ -74,11 +75,9 @@ def test_ranks_are_positions(devices, groups, graph):
             path.reduce_scatter([to_each])[0],
         )
 
-    run = lambda: strategy.run(on_replica)
-    found = (tf.function(run, autograph=False) if graph else run)()
     position, gathered, stacked, exchanged, summed = (
-        [*map(np.asarray, strategy.experimental_local_results(value))]
-        for value in found
+        [*map(np.asarray, values)]
+        for values in steps.run(strategy, on_replica, graph)
     )
     for group in groups:
         # TensorFlow sorts devices by their numbers.

@@ -7,12 +7,11 @@ import threading
 
 import keras
 import pytest
-import tensorflow as tf
 
 import tf_xshard
 from tests.programs import watchdog_program as program
 from tests.support import cluster
-from tests.support import replicas
+from tests.support import traced
 from tf_xshard.collectives import watchdog
 from tf_xshard.private.tensorflow import runtime
 
@@ -95,18 +94,12 @@ def _num_threads():
 )
 def test_a_timeout_costs_no_threads():
     """TensorFlow's own starts two per collective, for the whole timeout."""
-    strategy = replicas.mirrored(2)
-    with strategy.scope():
-        weight = keras.Variable(0.0)
-        optimizer = tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
-        optimizer.build([weight])
-    step = replicas.applying(
-        strategy, optimizer, lambda r: [tf.constant(1.0)], [weight]
-    )
-    step()
+    make = lambda: tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
+    one = traced.Traced(make, [0.0], num_replicas=2)
+    one.step([1.0, 1.0])
     before = _num_threads()
     for _ in range(50):
-        step()
+        one.step([1.0, 1.0])
     assert _num_threads() <= before + 10
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("tf_xshard_watchdog") == 1

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tf_xshard
 from tests.support import replicas
+from tests.support import training
 from tests.support import writes
 
 NUM_VARIABLES = 2
@@ -97,13 +98,9 @@ def of_step(path, strategy, in_branch=False):
     def step(*data):
         strategy.run(on_replica, args=data)
 
-    data = [
-        strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(1.0)
-        )
-        for _ in weights
-    ]
     num_replicas = strategy.num_replicas_in_sync
+    ones = [1.0] * num_replicas
+    data = [training.per_replica(strategy, ones) for _ in weights]
     found = writes.read(
         step.get_concrete_function(*data),
         NUM_VARIABLES * num_replicas,
@@ -116,17 +113,13 @@ def of_step(path, strategy, in_branch=False):
     return found
 
 
-def check_waits(found):
-    for one in found:
-        assert not one.missing_arguments, one
-        # The norms of a sharded update are sums of what this step updates with.
-        assert all("/adam" in name for name in one.missing_reductions), one
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_writes_wait_for_all_replicas(path):
     num_replicas = 4 if "groups" in path else 2
-    check_waits(of_step(path, replicas.mirrored(num_replicas)))
+    for one in of_step(path, replicas.mirrored(num_replicas)):
+        assert not one.missing_arguments, one
+        # The norms of a sharded update are sums of what this step updates with.
+        assert all("/adam" in name for name in one.missing_reductions), one
 
 
 @pytest.mark.parametrize(

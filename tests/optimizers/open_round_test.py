@@ -180,10 +180,7 @@ def _two_variables(make):
     """Two variables and their optimizer, on two replicas; and a step."""
     strategy = replicas.mirrored(2)
     with strategy.scope():
-        held = {
-            name: keras.Variable(np.zeros([3, 1], "float32"), name=name)
-            for name in "ab"
-        }
+        held = {name: keras.Variable(tf.zeros([3, 1])) for name in "ab"}
         optimizer = make()
         optimizer.build([*held.values()])
 

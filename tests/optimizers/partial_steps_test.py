@@ -61,7 +61,6 @@ def check_same(got, want):
         ("tower", "mirrored"),
         ("averages", "none"),
         ("tower", "one_device"),
-        pytest.param("sharded", "multi_worker", marks=replicas.in_full),
         pytest.param("agn", "tpu", marks=replicas.in_full),
     ],
 )

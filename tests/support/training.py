@@ -103,10 +103,7 @@ def run_parts(trained, steps):
         step = lambda *batch: trained.train_step(batch)
     for parts in steps:
         batch = tf.nest.map_structure(
-            lambda *own: strategy.experimental_distribute_values_from_function(
-                lambda one: tf.constant(own[one.replica_id_in_sync_group])
-            ),
-            *parts,
+            lambda *own: per_replica(strategy, own), *parts
         )
         trained.reset_metrics()
         step(*batch)
@@ -119,12 +116,16 @@ def joined(parts):
     return tf.nest.map_structure(lambda *own: np.concatenate(own), *parts)
 
 
+def per_replica(strategy, values):
+    """A tensor of each replica's value."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda replica: tf.constant(values[replica.replica_id_in_sync_group])
+    )
+
+
 def distributed(strategy, rows):
     """Equal parts of a batch, one for each replica."""
-    parts = np.split(rows, strategy.num_replicas_in_sync)
-    return strategy.experimental_distribute_values_from_function(
-        lambda replica: tf.constant(parts[replica.replica_id_in_sync_group])
-    )
+    return per_replica(strategy, np.split(rows, strategy.num_replicas_in_sync))
 
 
 def weights(trained, strategy=None):
