@@ -454,9 +454,16 @@ def _beside_a_plain_loss(train_step=None):
 
 def _two_towers_of_one_loss():
     variable, optimizers = keras.Variable(1.0), [_tower(), _tower()]
-    gradient = _gradient(variable, MEAN)
     for one in optimizers:
-        one.apply([gradient], [variable])
+        one.build([variable])
+
+    @tf.function(autograph=False)
+    def step():
+        gradient = _gradient(variable, MEAN)
+        for one in optimizers:
+            one.apply([gradient], [variable])
+
+    step()
 
 
 def _in_multi_optimizer():

@@ -51,34 +51,29 @@ class Towers(keras.Model):
     train_step = tf_xshard.tower_train_step(["CPU:1", "CPU:0"])
 
 
-def _fit(model, optimizer, **options):
-    """Two epochs in batches of 32; the weights, and the history."""
-    model.compile(optimizer, "mse", metrics=["mae"], **options)
-    batches = *training.data(101), 32, 2
-    history = model.fit(*batches, shuffle=False, verbose=0).history
-    return training.weights(model), history
-
-
 def test_fit_equals_the_whole_batch():
     """In a class; the last batch has 5 rows for 4 towers."""
     scaled = keras.optimizers.LossScaleOptimizer(_sgd())
     optimizer = tf_xshard.TowerOptimizer(scaled, 4)
     model = training.model()
-    weights, history = _fit(
-        Towers(model.inputs, model.outputs),
-        optimizer,
+    data = {"xy": training.data(101), "batch_size": 32, "num_steps": 8}
+    split, weights = training.train(
+        lambda: optimizer,
+        model_fn=lambda: Towers(model.inputs, model.outputs),
+        metrics=["mae"],
         jit_compile=False,
         auto_scale_loss=False,
+        **data,
     )
-    expected, expected_history = _fit(
-        training.model(), _sgd(), run_eagerly=True
+    whole, expected = training.train(
+        _sgd, metrics=["mae"], run_eagerly=True, **data
     )
     assert training.deviation(weights, expected) <= 1e-6
     start = training.weights(training.model())
     assert training.deviation(expected, start) > 0.01
-    for name, values in expected_history.items():
-        np.testing.assert_allclose(history[name], values, rtol=1e-5)
-    assert int(optimizer.iterations) == 2 * 4
+    for name, values in whole.history.history.items():
+        np.testing.assert_allclose(split.history.history[name], values, 1e-5)
+    assert int(optimizer.iterations) == 8
 
 
 def test_any_number_of_rows():
