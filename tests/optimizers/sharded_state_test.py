@@ -181,8 +181,7 @@ def _built(optimizer):
 
 
 def _build_sharded(inner):
-    with replicas.mirrored(2).scope():
-        _built(_sharded(inner))
+    return _built(_sharded(inner))
 
 
 @pytest.mark.parametrize(
@@ -209,11 +208,12 @@ def _build_sharded(inner):
 )
 def test_what_can_not_be_sharded_is_refused(wrap, inner_fn, error):
     """When it is wrapped, or else when it is built."""
-    inner = inner_fn()
-    with pytest.raises(ValueError, match=error):
-        wrap(inner)
-    if wrap is _sharded:  # It has not been changed: it can still be wrapped.
-        tf_xshard.CrossShardOptimizer(inner)
+    with replicas.mirrored(2).scope():
+        inner = inner_fn()
+        with pytest.raises(ValueError, match=error):
+            wrap(inner)
+        if wrap is _sharded:  # It is unchanged: it can still be wrapped.
+            tf_xshard.CrossShardOptimizer(inner)
 
 
 def test_arguments():
