@@ -3,9 +3,8 @@
 import keras
 import tensorflow as tf
 
+from tests.support import counting
 from tests.support import replicas
-from tf_xshard.collectives import transport
-from tf_xshard.distribute import replica_variables
 
 OPERATIONS = (
     "AllToAll",
@@ -36,15 +35,12 @@ def trained(strategy, optimizer_fn, num_steps):
         weight = keras.Variable([1.0, 2.0])
         optimizer = optimizer_fn()
         optimizer.build([weight])
-        ran = replica_variables.make((), "int64", "ran")
 
     def step():
         strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight]))
 
     traced, run = (tf.function(step, autograph=False) for _ in range(2))
-
-    # Each sum is counted next to its collective.
-    with transport.observed(lambda *_: replica_variables.add(ran, 1)):
+    with counting.group_sums(strategy) as ran:
         if replicas.is_tpu(strategy):
             with strategy.capture() as extractions:
                 traced.get_concrete_function()
@@ -55,4 +51,5 @@ def trained(strategy, optimizer_fn, num_steps):
         for _ in range(num_steps):
             run()
     branches = [node for f in graph_def.library.function for node in f.node_def]
-    return _in(graph_def.node), _in(branches), replicas.values(strategy, ran)
+    counts = [count for count, _ in ran()]
+    return _in(graph_def.node), _in(branches), counts
