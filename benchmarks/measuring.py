@@ -19,6 +19,13 @@ def print_setting(devices: str) -> None:
     )
 
 
+def loopback_bytes() -> int:
+    """Returns the bytes sent over the loopback interface since the start."""
+    with open("/proc/net/dev") as devices:
+        [line] = [one for one in devices if one.strip().startswith("lo:")]
+    return int(line.split(":")[1].split()[8])
+
+
 def interleaved(
     timed: Mapping[str, Callable[[], Sequence[float]]],
     num_blocks: int,

@@ -27,7 +27,6 @@ import tf_xshard
 from benchmarks import group_sums
 from benchmarks import horovod_run
 from benchmarks import measuring
-from tests.support import counting
 from tests.support import mpiexec
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.multi_worker import local_cluster
@@ -171,17 +170,17 @@ def _sent(step, barrier) -> float:
     """Bytes that each process sends per step."""
     barrier().numpy()
     time.sleep(1.0)
-    before = counting.loopback_bytes()
+    before = measuring.loopback_bytes()
     time.sleep(1.0)
-    idle = counting.loopback_bytes() - before
+    idle = measuring.loopback_bytes() - before
     barrier().numpy()
-    before = counting.loopback_bytes()
+    before = measuring.loopback_bytes()
     for _ in range(_STEPS.value):
         step().numpy()
     barrier().numpy()
     time.sleep(1.0)
     # Subtract what the idle cluster sends in a second; barriers are included.
-    sent = counting.loopback_bytes() - before - idle
+    sent = measuring.loopback_bytes() - before - idle
     return sent / NUM_WORKERS / _STEPS.value
 
 

@@ -22,7 +22,6 @@ from absl import logging
 
 import tf_xshard
 from benchmarks import measuring
-from tests.support import counting
 from tf_xshard.multi_worker import local_cluster
 
 _BLOCKS = flags.DEFINE_integer("blocks", 9, "interleaved blocks", 5)
@@ -97,11 +96,11 @@ def _worker():
 def _sent(strategy, step) -> float:
     """Bytes that all processes together send in a step."""
     tf_xshard.barrier(strategy)
-    before = counting.loopback_bytes()
+    before = measuring.loopback_bytes()
     for _ in range(_STEPS.value):
         step().numpy()
     tf_xshard.barrier(strategy)
-    return (counting.loopback_bytes() - before) / _STEPS.value
+    return (measuring.loopback_bytes() - before) / _STEPS.value
 
 
 def _print_report(medians, sent, shapes):
