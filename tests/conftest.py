@@ -17,7 +17,7 @@ NUM_LOGICAL_DEVICES = 16
 # Megabytes of a logical GPU.
 GPU_MEMORY = 512
 # Limits a test with --full; setup.cfg limits it otherwise.
-FULL_TIMEOUT_SECONDS = 3000
+FULL_TIMEOUT_SECONDS = 1200
 # The id of every test that was collected, and whether it is full.
 COLLECTED = pytest.StashKey[dict[str, bool]]()
 # Files that mostly wait, and where in the order of the files they run: one
