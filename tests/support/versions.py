@@ -7,6 +7,9 @@ import tensorflow as tf
 # (major, minor)
 KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
+# They fail on one device.
+BROKEN = ("Muon",) if KERAS == (3, 12) else ()
+
 
 def needs_optimizer(name):
     """Skips a test where Keras does not have an optimizer."""
