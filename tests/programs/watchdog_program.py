@@ -55,15 +55,15 @@ def _summing(strategy, timeout_seconds, number_of):
 
 def stopped():
     """It is stopped in a collective, for longer than the timeout."""
-    go_on = f"sleep 6; kill -CONT {os.getpid()}"
+    go_on = f"sleep 8; kill -CONT {os.getpid()}"
 
     def slow():
         # Until the watchdog has seen that the other replica waits.
-        time.sleep(1.5)
+        time.sleep(2.5)
         with processes.started(["sh", "-c", go_on], tensorflow=0):
             os.kill(os.getpid(), signal.SIGSTOP)
             # And until it has looked again.
-            time.sleep(1.0)
+            time.sleep(1.5)
         return 1.0
 
     def number():
@@ -72,7 +72,7 @@ def stopped():
         return tf.constant(1.0)
 
     start = time.monotonic()
-    totals = _summing(_strategy(), 4.0, number)()
+    totals = _summing(_strategy(), 6.0, number)()
     return totals, time.monotonic() - start
 
 
