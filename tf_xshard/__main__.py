@@ -11,6 +11,10 @@ from collections.abc import Sequence
 # Import a command's module when it is called, since `launch` and help need no
 # TensorFlow.
 _COMMANDS = {
+    "compare": (
+        "tf_xshard.cli.compare",
+        "does a script train on several replicas as on one?",
+    ),
     "demo": (
         "tf_xshard.cli.demo",
         "train on real digits: one device compared with many",

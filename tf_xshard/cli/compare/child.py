@@ -1,0 +1,61 @@
+"""One run of a script, in a process of its own.
+
+`python -m tf_xshard.cli.compare.child SETTINGS RESULT DESCRIPTOR`: pickled
+settings, where the recording is pickled to, and where progress is written.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+
+# TensorFlow reads it when it is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def main() -> None:
+    settings_path, result_path, descriptor = sys.argv[1:]
+    import keras
+    import tensorflow as tf
+
+    from tf_xshard.cli import logical_devices
+    from tf_xshard.cli.compare import recording as recording_lib
+    from tf_xshard.cli.compare import script
+
+    with open(settings_path, "rb") as file:
+        settings = pickle.load(file)
+    progress = os.fdopen(int(descriptor), "w", buffering=1)
+
+    def finish(recording: recording_lib.Recording) -> None:
+        with open(result_path + ".part", "wb") as file:
+            pickle.dump(recording, file)
+        os.replace(result_path + ".part", result_path)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # No `finally` and no atexit of the script, which could write files.
+        os._exit(0)
+
+    if keras.backend.backend() != "tensorflow":
+        finish(
+            recording_lib.Recording(
+                recording_lib.REFUSED,
+                f"Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND to"
+                " tensorflow.",
+            )
+        )
+    tf.config.set_visible_devices([], "GPU")
+    logical_devices.use_logical_cpus(settings.num_replicas)
+    if settings.floatx:
+        keras.config.set_floatx(settings.floatx)
+    keras.utils.set_random_seed(0)
+    tf.config.experimental.enable_op_determinism()
+    finish(
+        script.trained(
+            settings, lambda step: print(step, file=progress), finish
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
