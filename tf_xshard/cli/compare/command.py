@@ -238,10 +238,13 @@ class _Child:
 
     def recording(self, minutes: float, what: str) -> recording_lib.Recording:
         """Waits for the end, and prints the steps on the way."""
-        print(f"{what}: starting", end="", flush=True)
+        step = 0
         with selectors.DefaultSelector() as selector:
             selector.register(self._progress, selectors.EVENT_READ)
             while True:
+                text = f"{what}: step {step} of {self._num_steps}"
+                if sys.stdout.isatty():
+                    print(f"\r{text}", end="", flush=True)
                 if not selector.select(minutes * 60):
                     print()
                     raise _NotComparable(
@@ -249,16 +252,11 @@ class _Child:
                         f" output:\n{self.output()[-1000:]}\nPass more"
                         " --minutes, fewer --rows or fewer --steps."
                     )
-                text = os.read(self._progress, 4096).decode()
-                if not text:
+                lines = os.read(self._progress, 4096).decode()
+                if not lines:
                     break
-                step = text.split()[-1]
-                print(
-                    f"\r{what}: step {step} of {self._num_steps}",
-                    end="",
-                    flush=True,
-                )
-        print()
+                step = int(lines.split()[-1])
+        print("" if sys.stdout.isatty() else text, flush=True)
         code = self._process.wait()
         if self._result.exists():
             return pickle.loads(self._result.read_bytes())

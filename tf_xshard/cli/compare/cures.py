@@ -105,8 +105,10 @@ def _applied(wrap: Callable[[Any], Any]) -> Iterator[None]:
             return plain(optimizer, grads, trainable_variables)
         with lock:  # Each replica is a thread.
             if id(optimizer) not in wrappers:
+                # A wrapper refuses that others call its inner optimizer.
                 with tf.init_scope():
-                    wrappers[id(optimizer)] = wrap(optimizer)
+                    inner = type(optimizer).from_config(optimizer.get_config())
+                    wrappers[id(optimizer)] = wrap(inner)
         return wrappers[id(optimizer)].apply(grads, trainable_variables)
 
     with mock.patch.object(owner, "apply", apply):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -10,7 +11,15 @@ _State = dict[str, tuple[int, int]]
 
 
 def state(folder: pathlib.Path) -> _State:
-    """Returns the size and the time of change of each file."""
+    """Returns the size and the time of change of each file.
+
+    The files that this process writes its output to are left out.
+    """
+    outputs = []
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            status = os.fstat(descriptor)
+            outputs.append((status.st_dev, status.st_ino))
     found = {}
     for directory, names, files in os.walk(folder):
         names[:] = [one for one in names if one != "__pycache__"]
@@ -19,6 +28,8 @@ def state(folder: pathlib.Path) -> _State:
             try:
                 status = os.lstat(path)
             except FileNotFoundError:
+                continue
+            if (status.st_dev, status.st_ino) in outputs:
                 continue
             relative = os.path.relpath(path, folder)
             found[relative] = status.st_size, status.st_mtime_ns

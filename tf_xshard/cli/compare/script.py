@@ -250,8 +250,9 @@ class _Run:
         yield self._around(function, "__call__", self._outermost)
         strategy = _defining(tf.distribute.Strategy, "run")
         yield self._around(strategy, "run", self._replicas)
-        optimizer = _defining(keras.optimizers.Optimizer, "build")
-        yield self._around(optimizer, "build", self._build)
+        owners = {_defining(one, "build") for one in _optimizers()}
+        for owner in owners:
+            yield self._around(owner, "build", self._build)
 
     def _processes(self) -> Iterator[contextlib.AbstractContextManager]:
         text = (
@@ -476,6 +477,17 @@ def _batches_per_update(optimizer: keras.optimizers.Optimizer) -> int:
         number *= getattr(one, "num_towers", None) or 1
         number *= getattr(one, "gradient_accumulation_steps", None) or 1
     return number
+
+
+def _optimizers() -> Iterator[type]:
+    """Yields classes whose `build` does not call the one of a base class."""
+    yield keras.optimizers.Optimizer
+    yield keras.optimizers.LossScaleOptimizer
+    if hasattr(keras.optimizers, "MultiOptimizer"):  # From Keras 3.14.
+        yield keras.optimizers.MultiOptimizer
+    yield tf_xshard.CrossShardOptimizer
+    yield tf_xshard.TowerOptimizer
+    yield tf_xshard.AGNOptimizer
 
 
 def _defining(owner: type, name: str) -> type:

@@ -40,12 +40,12 @@ def differences(
 ) -> list[Difference]:
     """Returns the largest difference after each step."""
     result = []
-    starts = one.steps[0], many.steps[0]
+    start = one.steps[0]
     for step, other in zip(one.steps[1:], many.steps[1:], strict=False):
-        found = list(_of_step(step, other, *starts))
+        found = list(_of_step(step, other, start))
         moved = max(
-            (_movement(step.weights[i], starts[0].weights[i]))
-            for i in range(len(step.weights))
+            _movement(values, _by_name(values, begin))
+            for values, begin in zip(step.weights, start.weights, strict=False)
         )
         worst = max(found, key=lambda each: each.ratio)
         result.append(dataclasses.replace(worst, moved=moved))
@@ -56,20 +56,26 @@ def _of_step(
     step: recording_lib.Step,
     other: recording_lib.Step,
     start: recording_lib.Step,
-    other_start: recording_lib.Step,
 ) -> Iterator[Difference]:
     for index in range(len(step.weights)):
         for kind in ("weights", "slots"):
             mine = getattr(step, kind)[index]
-            theirs = getattr(other, kind)[index]
-            begin = getattr(start, kind)[index]
+            theirs = _by_name(mine, getattr(other, kind)[index])
+            begin = _by_name(mine, getattr(start, kind)[index])
             for names in _kinds(mine, kind):
                 moved = _movement({name: mine[name] for name in names}, begin)
-                for name in names:
-                    if name in theirs:
-                        yield from _of_value(
-                            name, mine[name], theirs[name], moved
-                        )
+                for name in set(names) & set(theirs):
+                    yield from _of_value(name, mine[name], theirs[name], moved)
+
+
+def _by_name(
+    mine: Mapping[str, recording_lib.Value],
+    theirs: Mapping[str, recording_lib.Value],
+) -> Mapping[str, recording_lib.Value]:
+    """Renames the values of another run, since Keras numbers its names."""
+    if len(mine) == len(theirs):
+        return dict(zip(mine, theirs.values(), strict=True))
+    return theirs
 
 
 def _kinds(
