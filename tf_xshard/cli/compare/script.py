@@ -145,6 +145,8 @@ class _Run:
         self, owner: type, name: str, function: Callable[..., Any]
     ) -> contextlib.AbstractContextManager:
         """Replaces a method by a function that gets the method first."""
+        # A change of a class that inherits the method would hide later ones.
+        owner = _defining(owner, name)
         plain = getattr(owner, name)
 
         @functools.wraps(plain)
