@@ -47,8 +47,8 @@ def on_replica(x, y):
 @tf.function
 def step(batch):
     strategy.run(on_replica, args=batch)
-data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16 * N)
-for batch in strategy.experimental_distribute_dataset(data.take(2).repeat()):
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16 * N, drop_remainder=True)
+for batch in strategy.experimental_distribute_dataset(data.repeat()):
     step(batch)
 """
 WRAPPED = "tf_xshard.CrossShardOptimizer(optimizer())"
@@ -81,7 +81,10 @@ WRONG = {
         "batch normalization",
     ),
     "one_number": (
-        fit(loss="lambda y, p: tf.reduce_mean((y - p) ** 2)"),
+        fit(
+            optimizer="keras.optimizers.SGD(0.1)",
+            loss="lambda y, p: tf.reduce_mean((y - p) ** 2)",
+        ),
         "scalar loss",
     ),
 }
@@ -125,12 +128,11 @@ def trained(tmp_path):
 
 def _difference(one, many):
     assert one.status == many.status == recording_lib.TRAINED, (one, many)
-    assert len(one.steps) == len(many.steps) == NUM_STEPS + 1
-    assert verdict.first_different_rows(one, many) is None
-    assert verdict.different_rates(one, many) is None
+    assert len(one.steps) == len(many.steps) == NUM_STEPS
+    assert verdict.not_comparable(one, many, 2, 1e-7) is None
     found = verdict.differences(one, many)
     assert all(each.moved > 1e-3 for each in found)
-    return max(each.ratio for each in found)
+    return verdict.worst(found)
 
 
 @pytest.mark.parametrize("name", _cases(RIGHT))
@@ -152,7 +154,7 @@ def test_a_learning_rate_times_the_replicas_is_the_same_in_both(trained):
     text = fit(optimizer="keras.optimizers.SGD(1e-2 * N)")
     for number in (1, NUM_REPLICAS):
         step = trained(text, number).steps[-1]
-        assert step.learning_rates == [pytest.approx(2e-2)]
+        assert step.states[0].learning_rates == [pytest.approx(2e-2)]
 
 
 REFUSED = {

@@ -6,8 +6,10 @@ settings, where the recording is pickled to, and where progress is written.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
+import signal
 import sys
 
 # TensorFlow reads it when it is imported.
@@ -16,6 +18,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 def main() -> None:
     settings_path, result_path, descriptor = sys.argv[1:]
+    # The command asks where a script hangs.
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     import keras
     import tensorflow as tf
 

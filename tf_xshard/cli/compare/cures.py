@@ -5,19 +5,17 @@ A cure is applied to the run, not to the script's text.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import keras
 import tensorflow as tf
 
 import tf_xshard
+from tf_xshard.cli.compare import patches
 from tf_xshard.private import frames
 
 
@@ -30,13 +28,15 @@ class Cure(NamedTuple):
       changes: Yields what applies the cure and takes it back.
       needs: The script must use it: a layer, "loss" or "loss function".
       on_one_device: Whether the run on one replica gets it, too.
+      instead_of: The cure that it contains, and takes the place of.
     """
 
     cause: str
     advice: str
-    changes: Callable[[], Iterator[contextlib.AbstractContextManager]]
+    changes: Callable[[], Iterator[patches.Patch]]
     needs: str = ""
     on_one_device: bool = False
+    instead_of: str = ""
 
 
 def _is_users(optimizer: Any) -> bool:
@@ -50,24 +50,7 @@ def _is_users(optimizer: Any) -> bool:
     )
 
 
-def _around_argument(
-    owner: type, method: str, argument: str, changed: Callable[[Any], Any]
-) -> contextlib.AbstractContextManager:
-    """Changes one argument of each call of a method, if it is passed."""
-    plain = getattr(owner, method)
-    signature = inspect.signature(plain)
-
-    @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        bound.arguments[argument] = changed(bound.arguments[argument])
-        return plain(*bound.args, **bound.kwargs)
-
-    return mock.patch.object(owner, method, call)
-
-
-def _wrapped(**options: Any) -> Iterator[contextlib.AbstractContextManager]:
+def _wrapped(**options: Any) -> Iterator[patches.Patch]:
     """Wraps the optimizers that `compile` gets, and those of custom loops."""
 
     def wrap(optimizer: Any) -> Any:
@@ -76,46 +59,30 @@ def _wrapped(**options: Any) -> Iterator[contextlib.AbstractContextManager]:
             return optimizer
         return tf_xshard.CrossShardOptimizer(optimizer, **options)
 
-    yield _around_argument(keras.Model, "compile", "optimizer", wrap)
-    yield _applied(wrap)
-
-
-@contextlib.contextmanager
-def _applied(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Makes a plain optimizer's `apply` in a custom loop go through a wrapper.
-
-    A wrapper's own call of `apply` is left alone.
-    """
-    owner = next(
-        one
-        for one in keras.optimizers.Optimizer.__mro__
-        if "apply" in vars(one)
-    )
-    plain = owner.apply
+    yield patches.around_argument(keras.Model, "compile", "optimizer", wrap)
+    # A wrapper refuses that others call its inner optimizer: a loop's calls of
+    # its optimizer go to a wrapped copy.
     wrappers: dict[int, Any] = {}
     lock = threading.Lock()
 
-    @functools.wraps(plain)
-    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None):
-        in_replica = (
-            tf.distribute.has_strategy()
-            and not tf.distribute.in_cross_replica_context()
-        )
-        if not in_replica or not _is_users(optimizer) or _is_inside_a_wrapper():
-            return plain(optimizer, grads, trainable_variables)
+    def call(name: str, plain: Callable, optimizer: Any, *args, **kwargs):
+        if not _is_users(optimizer) or _is_inside_a_wrapper():
+            return plain(optimizer, *args, **kwargs)
         with lock:  # Each replica is a thread.
             if id(optimizer) not in wrappers:
-                # A wrapper refuses that others call its inner optimizer.
                 with tf.init_scope():
-                    inner = type(optimizer).from_config(optimizer.get_config())
-                    wrappers[id(optimizer)] = wrap(inner)
-        return wrappers[id(optimizer)].apply(grads, trainable_variables)
+                    copy = type(optimizer).from_config(optimizer.get_config())
+                    wrappers[id(optimizer)] = wrap(copy)
+        return getattr(wrappers[id(optimizer)], name)(*args, **kwargs)
 
-    with mock.patch.object(owner, "apply", apply):
-        yield
+    for name in ("build", "apply"):
+        yield patches.around(
+            keras.optimizers.Optimizer, name, functools.partial(call, name)
+        )
 
 
 def _is_inside_a_wrapper() -> bool:
+    # Only the frames tell who calls an optimizer.
     folder = os.path.join(os.path.dirname(tf_xshard.__file__), "optimizers", "")
     return any(
         frame.f_code.co_filename.startswith(folder)
@@ -123,7 +90,7 @@ def _is_inside_a_wrapper() -> bool:
     )
 
 
-def _global_mean() -> Iterator[contextlib.AbstractContextManager]:
+def _global_mean() -> Iterator[patches.Patch]:
     def global_mean(loss: Any) -> Any:
         if loss is None or isinstance(loss, tf_xshard.GlobalMean):
             return loss
@@ -133,21 +100,21 @@ def _global_mean() -> Iterator[contextlib.AbstractContextManager]:
             return [global_mean(one) for one in loss]
         return tf_xshard.GlobalMean(loss)
 
-    yield _around_argument(keras.Model, "compile", "loss", global_mean)
+    yield patches.around_argument(keras.Model, "compile", "loss", global_mean)
 
 
-def _scalar_loss() -> Iterator[contextlib.AbstractContextManager]:
+def _scalar_loss() -> Iterator[patches.Patch]:
     def scalar(loss: Any) -> Any:
         is_function = callable(loss) and not isinstance(
             loss, (keras.losses.Loss, type)
         )
         return tf_xshard.ScalarLoss(loss) if is_function else loss
 
-    yield _around_argument(keras.Model, "compile", "loss", scalar)
+    yield patches.around_argument(keras.Model, "compile", "loss", scalar)
 
 
-def _synchronized() -> Iterator[contextlib.AbstractContextManager]:
-    yield _around_argument(
+def _synchronized() -> Iterator[patches.Patch]:
+    yield patches.around_argument(
         keras.layers.BatchNormalization,
         "__init__",
         "synchronized",
@@ -169,6 +136,7 @@ CURES = {
         "tf_xshard.CrossShardOptimizer(optimizer,"
         ' loss_normalization="replica")',
         lambda: _wrapped(loss_normalization="replica"),
+        instead_of="wrapper",
     ),
     "scalar loss": Cure(
         "the loss function returns one number, which Keras does not divide by"
@@ -202,9 +170,7 @@ CURES = {
 }
 
 
-def changes(
-    names: Sequence[str],
-) -> Iterator[contextlib.AbstractContextManager]:
+def patches_of(names: Sequence[str]) -> Iterator[patches.Patch]:
     """Yields what applies the named cures."""
     for name in names:
         yield from CURES[name].changes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -66,25 +66,33 @@ class Value:
 
 
 @dataclasses.dataclass
-class Step:
-    """The variables after a step, of each optimizer in the order of creation.
+class State:
+    """An optimizer at one moment, and the variables that it trains.
 
     Attributes:
-      iterations: The number of updates that each optimizer has made.
-      learning_rates: The learning rate of each optimizer.
-      weights: The trained variables of each optimizer, by path.
-      slots: The other variables of each optimizer, by path.
+      iterations: The number of updates that it has made.
+      learning_rates: Its learning rate, or those of the optimizers inside it.
+      weights: The variables that it trains, by path.
+      slots: Its variables of the shape of a trained variable, by path.
+    """
+
+    iterations: int
+    learning_rates: list[float]
+    weights: dict[str, Value]
+    slots: dict[str, Value]
+
+
+@dataclasses.dataclass
+class Step:
+    """What is left by a step.
+
+    Attributes:
+      states: Each optimizer, in the order in which they were built.
       loss: What the step returned, if it is a number.
     """
 
-    iterations: list[int]
-    learning_rates: list[float]
-    weights: list[dict[str, Value]]
-    slots: list[dict[str, Value]]
+    states: list[State]
     loss: float | None = None
-
-    def num_updates(self) -> int:
-        return sum(self.iterations)
 
 
 @dataclasses.dataclass
@@ -93,11 +101,11 @@ class Recording:
 
     Attributes:
       status: One of the constants of this module.
-      message: Why it was refused or has failed, with what to do.
+      message: Why it was refused, with what to do.
       error: The last lines of the error of a script that has failed.
-      steps: The values before the first step, and after each step.
+      starts: Each optimizer before its first step.
+      steps: What is left by each step.
       rows: The digests of the rows of each batch, by dataset.
-      names: The class of each optimizer.
       notes: What the run left out or changed.
       features: What the script uses that a cure may be for.
     """
@@ -105,27 +113,34 @@ class Recording:
     status: str = TRAINED
     message: str = ""
     error: str = ""
+    starts: list[State] = dataclasses.field(default_factory=list)
     steps: list[Step] = dataclasses.field(default_factory=list)
     rows: list[list[list[int]]] = dataclasses.field(default_factory=list)
-    names: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     features: set[str] = dataclasses.field(default_factory=set)
 
     def note(self, text: str) -> None:
+        """Adds a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
+    def moved(self) -> float:
+        """Returns the largest movement of a weight since the start."""
+        return max(
+            movement(state.weights, start.weights)
+            for state, start in zip(
+                self.steps[-1].states, self.starts, strict=True
+            )
+        )
 
-def _value(variable: keras.Variable) -> Value:
-    copies = [np.array(one) for one in replica_variables.copies(variable)]
-    first = copies[0]
-    value = Value(first)
-    for replica, copy in enumerate(copies[1:], 1):
-        if not np.array_equal(first, copy):
-            apart = largest(copy.astype("float64") - first)
-            if apart > value.apart:
-                value.apart, value.replica = apart, replica
-    return value
+    def idle(self) -> list[int]:
+        """Lists the optimizers that have made no update."""
+        pairs = zip(self.steps[-1].states, self.starts, strict=True)
+        return [
+            index
+            for index, (state, start) in enumerate(pairs)
+            if state.iterations == start.iterations
+        ]
 
 
 def largest(array: np.ndarray) -> float:
@@ -136,49 +151,68 @@ def largest(array: np.ndarray) -> float:
     return number if np.isfinite(number) else float("inf")
 
 
-def leaves(
+def movement(values: dict[str, Value], start: dict[str, Value]) -> float:
+    """Returns the largest change of a value; slots begin at zero."""
+    return max(
+        (
+            largest(value.array.astype("float64") - start[name].array)
+            if name in start
+            else largest(value.array)
+            for name, value in values.items()
+        ),
+        default=0.0,
+    )
+
+
+def inside(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """Lists the optimizers that an optimizer delegates to."""
+    found = [
+        getattr(optimizer, name, None)
+        for name in ("inner_optimizer", "local_optimizer")
+    ]
+    found += getattr(optimizer, "optimizers", None) or []
+    return [one for one in found if isinstance(one, keras.optimizers.Optimizer)]
+
+
+def all_of(
     optimizer: keras.optimizers.Optimizer,
 ) -> Iterator[keras.optimizers.Optimizer]:
     """Yields an optimizer and all optimizers inside it."""
     yield optimizer
-    inside = [
-        getattr(optimizer, name, None)
-        for name in ("inner_optimizer", "local_optimizer")
+    for one in inside(optimizer):
+        yield from all_of(one)
+
+
+def iterations(optimizer: keras.optimizers.Optimizer) -> int:
+    """Returns the number of an optimizer's updates."""
+    return int(_number(optimizer.iterations))
+
+
+def state(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> State:
+    """Reads an optimizer and the variables that it trains, on all replicas."""
+    learning_rates = [
+        float(_number(one.learning_rate))
+        for one in all_of(optimizer)
+        if not inside(one)
     ]
-    inside += getattr(optimizer, "optimizers", None) or []
-    for one in inside:
-        if isinstance(one, keras.optimizers.Optimizer):
-            yield from leaves(one)
-
-
-def outermost(
-    optimizers: Iterable[keras.optimizers.Optimizer],
-) -> list[keras.optimizers.Optimizer]:
-    """Drops the optimizers that are inside of another one."""
-    found = list(optimizers)
-    inside = {id(one) for outer in found for one in list(leaves(outer))[1:]}
-    return [one for one in found if id(one) not in inside]
-
-
-def capture(
-    trained: Sequence[tuple[keras.optimizers.Optimizer, list[keras.Variable]]],
-) -> Step:
-    """Reads optimizers and the variables that they train, on all replicas."""
-    step = Step([], [], [], [])
-    for optimizer, variables in trained:
-        step.iterations.append(int(_number(optimizer.iterations)))
-        step.learning_rates.append(float(_number(optimizer.learning_rate)))
-        step.weights.append({v.path: _value(v) for v in variables})
-        step.slots.append(dict(_slots(optimizer, variables)))
-    return step
+    return State(
+        iterations(optimizer),
+        learning_rates,
+        {one.path: _value(one) for one in variables},
+        {one.path: _value(one) for one in _slots(optimizer, variables)},
+    )
 
 
 def _slots(
     optimizer: keras.optimizers.Optimizer, trained: list[keras.Variable]
-) -> Iterator[tuple[str, Value]]:
+) -> Iterator[keras.Variable]:
     """Yields the slot variables, which have the shape of a trained variable."""
-    shapes = {tuple(v.shape) for v in trained}
-    for one in leaves(optimizer):
+    shapes = {tuple(one.shape) for one in trained}
+    for one in all_of(optimizer):
         for variable in one.variables:
             if (
                 "float" in variable.dtype
@@ -186,7 +220,20 @@ def _slots(
                 and tuple(variable.shape) in shapes
                 and not hasattr(variable, "store")  # A shard.
             ):
-                yield variable.path, _value(variable)
+                yield variable
+
+
+def _value(variable: keras.Variable) -> Value:
+    first, *others = (
+        np.array(one) for one in replica_variables.copies(variable)
+    )
+    value = Value(first)
+    for replica, copy in enumerate(others, 1):
+        if not np.array_equal(first, copy, equal_nan=True):
+            apart = largest(copy.astype("float64") - first)
+            if apart > value.apart:
+                value.apart, value.replica = apart, replica
+    return value
 
 
 def _number(value: Any) -> np.ndarray:

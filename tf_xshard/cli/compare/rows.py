@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tf_xshard.cli.compare import patches
 from tf_xshard.cli.compare import recording as recording_lib
+
+# To reach the last batch of an epoch, the batches before it are made.
+_MAX_SKIPPED = 1000
 
 
 def _digests(arrays: tuple[np.ndarray, ...]) -> list[int]:
@@ -32,6 +38,19 @@ def _digests(arrays: tuple[np.ndarray, ...]) -> list[int]:
     return digests
 
 
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """What `fit` trains on.
+
+    Attributes:
+      batches_per_update: The number of batches that make an update.
+      is_array: Whether it was passed arrays, whose batches can be counted.
+    """
+
+    batches_per_update: int
+    is_array: bool
+
+
 class Rows:
     """Maps every distributed dataset to one that records its rows.
 
@@ -47,33 +66,69 @@ class Rows:
     ) -> None:
         self._settings = settings
         self._recording = recording
-        # The number of updates that each batch makes a part of, while `fit`
-        # distributes its data.
-        self.batches_per_update: int | None = None
+        # What `fit` says of the data that it distributes.
+        self._epoch: Epoch | None = None
 
-    def of_dataset(self, dataset: Any) -> Any:
+    @contextlib.contextmanager
+    def of_epoch(self, epoch: Epoch | None) -> Iterator[None]:
+        """Says what is distributed; None if `fit` counts steps itself."""
+        self._epoch = epoch
+        try:
+            yield
+        finally:
+            self._epoch = None
+
+    def patches(self) -> Iterator[patches.Patch]:
+        """Yields what makes each change and takes it back."""
+        for method, argument, changed in (
+            ("experimental_distribute_dataset", "dataset", self._of_dataset),
+            (
+                "distribute_datasets_from_function",
+                "dataset_fn",
+                self._of_function,
+            ),
+        ):
+            yield patches.around_argument(
+                tf.distribute.Strategy, method, argument, changed
+            )
+
+    def _of_dataset(self, dataset: Any) -> Any:
         """Returns the dataset to distribute instead."""
         if not isinstance(dataset, tf.data.Dataset):
             return dataset
-        if self.batches_per_update is not None:
-            dataset = self._first_and_last(dataset)
-        return self._recorded(dataset, 1)
+        if self._epoch is not None:
+            dataset = self._first_and_last(dataset, self._epoch)
+        return self._recorded(dataset, 1, 1)
 
-    def of_function(
+    def _of_function(
         self, dataset_fn: Callable[[Any], Any]
     ) -> Callable[[Any], Any]:
         """Returns the function to distribute the datasets of instead."""
         number = self._settings.num_replicas
-        return lambda context: self._recorded(dataset_fn(context), number)
+        all_replicas = self._settings.seen_replicas
+        # In the run on one replica, a batch has the rows of all replicas.
+        parts = all_replicas // number
+        return lambda context: self._recorded(
+            dataset_fn(context), number, parts, all_replicas
+        )
 
-    def _first_and_last(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def _first_and_last(
+        self, dataset: tf.data.Dataset, epoch: Epoch
+    ) -> tf.data.Dataset:
         """Leaves out what is between the first batches and the last one.
 
         Only the last batch of an epoch may have fewer rows.
         """
         number = int(dataset.cardinality())
-        first = (self._settings.num_steps - 1) * self.batches_per_update
+        if number < 0 and epoch.is_array:  # Slices, which cost nothing.
+            number = int(dataset.reduce(0, lambda count, *_: count + 1))
+        first = (self._settings.num_steps - 1) * epoch.batches_per_update
         if number <= first + 1:
+            return dataset
+        if number > _MAX_SKIPPED:
+            self._recording.note(
+                f"the last of {number} batches of an epoch was not tried"
+            )
             return dataset
         self._recording.note(
             f"of an epoch of {number} batches, the first {first} and the last"
@@ -81,11 +136,42 @@ class Rows:
         return dataset.take(first).concatenate(dataset.skip(number - 1))
 
     def _recorded(
-        self, dataset: tf.data.Dataset, batches_per_step: int
+        self,
+        dataset: tf.data.Dataset,
+        batches_per_step: int,
+        parts: int,
+        all_parts: int = 1,
     ) -> tf.data.Dataset:
+        """Returns a dataset that notes its rows.
+
+        Args:
+          dataset: The batches.
+          batches_per_step: How many of its batches make a step.
+          parts: How many replicas' batches one of them has in the other run.
+          all_parts: How many replicas share the rows that are kept.
+        """
         batches: list[list[int]] = []
         self._recording.rows.append(batches)
         waiting: list[list[int]] = []
+        rows = self._settings.rows
+        kept = None if rows is None else max(1, rows // all_parts)
+
+        def cut(component: Any) -> Any:
+            if not isinstance(component, tf.Tensor) or not component.shape.rank:
+                return component
+            if component.dtype == tf.float32 and self._settings.floatx:
+                # Keras casts what models get, and not the loop's own labels.
+                component = tf.cast(component, self._settings.floatx)
+            if kept is not None:
+                size = tf.shape(component)[0] // parts
+                component = tf.concat(
+                    [
+                        component[i * size : (i + 1) * size][:kept]
+                        for i in range(parts)
+                    ],
+                    0,
+                )
+            return component[::-1] if self._settings.permuted else component
 
         def note(*arrays: np.ndarray) -> np.int64:
             waiting.append(_digests(arrays))
@@ -95,7 +181,7 @@ class Rows:
             return np.int64(0)
 
         def through(*element: Any) -> Any:
-            element = tf.nest.map_structure(self._cut, element)
+            element = tf.nest.map_structure(cut, element)
             seen = tf.numpy_function(
                 note, tf.nest.flatten(element, expand_composites=True), tf.int64
             )
@@ -106,9 +192,3 @@ class Rows:
         options = tf.data.Options()
         options.deterministic = True
         return dataset.map(through).with_options(options)
-
-    def _cut(self, component: Any) -> Any:
-        if not isinstance(component, tf.Tensor) or not component.shape.rank:
-            return component
-        component = component[: self._settings.rows]
-        return component[::-1] if self._settings.permuted else component

@@ -34,38 +34,146 @@ class Difference:
     moved: float
     among_replicas: bool = False
 
+    def where(self) -> str:
+        """Returns the variable, and the replica if only one is off."""
+        if self.among_replicas:
+            return (
+                f"{self.variable}, replica {self.replica} differs from"
+                " replica 0"
+            )
+        return self.variable
+
+
+def worst(found: list[Difference]) -> float:
+    """Returns the largest difference."""
+    return max(each.ratio for each in found)
+
+
+def not_comparable(
+    one: recording_lib.Recording,
+    many: recording_lib.Recording,
+    num_replicas: int,
+    allowed: float,
+) -> str | None:
+    """Returns why two runs did not do the same, or None."""
+    for mine, theirs in zip(one.rows, many.rows, strict=False):
+        for index, (rows, others) in enumerate(zip(mine, theirs, strict=False)):
+            if len(rows) != len(others):
+                return (
+                    f"step {index + 1} has {len(rows)} rows on one replica and"
+                    f" {len(others)} on {num_replicas}. Compute the batch size"
+                    " from strategy.num_replicas_in_sync, which both runs see"
+                    f" as {num_replicas}."
+                )
+            if rows != others:
+                return (
+                    "your script feeds different data in its two runs, first in"
+                    f" step {index + 1}. Set the seed of what shuffles or makes"
+                    " it, for example dataset.shuffle(size, seed=1)."
+                )
+    if [len(each.states) for each in one.steps] != [
+        len(each.states) for each in many.steps
+    ]:
+        return (
+            f"{len(one.steps)} steps were seen on one replica, and"
+            f" {len(many.steps)} on {num_replicas}. Set the seeds of what"
+            " decides on a step."
+        )
+    for index, (step, other) in enumerate(
+        zip(one.steps, many.steps, strict=True)
+    ):
+        rates = [
+            [state.learning_rates for state in each.states]
+            for each in (step, other)
+        ]
+        if not np.allclose(*map(np.concatenate, rates), rtol=1e-6):
+            return (
+                f"the learning rates of step {index + 1} are {rates[0]} on one"
+                f" replica and {rates[1]} on {num_replicas}. Compute them from"
+                " strategy.num_replicas_in_sync, which both runs see as"
+                f" {num_replicas}."
+            )
+    last = one.steps[-1].states
+    for state, other, end in zip(one.starts, many.starts, last, strict=True):
+        moved = recording_lib.movement(end.weights, state.weights)
+        if not np.isfinite(moved):
+            return (
+                "the weights become infinite or nan on one replica. Use a"
+                " smaller learning rate."
+            )
+        found = list(_of_values(state.weights, other.weights, moved))
+        if found and worst(found) > allowed:
+            return (
+                "the weights differ before the first step. Set the seed of what"
+                " initializes them, or pass --copy if the script restores them."
+            )
+    return None
+
+
+def num_rows(recording: recording_lib.Recording, step: int) -> str:
+    """Returns the rows of a step, or "" if they were not seen."""
+    seen = [batches for batches in recording.rows if len(batches) > step]
+    return str(len(seen[0][step])) if seen else ""
+
 
 def differences(
     one: recording_lib.Recording, many: recording_lib.Recording
 ) -> list[Difference]:
     """Returns the largest difference after each step."""
     result = []
-    start = one.steps[0]
-    for step, other in zip(one.steps[1:], many.steps[1:], strict=False):
-        found = list(_of_step(step, other, start))
+    for step, other in zip(one.steps, many.steps, strict=False):
+        found = [
+            each
+            for states in zip(
+                step.states, other.states, one.starts, strict=False
+            )
+            for each in _of_states(*states)
+        ]
         moved = max(
-            _movement(values, _by_name(values, begin))
-            for values, begin in zip(step.weights, start.weights, strict=False)
+            recording_lib.movement(state.weights, start.weights)
+            for state, start in zip(step.states, one.starts, strict=False)
         )
-        worst = max(found, key=lambda each: each.ratio)
-        result.append(dataclasses.replace(worst, moved=moved))
+        largest = max(found, key=lambda each: each.ratio)
+        result.append(dataclasses.replace(largest, moved=moved))
     return result
 
 
-def _of_step(
-    step: recording_lib.Step,
-    other: recording_lib.Step,
-    start: recording_lib.Step,
+def _of_states(
+    state: recording_lib.State,
+    other: recording_lib.State,
+    start: recording_lib.State,
 ) -> Iterator[Difference]:
-    for index in range(len(step.weights)):
-        for kind in ("weights", "slots"):
-            mine = getattr(step, kind)[index]
-            theirs = _by_name(mine, getattr(other, kind)[index])
-            begin = _by_name(mine, getattr(start, kind)[index])
-            for names in _kinds(mine, kind):
-                moved = _movement({name: mine[name] for name in names}, begin)
-                for name in set(names) & set(theirs):
-                    yield from _of_value(name, mine[name], theirs[name], moved)
+    moved = recording_lib.movement(state.weights, start.weights)
+    yield from _of_values(state.weights, other.weights, moved)
+    kinds: dict[str, dict[str, recording_lib.Value]] = {}
+    theirs = _by_name(state.slots, other.slots)
+    for name, value in state.slots.items():
+        # Keras: the path of the variable, `_` and the name of the slot.
+        kinds.setdefault(name.rsplit("_", 1)[-1], {})[name] = value
+    for values in kinds.values():
+        moved = recording_lib.movement(values, start.slots)
+        some = {name: theirs[name] for name in values if name in theirs}
+        yield from _of_values(values, some, moved)
+
+
+def _of_values(
+    mine: Mapping[str, recording_lib.Value],
+    theirs: Mapping[str, recording_lib.Value],
+    moved: float,
+) -> Iterator[Difference]:
+    theirs = _by_name(mine, theirs)
+    for name, value in mine.items():
+        other = theirs.get(name)
+        if other is None or value.array.shape != other.array.shape:
+            continue
+        apart = recording_lib.largest(
+            value.array.astype("float64") - other.array
+        )
+        yield Difference(_ratio(apart, moved), name, 0, 0.0)
+        if other.apart:
+            yield Difference(
+                _ratio(other.apart, moved), name, other.replica, 0.0, True
+            )
 
 
 def _by_name(
@@ -78,79 +186,7 @@ def _by_name(
     return theirs
 
 
-def _kinds(
-    values: Mapping[str, recording_lib.Value], kind: str
-) -> list[list[str]]:
-    """Groups variables that are measured by one movement."""
-    if kind == "weights":
-        return [list(values)]
-    found: dict[str, list[str]] = {}
-    for name in values:
-        # Keras: the path of the variable, `_` and the name of the slot.
-        found.setdefault(name.rsplit("_", 1)[-1], []).append(name)
-    return list(found.values())
-
-
-def _movement(
-    values: Mapping[str, recording_lib.Value],
-    start: Mapping[str, recording_lib.Value],
-) -> float:
-    """Returns the largest change of a value since the start."""
-    return max(
-        (
-            recording_lib.largest(
-                value.array.astype("float64") - start[name].array
-                if name in start
-                else value.array
-            )
-            for name, value in values.items()
-        ),
-        default=0.0,
-    )
-
-
-def _of_value(
-    name: str,
-    mine: recording_lib.Value,
-    theirs: recording_lib.Value,
-    moved: float,
-) -> Iterator[Difference]:
-    if mine.array.shape != theirs.array.shape:
-        return
-    apart = recording_lib.largest(mine.array.astype("float64") - theirs.array)
-    yield Difference(_ratio(apart, moved), name, 0, 0.0)
-    if theirs.apart:
-        yield Difference(
-            _ratio(theirs.apart, moved), name, theirs.replica, 0.0, True
-        )
-
-
 def _ratio(apart: float, moved: float) -> float:
     if not apart:
         return 0.0
     return apart / moved if moved and np.isfinite(moved) else float("inf")
-
-
-def first_different_rows(
-    one: recording_lib.Recording, many: recording_lib.Recording
-) -> int | None:
-    """Returns the first step whose rows differ, or None; from 1."""
-    for mine, theirs in zip(one.rows, many.rows, strict=False):
-        for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            if a != b:
-                return index + 1
-    return None
-
-
-def different_rates(
-    one: recording_lib.Recording, many: recording_lib.Recording
-) -> tuple[int, list[float], list[float]] | None:
-    """Returns the first step whose learning rates differ, with both."""
-    for index, (step, other) in enumerate(
-        zip(one.steps, many.steps, strict=False)
-    ):
-        if not np.allclose(
-            step.learning_rates, other.learning_rates, rtol=1e-6
-        ):
-            return index, step.learning_rates, other.learning_rates
-    return None

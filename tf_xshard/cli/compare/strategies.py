@@ -1,0 +1,96 @@
+"""Gives the strategies of a script logical CPUs, and tells it their number."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tf_xshard.cli.compare import patches
+from tf_xshard.private.tensorflow import local_devices
+
+
+class Strategies:
+    """Replaces what strategies are made of.
+
+    Args:
+      num_replicas: The logical CPUs of each strategy.
+      seen_replicas: What the script reads as `num_replicas_in_sync`.
+    """
+
+    def __init__(self, num_replicas: int, seen_replicas: int) -> None:
+        self._devices = [f"CPU:{index}" for index in range(num_replicas)]
+        self._seen_replicas = seen_replicas
+        # Whether the script has a strategy, its own or the default one.
+        self.made = False
+
+    def mirrored(self) -> tf.distribute.Strategy:
+        """Makes the strategy of a script that has none."""
+        return tf.distribute.MirroredStrategy()
+
+    def patches(self) -> Iterator[patches.Patch]:
+        """Yields what makes each change and takes it back."""
+        of = tf.distribute
+        yield patches.around(of.MirroredStrategy, "__init__", self._mirrored)
+        yield patches.around(
+            of.MultiWorkerMirroredStrategy, "__init__", self._multi_worker
+        )
+        simulated = (
+            "Make its strategy by `strategy ="
+            " tf_xshard.testing.simulated_tpu_strategy(4)` to run it without a"
+            " TPU, and use a MirroredStrategy to compare it."
+        )
+        other = "Use a MirroredStrategy or a MultiWorkerMirroredStrategy."
+        for owner, advice in (
+            (of.TPUStrategy, simulated),
+            (of.cluster_resolver.TPUClusterResolver, simulated),
+            (of.OneDeviceStrategy, other),
+            (of.ParameterServerStrategy, other),
+        ):
+            yield patches.refusing(
+                owner, "__init__", f"The script uses {owner.__name__}. {advice}"
+            )
+        yield self._number()
+        # The script's own logical devices: it has those of this run.
+        for owner, name in (
+            (tf.config, "set_logical_device_configuration"),
+            (tf.config.experimental, "set_virtual_device_configuration"),
+            (tf.config, "set_visible_devices"),
+            (tf.config.experimental, "set_visible_devices"),
+        ):
+            yield patches.replaced(owner, name, lambda *args, **kwargs: None)
+
+    def _mirrored(
+        self, plain, strategy, devices=None, cross_device_ops=None
+    ) -> None:
+        del devices, cross_device_ops
+        self.made = True
+        plain(strategy, self._devices)
+
+    def _multi_worker(self, plain, strategy, *args, **kwargs) -> None:
+        cluster = json.loads(os.environ.get("TF_CONFIG") or "{}")
+        workers = cluster.get("cluster", {}).get("worker", [])
+        if len(workers) > 1:
+            raise patches.Refused(
+                f"The script sets TF_CONFIG to {len(workers)} workers. Take it"
+                " out: one process with several replicas is compared."
+            )
+        self.made = True
+        plain(strategy, *args, **kwargs)
+        local_devices.use(strategy, self._devices)
+
+    def _number(self) -> patches.Patch:
+        """Changes what the script reads outside of replicas."""
+        owner = patches.defining(tf.distribute.Strategy, "num_replicas_in_sync")
+        number = vars(owner)["num_replicas_in_sync"].fget
+
+        def seen(strategy: tf.distribute.Strategy) -> int:
+            reader = sys._getframe(1).f_code.co_filename
+            if patches.is_scripts(reader) and not patches.in_replica():
+                return self._seen_replicas
+            return number(strategy)
+
+        return patches.replaced(owner, "num_replicas_in_sync", property(seen))
