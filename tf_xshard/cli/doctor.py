@@ -6,13 +6,10 @@ import argparse
 import contextlib
 import functools
 import io
-import itertools
 import os
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -22,7 +19,9 @@ import tf_xshard
 from tf_xshard import collectives
 from tf_xshard import communication as communication_lib
 from tf_xshard import group_assignment as group_assignment_lib
+from tf_xshard.cli import checks
 from tf_xshard.cli import logical_devices
+from tf_xshard.cli import timing
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import engines
@@ -109,11 +108,12 @@ def _measured(
     run = functools.partial(strategy.run, on_replica)
     if mode == "tf.function":
         run = tf.function(run, autograph=False)
-    _wait(strategy, run)
+    _wait(strategy, run())
     found = list(created)  # Eager code adds collectives in every run.
-    seconds = statistics.median(
-        _seconds(strategy, run) for _ in range(_NUM_RUNS)
+    times = timing.interleaved(
+        {"run": run}, functools.partial(_wait, strategy), num_blocks=_NUM_RUNS
     )
+    seconds = float(np.median(times["run"]))
     first = [one for one, r in found if r == found[0][1]]
     sent = sum(
         recorder.bytes_sent(one.operation, one.num_bytes, one.groups.group_size)
@@ -127,21 +127,12 @@ def _measured(
     )
 
 
-def _wait(strategy: tf.distribute.Strategy, run: Callable) -> Sequence:
-    results = strategy.experimental_local_results(run())
-    return [one.numpy() for one in results]
-
-
-def _seconds(strategy: tf.distribute.Strategy, run: Callable) -> float:
-    start = time.perf_counter()
-    _wait(strategy, run)
-    return time.perf_counter() - start
+def _wait(strategy: tf.distribute.Strategy, result: Any) -> None:
+    for one in strategy.experimental_local_results(result):
+        one.numpy()
 
 
 NUM_REPLICAS = 4
-TIMEOUT_SECONDS = 60
-# The elements differ, since replicas may get different elements.
-_FACTORS = (1.0, 2.0, 3.0)
 _ADVICE = (
     "--    Losses: not checked. `fit` divides a loss that returns a value for"
     " each row by the number of replicas, but not a loss that returns one"
@@ -167,109 +158,21 @@ def _report(ok: bool, text: str) -> bool:
     return ok
 
 
-def rotated_groups(num_replicas: int) -> list[list[list[int]]]:
-    """Returns assignments whose sums reveal wrongly grouped replicas."""
-    # Each replica stands one place behind its number. Pairs are then neither
-    # contiguous nor strided, and differ from the pairs of the transposed array.
-    # With four replicas, the pairs are [[3, 0], [1, 2]].
-    order = np.roll(np.arange(num_replicas), 1)
-    sizes = [size for size in (2, num_replicas, 1) if num_replicas % size == 0]
-    return [order.reshape(-1, size).tolist() for size in dict.fromkeys(sizes)]
-
-
-def group_sums(
-    strategy: tf.distribute.Strategy,
-    groups: list[list[int]],
-    graph: bool,
-    shard_update: bool = False,
-) -> tuple[str, np.ndarray]:
-    """Applies each replica's gradient 10^replica * [1, 2, 3] to a weight."""
-    assignment = tf_xshard.GroupAssignment(groups)
-    # TPUs can't sum float64.
-    is_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-    dtype = "float32" if is_tpu else "float64"
-    with strategy.scope():
-        weight = keras.Variable(np.zeros(len(_FACTORS)), dtype=dtype)
-        optimizer = tf_xshard.CrossShardOptimizer(
-            keras.optimizers.SGD(1.0),
-            "sum",
-            assignment,
-            loss_normalization="replica",
-            communication=tf_xshard.Communication(
-                timeout_seconds=TIMEOUT_SECONDS
-            ),
-            shard_update=shard_update,
-        )
-    names: list[str] = []
-
-    def on_replica():
-        context = tf.distribute.get_replica_context()
-        site = site_lib.current()
-        names.append(
-            "identity: no communication"
-            if assignment.group_size == 1
-            else collectives.transport_for(
-                site, transport_lib.Channel(assignment, optimizer.communication)
-            ).name
-        )
-        gradient = tf.pow(
-            tf.constant(10.0, dtype),
-            tf.cast(context.replica_id_in_sync_group, dtype),
-        )
-        optimizer.apply([gradient * tf.constant(_FACTORS, dtype)], [weight])
-
-    def step():
-        strategy.run(on_replica)
-
-    (tf.function(step) if graph else step)()
-    values = strategy.experimental_local_results(weight.value)
-    return names[0], np.array([-np.asarray(value) for value in values])
-
-
 def check_strategy(
     title: str, strategy: tf.distribute.Strategy, first_replica: int = 0
 ) -> bool:
     """Compares group sums with NumPy, and prints a line for each sum."""
-    right = True
-    num_replicas = strategy.num_replicas_in_sync
-    own = 10.0 ** np.arange(num_replicas)
-    for groups in rotated_groups(num_replicas):
-        for graph, sharded in itertools.product((True, False), repeat=2):
-            if not graph and isinstance(strategy, tf.distribute.TPUStrategy):
-                continue  # TPUStrategy.run needs a tf.function.
-            if sharded and len(groups[0]) == 1:
-                continue  # Nothing is split.
-            expected = np.zeros(num_replicas)
-            for members in groups:
-                expected[members] = own[members].sum()
-            where = f"{title}, {'tf.function' if graph else 'eager'}, {groups}"
-            if sharded:
-                where += ", reduce-scatter and all-gather"
-            try:
-                name, got = group_sums(strategy, groups, graph, sharded)
-            except Exception as error:  # Every error must be reported.
-                right = _report(
-                    False, f"{where}: {type(error).__name__}: {error}"
-                )
-                continue
-            wanted = np.outer(
-                expected[first_replica : first_replica + len(got)], _FACTORS
-            )
-            if np.array_equal(got, wanted):
-                _report(True, f"{where}: {name}")
-            else:
-                right = _report(
-                    False,
-                    f"{where}: {name} gave {got}, expected {wanted.tolist()}."
-                    " Please report this together with the lines above.",
-                )
-    return right
+    found = [
+        _report(ok, f"{title}, {text}")
+        for ok, text in checks.of_strategy(strategy, first_replica)
+    ]
+    return all(found)
 
 
 def _check_processes(measures: bool) -> bool:
     """Checks MultiWorkerMirroredStrategy with processes on this machine."""
     nowhere = subprocess.DEVNULL
-    timeout_seconds = 3 * TIMEOUT_SECONDS * (4 if measures else 1)
+    timeout_seconds = 3 * checks.TIMEOUT_SECONDS * (4 if measures else 1)
     processes = local_cluster.start(
         ["-m", "tf_xshard", "doctor", "--worker"] + ["--bandwidth"] * measures,
         [(None, nowhere)] + [(nowhere, nowhere)] * (NUM_REPLICAS - 1),

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import pathlib
 import platform
 import sys
-import time
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tf_xshard
-from tf_xshard.cli import doctor
+from tf_xshard.cli import checks
 from tf_xshard.cli import logical_devices
+from tf_xshard.cli import numbers
+from tf_xshard.cli import timing
 
 _MAX_REPLICAS = 8
 _NUM_STEPS = 20
 _ROWS_PER_REPLICA = 8
 _NUM_FEATURES = 32
-_NUM_BLOCKS = 7
-_TOLERANCE = 1e-5
 _PLAIN = "plain Keras"
-_Wrap = Callable[[keras.optimizers.Optimizer], keras.optimizers.Optimizer]
-_WRAPPERS: dict[str, _Wrap] = {
+_WRAPPERS: dict[str, numbers.Wrap] = {
     _PLAIN: lambda optimizer: optimizer,
     "CrossShardOptimizer": tf_xshard.CrossShardOptimizer,
     "shard_update=True": lambda optimizer: tf_xshard.CrossShardOptimizer(
@@ -74,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=0.5,
-        help=f"of each of the {_NUM_BLOCKS} blocks of a timing (default: 0.5)",
+        help=f"of each of a timing's {timing.NUM_BLOCKS} blocks (default: 0.5)",
     )
     parser.set_defaults(run=run)
 
@@ -92,37 +89,33 @@ def _devices(strategy: tf.distribute.Strategy) -> str:
     return ", ".join([logical_devices.describe(strategy), *sorted(names)])
 
 
-def _checks(strategy: tf.distribute.Strategy) -> tuple[bool, str]:
-    """Compares group sums with NumPy; returns what `doctor` prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        right = doctor.check_strategy("", strategy)
-    return right, said.getvalue().replace("  , ", "  ")
-
-
 def _trained(
     strategy: tf.distribute.Strategy,
-    wrap: _Wrap,
+    wrap: numbers.Wrap,
     rows: tuple[np.ndarray, np.ndarray],
     batch_size: int,
 ) -> list[np.ndarray]:
     """Returns the weights after one epoch of clipped Adam."""
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = keras.Sequential(
+
+    def create_model() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        return keras.Sequential(
             [
                 keras.layers.Input((_NUM_FEATURES,)),
                 keras.layers.Dense(64, "tanh"),
                 keras.layers.Dense(1),
             ]
         )
-        adam = keras.optimizers.Adam(3e-3, global_clipnorm=1.0)
-        model.compile(wrap(adam), "mse")
-    options = tf.data.Options()
-    options.autotune.enabled = False  # `fit` would wait for its threads.
-    data = tf.data.Dataset.from_tensor_slices(rows).batch(batch_size)
-    model.fit(data.with_options(options), shuffle=False, verbose=0)
-    return model.get_weights()
+
+    return numbers.trained(
+        create_model,
+        lambda: keras.optimizers.Adam(3e-3, global_clipnorm=1.0),
+        tf.data.Dataset.from_tensor_slices(rows).batch(batch_size),
+        strategy,
+        wrap,
+        compiled={"loss": "mse"},
+        verbose=0,
+    ).weights[0]
 
 
 def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
@@ -140,10 +133,6 @@ def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
         ]
         return flat[0], flat[1].astype("float32")
 
-    def difference(weights, others) -> float:
-        pairs = zip(weights, others, strict=True)
-        return max(float(np.abs(a - b).max()) for a, b in pairs)
-
     has_gpu = "GPU" in strategy.extended.worker_devices[0]
     one_device = tf.distribute.OneDeviceStrategy(
         "GPU:0" if has_gpu else "CPU:0"
@@ -153,12 +142,12 @@ def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
         one_device, _WRAPPERS[_PLAIN], rows(num_replicas), batch_size
     )
     found = {
-        name: difference(
+        name: numbers.difference(
             _trained(strategy, wrap, rows(num_replicas), batch_size), one
         )
         for name, wrap in _WRAPPERS.items()
     }
-    found["TowerOptimizer, two calls of half the rows"] = difference(
+    found["TowerOptimizer, two calls of half the rows"] = numbers.difference(
         _trained(
             strategy,
             lambda optimizer: tf_xshard.TowerOptimizer(optimizer, 2),
@@ -170,7 +159,7 @@ def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
     if num_replicas % 2 == 0:
         half = num_replicas // 2
         groups = tf_xshard.GroupAssignment.contiguous(num_replicas, half)
-        found["two groups, the first one's rows"] = difference(
+        found["two groups, the first one's rows"] = numbers.difference(
             _trained(
                 strategy,
                 lambda optimizer: tf_xshard.CrossShardOptimizer(
@@ -186,37 +175,8 @@ def differences(strategy: tf.distribute.Strategy) -> dict[str, float]:
     return found
 
 
-def _seconds(
-    strategy: tf.distribute.Strategy,
-    functions: dict[str, Callable],
-    seconds: float,
-) -> dict[str, np.ndarray]:
-    """Times traced functions in turn, in blocks of so many seconds each."""
-
-    def timed(run: Callable, num_runs: int) -> float:
-        start = time.perf_counter()
-        for _ in range(num_runs):
-            result = run()
-        strategy.experimental_local_results(result)[0].numpy()
-        return (time.perf_counter() - start) / num_runs
-
-    for run in functions.values():
-        timed(run, 2)
-    num_runs = {
-        name: max(1, round(seconds / timed(run, 1)))
-        for name, run in functions.items()
-    }
-    blocks = [
-        {name: timed(run, num_runs[name]) for name, run in functions.items()}
-        for _ in range(_NUM_BLOCKS)
-    ]
-    return {
-        name: np.array([block[name] for block in blocks]) for name in functions
-    }
-
-
 def _step(
-    strategy: tf.distribute.Strategy, wrap: _Wrap, width: int
+    strategy: tf.distribute.Strategy, wrap: numbers.Wrap, width: int
 ) -> Callable[[], tf.Tensor]:
     """Returns a traced training step of twelve dense layers with Adam."""
     with strategy.scope():
@@ -258,9 +218,15 @@ def _sum(
     return tf.function(lambda: strategy.run(on_replica), autograph=False)
 
 
-def _quartiles(ratios: np.ndarray) -> str:
-    low, median, high = np.percentile(ratios, [25, 50, 75])
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+def _seconds(
+    strategy: tf.distribute.Strategy,
+    functions: dict[str, Callable],
+    seconds: float,
+) -> dict[str, np.ndarray]:
+    def wait(result: Any) -> None:
+        strategy.experimental_local_results(result)[0].numpy()
+
+    return timing.interleaved(functions, wait, seconds)
 
 
 def _times(strategy: tf.distribute.Strategy, width: int, seconds: float) -> str:
@@ -275,7 +241,9 @@ def _times(strategy: tf.distribute.Strategy, width: int, seconds: float) -> str:
     for name in (_PLAIN, again, *list(_WRAPPERS)[1:]):
         ratios = found[name] / found[_PLAIN]
         milliseconds = 1e3 * np.median(found[name])
-        lines.append(f"| {name} | {milliseconds:.2f} | {_quartiles(ratios)} |")
+        lines.append(
+            f"| {name} | {milliseconds:.2f} | {timing.quartiles(ratios)} |"
+        )
     return "\n".join(lines)
 
 
@@ -298,7 +266,7 @@ def _sums(
         )
         median = np.median(found["ours"])
         sent = 2 * (num_replicas - 1) / num_replicas * size / 1e3 / median
-        ratio = _quartiles(found["ours"] / found["theirs"])
+        ratio = timing.quartiles(found["ours"] / found["theirs"])
         lines.append(f"| {size} | {1e3 * median:.2f} | {sent:.2f} | {ratio} |")
     return "\n".join(lines)
 
@@ -310,20 +278,19 @@ def report(
     seconds: float,
 ) -> tuple[bool, str]:
     """Returns whether all numbers are right, and the report in Markdown."""
-    # TF32 would round the products of one device and of many differently.
-    tf.config.experimental.enable_tensor_float_32_execution(False)
     _progress("1 of 4: comparing group sums with NumPy")
-    right, sums = _checks(strategy)
+    sums = list(checks.of_strategy(strategy))
+    right = all(ok for ok, _ in sums)
     _progress("2 of 4: comparing trainings with one device")
-    found = differences(strategy)
-    is_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-    rows = []
-    for name, difference in found.items():
-        ok = name == _PLAIN or difference < _TOLERANCE
-        # TPUs multiply float32 as bfloat16, and the one device is a CPU.
-        right &= ok or is_tpu
-        rows.append(f"| {name} | {difference:.1e} |")
-    tf.config.experimental.enable_tensor_float_32_execution(True)
+    with numbers.double_precision(strategy) as tolerance:
+        found = differences(strategy)
+    dtype = "float32" if np.isinf(tolerance) else "float64"
+    right &= all(
+        difference <= tolerance
+        for name, difference in found.items()
+        if name != _PLAIN
+    )
+    rows = [f"| {name} | {each:.1e} |" for name, each in found.items()]
     _progress("3 of 4: timing steps")
     times = _times(strategy, width, seconds)
     _progress("4 of 4: timing sums")
@@ -339,10 +306,10 @@ def report(
             "## Group sums, compared with NumPy",
             "",
             "```",
-            sums.rstrip(),
+            *(f"{'ok  ' if ok else 'FAIL'}  {text}" for ok, text in sums),
             "```",
             "",
-            f"## Weights after {_NUM_STEPS} steps of clipped Adam",
+            f"## Weights after {_NUM_STEPS} steps of clipped Adam in {dtype}",
             "",
             "| | largest difference from one device |",
             "|---|---|",

@@ -4,8 +4,7 @@
   with `shard_update=True` and 1/g of the slot variables.
 - `tower`: compares k towers with one batch k times as large.
 - `agn`: compares period 1 with one device, and checks local SGD.
-- `training`: trains the model once, on one device or under a strategy;
-  collects and prints the table of runs, and failed promises.
+- `training`: the runs; collects and prints their table, and failed promises.
 - `digits`: the data, the model and its inner optimizers.
 """
 
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 
 from tf_xshard.cli import logical_devices
+from tf_xshard.cli import numbers
 from tf_xshard.cli.demo import agn
 from tf_xshard.cli.demo import cross_shard
 from tf_xshard.cli.demo import digits as digits_lib
@@ -110,7 +110,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         f" {options.epochs} epochs of {digits.steps_per_epoch} batches of"
         f" {digits_lib.BATCH_SIZE} handwritten digits"
     )
-    runs = training.Runs(digits, options, strategy)
-    found = WRAPPERS[options.optimizer_wrapper](runs)
-    found.print_table()
+    with numbers.double_precision(strategy) as tolerance:
+        runs = training.Runs(digits, options, strategy, tolerance)
+        found = WRAPPERS[options.optimizer_wrapper](runs)
+        found.print_table()
     return found.exit_code()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import tf_xshard
+from tf_xshard.cli import numbers
 from tf_xshard.cli.demo import training
 from tf_xshard.distribute import replica_variables
 
@@ -15,8 +15,7 @@ def check(
     promises: training.Promises,
     runs: training.Runs,
     groups: tf_xshard.GroupAssignment,
-    whole: training.Trained,
-    tolerances: Sequence[float],
+    whole: numbers.Trained,
 ) -> None:
     """Trains in groups with a sharded update, and compares the results."""
     sharded = runs.replicated(
@@ -30,7 +29,6 @@ def check(
             f"group {index}, sharded update",
             sharded,
             whole.weights[members[0]],
-            tolerances[index],
             members,
         )
     held, whole_size = (_slot_elements(one) for one in (sharded, whole))
@@ -49,7 +47,7 @@ def check(
     )
 
 
-def _slot_elements(trained: training.Trained) -> int:
+def _slot_elements(trained: numbers.Trained) -> int:
     """Counts the numbers in the slot variables of the first replica."""
     return sum(
         int(replica_variables.copies(v)[0].shape.num_elements())
@@ -85,7 +83,6 @@ def show(runs: training.Runs) -> training.Promises:
         )
 
     one = runs.on_one_device("One device, the same global batch")
-    tolerance = one.tolerance()
     plain = runs.replicated("Plain Keras under the strategy")
     everyone = runs.replicated(
         "CrossShardOptimizer over all replicas", tf_xshard.CrossShardOptimizer
@@ -102,39 +99,34 @@ def show(runs: training.Runs) -> training.Promises:
         )
         for index, members in enumerate(groups)
     ]
-    tolerances = [reference.tolerance() for reference in alone]
     wrong = runs.replicated(
         "A wrong reduction: every replica alone",
         grouped_by(tf_xshard.GroupAssignment.contiguous(num_replicas, 1)),
     )
-    promises = training.Promises("one device")
+    promises = training.Promises("one device", runs)
     promises.show("one device", one, "reference")
     promises.show(
         "plain Keras under the strategy",
         plain,
-        f"{training.deviation(plain.weights, one.weights[0]):.1e}",
+        f"{numbers.deviation(plain.weights, one.weights[0]):.1e}",
     )
-    promises.check(
-        "CrossShardOptimizer, all", everyone, one.weights[0], tolerance
-    )
+    promises.check("CrossShardOptimizer, all", everyone, one.weights[0])
     for index, members in enumerate(groups):
         promises.check(
             f"group {index}, on its shards",
             grouped,
             alone[index].weights[0],
-            tolerances[index],
             members,
         )
     promises.check(
         "a wrong reduction (on purpose)",
         wrong,
         one.weights[0],
-        tolerance,
         right=False,
     )
     promises.check_accuracy([one, everyone], options.epochs)
     for first, second in itertools.combinations(groups, 2):
-        apart = training.difference(
+        apart = numbers.difference(
             grouped.weights[first[0]], grouped.weights[second[0]]
         )
         promises.check_that(
@@ -143,7 +135,7 @@ def show(runs: training.Runs) -> training.Promises:
             f" {apart:.1e}, expected at least {MIN_GROUP_DIFFERENCE:.0e}",
         )
     if options.shard_update:
-        check(promises, runs, groups, grouped, tolerances)
+        check(promises, runs, groups, grouped)
     if options.plot:
         _plot(grouped.history, groups, options.plot)
     return promises

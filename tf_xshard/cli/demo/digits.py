@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -62,13 +63,6 @@ class Digits:
             batch_size=self.batch_size // num_parts,
         )
 
-    def with_permuted_batches(self, seed: int) -> Digits:
-        """Reorders the rows inside each batch."""
-        rng = np.random.default_rng(seed)
-        batches = np.arange(len(self.x)).reshape(-1, self.batch_size)
-        rows = rng.permuted(batches, axis=1).reshape(-1)
-        return dataclasses.replace(self, x=self.x[rows], y=self.y[rows])
-
 
 def load(epochs: int, seed: int) -> Digits:
     """Loads the 1,797 images in scikit-learn, without a download."""
@@ -102,15 +96,17 @@ def create_model(seed: int) -> keras.Model:
     )
 
 
+def compile_arguments() -> dict[str, Any]:
+    """Returns the loss and the metric of the demo."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return {"loss": loss, "metrics": ["accuracy"]}
+
+
 def compiled(
     made: keras.Model, optimizer: keras.optimizers.Optimizer
 ) -> keras.Model:
-    """Compiles a model with the loss and the metric of the demo."""
-    made.compile(
-        optimizer=optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    """Compiles a model as the demo does."""
+    made.compile(optimizer=optimizer, **compile_arguments())
     return made
 
 
