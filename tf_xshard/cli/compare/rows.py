@@ -78,7 +78,7 @@ class Rows:
         finally:
             self._epoch = None
 
-    def patches(self) -> Iterator[patches.Patch]:
+    def changes(self) -> Iterator[patches.Patch]:
         """Yields what makes each change and takes it back."""
         for method, argument, changed in (
             ("experimental_distribute_dataset", "dataset", self._of_dataset),

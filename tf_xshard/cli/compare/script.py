@@ -76,10 +76,10 @@ def trained(
                 sys, "argv", [settings.script, *settings.arguments]
             ),
             patches.replaced(sys, "path", [folder, *sys.path]),
-            *strategies.patches(),
-            *rows.patches(),
-            *steps.patches(),
-            *models.patches(),
+            *strategies.changes(),
+            *rows.changes(),
+            *steps.changes(),
+            *models.changes(),
             *_processes(),
             *cures.patches_of(settings.cures),
         ):
@@ -139,7 +139,7 @@ class _Models:
         self._rows = rows
         self._strategies = strategies
 
-    def patches(self) -> Iterator[patches.Patch]:
+    def changes(self) -> Iterator[patches.Patch]:
         """Yields what makes each change and takes it back."""
         for name in ("fit", "train_on_batch"):
             yield patches.around(keras.Model, name, self._fit)

@@ -67,7 +67,7 @@ class Steps:
         self._num_calls = 0
         self._ran = False
 
-    def patches(self) -> Iterator[patches.Patch]:
+    def changes(self) -> Iterator[patches.Patch]:
         """Yields what makes each change and takes it back."""
         function = type(tf.function(lambda: None))
         yield patches.around(function, "__call__", self._outermost)

@@ -31,7 +31,7 @@ class Strategies:
         """Makes the strategy of a script that has none."""
         return tf.distribute.MirroredStrategy()
 
-    def patches(self) -> Iterator[patches.Patch]:
+    def changes(self) -> Iterator[patches.Patch]:
         """Yields what makes each change and takes it back."""
         of = tf.distribute
         yield patches.around(of.MirroredStrategy, "__init__", self._mirrored)

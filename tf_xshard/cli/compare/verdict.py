@@ -83,10 +83,10 @@ def not_comparable(
         zip(one.steps, many.steps, strict=True)
     ):
         rates = [
-            [state.learning_rates for state in each.states]
+            [rate for state in each.states for rate in state.learning_rates]
             for each in (step, other)
         ]
-        if not np.allclose(*map(np.concatenate, rates), rtol=1e-6):
+        if not np.allclose(rates[0], rates[1], rtol=1e-6):
             return (
                 f"the learning rates of step {index + 1} are {rates[0]} on one"
                 f" replica and {rates[1]} on {num_replicas}. Compute them from"
@@ -94,14 +94,14 @@ def not_comparable(
                 f" {num_replicas}."
             )
     last = one.steps[-1].states
-    for state, other, end in zip(one.starts, many.starts, last, strict=True):
-        moved = recording_lib.movement(end.weights, state.weights)
+    for start, others, end in zip(one.starts, many.starts, last, strict=True):
+        moved = recording_lib.movement(end.weights, start.weights)
         if not np.isfinite(moved):
             return (
                 "the weights become infinite or nan on one replica. Use a"
                 " smaller learning rate."
             )
-        found = list(_of_values(state.weights, other.weights, moved))
+        found = list(_of_values(start.weights, others.weights, moved))
         if found and worst(found) > allowed:
             return (
                 "the weights differ before the first step. Set the seed of what"
