@@ -94,14 +94,14 @@ def not_comparable(
                 f" {num_replicas}."
             )
     last = one.steps[-1].states
-    for start, others, end in zip(one.starts, many.starts, last, strict=True):
+    for start, begin, end in zip(one.starts, many.starts, last, strict=True):
         moved = recording_lib.movement(end.weights, start.weights)
         if not np.isfinite(moved):
             return (
                 "the weights become infinite or nan on one replica. Use a"
                 " smaller learning rate."
             )
-        found = list(_of_values(start.weights, others.weights, moved))
+        found = list(_of_values(start.weights, begin.weights, moved))
         if found and worst(found) > allowed:
             return (
                 "the weights differ before the first step. Set the seed of what"
