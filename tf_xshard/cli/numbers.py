@@ -61,12 +61,19 @@ class Trained:
         return difference(self.weights[replica_id], self.start)
 
 
+def unwrapped(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Returns the optimizer itself, for runs of plain Keras."""
+    return optimizer
+
+
 def trained(
     create_model: Callable[[], keras.Model],
     optimizer: Callable[[], keras.optimizers.Optimizer],
     dataset: tf.data.Dataset,
     strategy: tf.distribute.Strategy | None = None,
-    wrap: Wrap = lambda inner: inner,
+    wrap: Wrap = unwrapped,
     train_step: Callable[..., Any] | None = None,
     callbacks: Iterable[Callable[..., keras.callbacks.Callback]] = (),
     compiled: Any = None,

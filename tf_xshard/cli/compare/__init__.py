@@ -1,13 +1,19 @@
 """Trains a script on one and on several replicas, and compares the weights.
 
-- `script`: runs a script in this process, and records its first steps.
-- `rows`: sees and cuts the data of a script.
-- `recording`: what a run has left.
+Enters: a script. Leaves: a table of steps, a verdict and what to write.
+
+- `command`: the arguments, the comparison and the verdict.
+- `runs`: runs the script in processes, and watches its files.
+- `child`: the process of a run.
+- `folder`: finds and moves what a run has written.
+- `script`: runs the script, with all that is replaced meanwhile.
+- `patches`: replaces methods, and tells the script's code from other code.
+- `strategies`: gives strategies logical CPUs.
+- `rows`: sees and cuts the data.
+- `steps`: sees the updates of optimizers, and refuses what can't be compared.
+- `recording`: the settings of a run, and what it has left.
 - `cures`: the causes of a difference, and what helps.
-- `child`: a run in a process of its own.
-- `folder`: keeps the files of the working folder.
 - `verdict`: compares two recordings.
-- `command`: the runs of `python -m tf_xshard compare`, and what it prints.
 """
 
 from __future__ import annotations

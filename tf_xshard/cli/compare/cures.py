@@ -1,4 +1,4 @@
-"""What makes a script's replicas equal one device: each cause with its cure.
+"""Lists the causes of a difference, each with its cure.
 
 A cure is applied to the run, not to the script's text.
 """

@@ -79,7 +79,7 @@ def replaced(owner: Any, name: str, value: Any) -> Patch:
 
 @functools.cache
 def is_scripts(file: str) -> bool:
-    """Whether code is the script's, its modules' or made from it."""
+    """Returns True for code of the script, of its modules or made from it."""
     if "__autograph_generated_file" in file:
         return True
     file = os.path.realpath(file)
@@ -92,7 +92,7 @@ def is_scripts(file: str) -> bool:
 
 
 def in_replica() -> bool:
-    """Whether the code runs on each replica of a strategy."""
+    """Returns True in code that runs on each replica of a strategy."""
     return (
         tf.distribute.has_strategy()
         and not tf.distribute.in_cross_replica_context()

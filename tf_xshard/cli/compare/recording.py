@@ -1,4 +1,4 @@
-"""What a run of a script has left: its steps, its data and its settings."""
+"""Holds the settings of a run, and its steps and data."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class State:
 
 @dataclasses.dataclass
 class Step:
-    """What is left by a step.
+    """Holds what a step has left.
 
     Attributes:
       states: Each optimizer, in the order in which they were built.
@@ -202,12 +202,15 @@ def state(
     return State(
         iterations(optimizer),
         learning_rates,
-        {one.path: _value(one) for one in variables},
-        {one.path: _value(one) for one in _slots(optimizer, variables)},
+        {one.path: _copies_of(one) for one in variables},
+        {
+            one.path: _copies_of(one)
+            for one in _slot_variables(optimizer, variables)
+        },
     )
 
 
-def _slots(
+def _slot_variables(
     optimizer: keras.optimizers.Optimizer, trained: list[keras.Variable]
 ) -> Iterator[keras.Variable]:
     """Yields the slot variables, which have the shape of a trained variable."""
@@ -223,7 +226,7 @@ def _slots(
                 yield variable
 
 
-def _value(variable: keras.Variable) -> Value:
+def _copies_of(variable: keras.Variable) -> Value:
     first, *others = (
         np.array(one) for one in replica_variables.copies(variable)
     )

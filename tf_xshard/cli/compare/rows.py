@@ -40,7 +40,7 @@ def _digests(arrays: tuple[np.ndarray, ...]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What `fit` trains on.
+    """Describes the data that `fit` trains on.
 
     Attributes:
       batches_per_update: The number of batches that make an update.

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 from tf_xshard.cli.compare import folder as folder_lib
 from tf_xshard.cli.compare import recording as recording_lib
@@ -58,11 +59,11 @@ class Runs:
             rows=options.rows,
         )
 
-    def change(self, **changes) -> None:
+    def change(self, **changes: Any) -> None:
         """Changes the settings of the next runs."""
         self.settings = dataclasses.replace(self.settings, **changes)
 
-    def run(self, num_replicas: int, **changes) -> recording_lib.Recording:
+    def run(self, num_replicas: int, **changes: Any) -> recording_lib.Recording:
         """Runs the script once."""
         recording = self._once(num_replicas, **changes)
         if recording.status == recording_lib.NO_STRATEGY:
@@ -79,7 +80,9 @@ class Runs:
             return recording
         return self.run(num_replicas, **changes)
 
-    def _once(self, num_replicas: int, **changes) -> recording_lib.Recording:
+    def _once(
+        self, num_replicas: int, **changes: Any
+    ) -> recording_lib.Recording:
         settings = dataclasses.replace(
             self.settings, num_replicas=num_replicas, **changes
         )
@@ -159,7 +162,7 @@ class _Child:
     def __enter__(self) -> _Child:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

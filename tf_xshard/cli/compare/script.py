@@ -146,7 +146,9 @@ class _Models:
         yield patches.around(keras.Model, "compile", self._compile)
         yield patches.around(keras.layers.Layer, "__call__", self._call_layer)
 
-    def _fit(self, plain: Callable, model: keras.Model, *args, **kwargs) -> Any:
+    def _fit(
+        self, plain: Callable, model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
         """Runs `fit` or `train_on_batch`."""
         if not self._strategies.made:
             self._recording.status = recording_lib.NO_STRATEGY
@@ -182,7 +184,9 @@ class _Models:
                 kept.append(one)
         return kept
 
-    def _compile(self, plain: Callable, model: keras.Model, *args, **kwargs):
+    def _compile(
+        self, plain: Callable, model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         for loss in tf.nest.flatten(bound.arguments.get("loss")):
             if loss is not None:
@@ -192,7 +196,11 @@ class _Models:
         return plain(model, *args, **kwargs)
 
     def _call_layer(
-        self, plain: Callable, layer: keras.layers.Layer, *args, **kwargs
+        self,
+        plain: Callable,
+        layer: keras.layers.Layer,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         self._recording.features.add(type(layer).__name__)
         for name in _RATES:

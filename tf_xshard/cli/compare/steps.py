@@ -83,10 +83,6 @@ class Steps:
             )
         yield operations.seen(_refuse_random)
 
-    def has_built(self) -> bool:
-        """Whether the script has made a Keras optimizer."""
-        return bool(self._built)
-
     def _one_group(self, groups: Any) -> None:
         """Returns None for one group of all replicas, of both runs."""
         if groups is None:
@@ -109,11 +105,11 @@ class Steps:
             self._built[id(optimizer)] = optimizer, variables, start
         return plain(optimizer, variables)
 
-    def _run(self, plain: Callable, *args, **kwargs) -> Any:
+    def _run(self, plain: Callable, *args: Any, **kwargs: Any) -> Any:
         self._ran = True
         return self._outermost(plain, *args, **kwargs)
 
-    def _outermost(self, plain: Callable, *args, **kwargs) -> Any:
+    def _outermost(self, plain: Callable, *args: Any, **kwargs: Any) -> Any:
         if self._depth or not tf.executing_eagerly():
             return plain(*args, **kwargs)
         if "tf_keras" in sys.modules:

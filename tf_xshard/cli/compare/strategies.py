@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from tf_xshard.cli.compare import patches
+from tf_xshard.private import frames
 from tf_xshard.private.tensorflow import local_devices
 
 
@@ -26,10 +27,6 @@ class Strategies:
         self._seen_replicas = seen_replicas
         # Whether the script has a strategy, its own or the default one.
         self.made = False
-
-    def mirrored(self) -> tf.distribute.Strategy:
-        """Makes the strategy of a script that has none."""
-        return tf.distribute.MirroredStrategy()
 
     def changes(self) -> Iterator[patches.Patch]:
         """Yields what makes each change and takes it back."""
@@ -64,13 +61,19 @@ class Strategies:
             yield patches.replaced(owner, name, lambda *args, **kwargs: None)
 
     def _mirrored(
-        self, plain, strategy, devices=None, cross_device_ops=None
+        self,
+        plain: Callable,
+        strategy: Any,
+        devices: Any = None,
+        cross_device_ops: Any = None,
     ) -> None:
         del devices, cross_device_ops
         self.made = True
         plain(strategy, self._devices)
 
-    def _multi_worker(self, plain, strategy, *args, **kwargs) -> None:
+    def _multi_worker(
+        self, plain: Callable, strategy: Any, *args: Any, **kwargs: Any
+    ) -> None:
         cluster = json.loads(os.environ.get("TF_CONFIG") or "{}")
         workers = cluster.get("cluster", {}).get("worker", [])
         if len(workers) > 1:
@@ -88,7 +91,8 @@ class Strategies:
         number = vars(owner)["num_replicas_in_sync"].fget
 
         def seen(strategy: tf.distribute.Strategy) -> int:
-            reader = sys._getframe(1).f_code.co_filename
+            # Only the frames tell who reads it.
+            reader = next(frames.callers()).f_code.co_filename
             if patches.is_scripts(reader) and not patches.in_replica():
                 return self._seen_replicas
             return number(strategy)

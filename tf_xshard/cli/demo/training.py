@@ -39,7 +39,7 @@ class Runs:
     def replicated(
         self,
         title: str,
-        wrap: numbers.Wrap = lambda inner: inner,
+        wrap: numbers.Wrap = numbers.unwrapped,
         digits: digits_lib.Digits | None = None,
         **kwargs: Any,
     ) -> numbers.Trained:
