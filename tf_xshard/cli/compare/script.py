@@ -46,10 +46,14 @@ _PROCESSES = (
 )
 
 
+def _ignore(what: Any) -> None:
+    """Does nothing."""
+
+
 def trained(
     settings: recording_lib.Settings,
-    progress: Callable[[int], None] = lambda step: None,
-    finish: Callable[[recording_lib.Recording], None] = lambda recording: None,
+    progress: Callable[[int], None] = _ignore,
+    finish: Callable[[recording_lib.Recording], None] = _ignore,
 ) -> recording_lib.Recording:
     """Runs the script until it has made its steps.
 
