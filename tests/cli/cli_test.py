@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import fitting
 from tests.support import mutants
 from tests.support import processes
 from tests.support import replicas
 from tests.support import seeds
 from tf_xshard import __main__ as cli
+from tf_xshard.cli import checks
 from tf_xshard.cli import demo
 from tf_xshard.cli import doctor
 from tf_xshard.cli import evidence
 from tf_xshard.cli import logical_devices
+from tf_xshard.cli import numbers
 from tf_xshard.cli.demo import agn
 from tf_xshard.cli.demo import digits
 from tf_xshard.cli.demo import training
@@ -64,17 +65,8 @@ def test_digits_of_replicas_and_towers():
 
 def test_demo(run, monkeypatch):
     """One epoch of four batches; a wrong reduction is found."""
-    load, fit = digits.load, keras.Model.fit
+    load = digits.load
     monkeypatch.setattr(digits, "load", lambda *args: _few(load(*args)))
-    # `fit` that waits for no threads of tf.data.
-    monkeypatch.setattr(
-        "keras.Model.fit",
-        lambda model, dataset, **kwargs: fit(
-            model, fitting.untuned(dataset), **kwargs
-        ),
-    )
-    # Measured by one more training of each on one device.
-    monkeypatch.setattr(training.Trained, "tolerance", lambda trained: 1e-5)
     code, output = run(
         "demo --epochs 1 --optimizer sgd --replicas 2 --groups 1"
     )
@@ -90,25 +82,11 @@ def test_demo(run, monkeypatch):
 
 def _trained(weights):
     """Stands for a training that ended with a weight on each replica."""
-    trained = mock.Mock(weights=[[np.array([float(w)])] for w in weights])
-    trained.accuracy.return_value = trained.moved.return_value = 1.0
-    trained.tolerance.return_value = 1e-6
-    trained.model.optimizer.iterations = tf.constant(4)
-    trained.model.optimizer.exchanges = tf.constant(1)
-    return trained
-
-
-@pytest.mark.parametrize(
-    "difference, right",
-    [(0.0, True), (1.0, True), (1e-5, False), (1.0, False)],
-)
-def test_promises_are_the_exit_code(difference, right, capsys):
-    trained = _trained([0.0, difference])
-    made = training.Promises("nothing")
-    made.check("a run", trained, [np.zeros(1)], 1e-4, right=right)
-    holds = (difference <= 1e-4) == right
-    assert made.exit_code() == (0 if holds else 1)
-    assert ("FAILED: a run: " in capsys.readouterr().out) == (not holds)
+    model = mock.Mock()
+    model.optimizer.iterations = tf.constant(4)
+    model.optimizer.exchanges = tf.constant(1)
+    weights = [[np.array([float(one)])] for one in weights]
+    return numbers.Trained(model, [np.zeros(1)], weights, {})
 
 
 def _runs(weights):
@@ -123,8 +101,21 @@ def _runs(weights):
     )
     runs = mock.Mock(on_one_device=run, replicated=run, options=options)
     runs.digits = _few(digits.load(1, 0))
-    runs.strategy = replicas.mirrored(4)
+    runs.strategy, runs.tolerance = replicas.mirrored(4), numbers.TOLERANCE
+    runs.accuracy.return_value = 1.0
     return runs
+
+
+@pytest.mark.parametrize(
+    "difference, right",
+    [(0.0, True), (1.0, True), (1e-12, False), (1.0, False)],
+)
+def test_promises_are_the_exit_code(difference, right, capsys):
+    made = training.Promises("nothing", _runs({}))
+    made.check("a run", _trained([0.0, difference]), [np.zeros(1)], right=right)
+    holds = (difference <= numbers.TOLERANCE) == right
+    assert made.exit_code() == (0 if holds else 1)
+    assert ("FAILED: a run: " in capsys.readouterr().out) == (not holds)
 
 
 ZEROS, ONES, OFF = [0] * 4, [1] * 4, [9] * 4
@@ -205,7 +196,7 @@ def _with_differences(monkeypatch, difference):
 
 def test_evidence(run, tmp_path, monkeypatch):
     path = tmp_path / "report.md"
-    _with_differences(monkeypatch, 1e-7)
+    _with_differences(monkeypatch, 1e-12)
     code, _ = run(
         "evidence --replicas 2 --megabytes 1 --seconds 0.01 --output", path
     )
@@ -213,7 +204,7 @@ def test_evidence(run, tmp_path, monkeypatch):
     assert code == 0, text
     assert "MirroredStrategy over 2 logical CPUs" in text.splitlines()[0]
     assert "All numbers are right." in text and "FAIL" not in text
-    assert "| CrossShardOptimizer | 1.0e-07 |" in text
+    assert "| CrossShardOptimizer | 1.0e-12 |" in text
     assert re.search(
         r"^\| 1 \| .* \| [\d.]+ \([\d.]+ to [\d.]+\) \|$", text, re.M
     )
@@ -226,7 +217,7 @@ def test_evidence(run, tmp_path, monkeypatch):
 )
 def test_evidence_notices_wrong_numbers(difference, sums, right, monkeypatch):
     _with_differences(monkeypatch, difference)
-    monkeypatch.setattr(doctor, "check_strategy", lambda *args: sums)
+    monkeypatch.setattr(checks, "of_strategy", lambda _: [(sums, "a sum")])
     monkeypatch.setattr(evidence, "_sums", lambda *args: "")
     is_right, text = evidence.report(replicas.mirrored(4), 8, [1], 0.01)
     assert is_right == right
@@ -278,7 +269,7 @@ def test_doctor(run, monkeypatch):
     code, output = run("doctor")
     assert code == 0, output[-3000:]
     lines = output.splitlines()
-    pairs = doctor.rotated_groups(4)[0]
+    pairs = checks.rotated_groups(4)[0]
     assert not [line for line in lines if line.startswith("FAIL")]
     for path in (
         f"tf.function, {pairs}: subgroup collectives",
@@ -292,8 +283,8 @@ def test_doctor(run, monkeypatch):
 
 
 def test_doctor_finds_a_wrong_sum(capsys, monkeypatch):
-    pairs = doctor.rotated_groups(4)[:1]
-    monkeypatch.setattr(doctor, "rotated_groups", lambda number: pairs)
+    pairs = checks.rotated_groups(4)[:1]
+    monkeypatch.setattr(checks, "rotated_groups", lambda number: pairs)
     with mutants.rows_as_columns():
         assert not doctor.check_strategy("broken", replicas.mirrored(4))
     assert "FAIL  broken, tf.function, [[" in capsys.readouterr().out
