@@ -6,7 +6,6 @@ import os
 import re
 from unittest import mock
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
