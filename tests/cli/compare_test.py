@@ -102,7 +102,7 @@ REFUSED = {
         scripts.fit(
             optimizer="wrapped(clipped(), group_assignment=[[0], [1]])"
         ),
-        "several groups",
+        "2 groups, meant to differ",
     ),
     "period": (
         scripts.fit(
