@@ -10,23 +10,22 @@ import pytest
 from tests.support import compared_scripts as scripts
 from tests.support import processes
 from tf_xshard.cli.compare import cures
+from tf_xshard.cli.compare import known_errors
 from tf_xshard.cli.compare import recording as recording_lib
 from tf_xshard.cli.compare import script as script_lib
 from tf_xshard.cli.compare import verdict
 
 NUM_REPLICAS = 2
 NUM_STEPS = 2
-DEFAULT_RIGHT = ("wrapped", "loop")
-DEFAULT_WRONG = ("clipped", "ragged", "undivided_loop")
-
-
-def _cases(table, default):
-    return [
-        pytest.param(
-            name, marks=() if name in default else pytest.mark.full, id=name
-        )
-        for name in table
-    ]
+# In this process. With --full, the command runs each script.
+RIGHT = ("wrapped", "loop")
+# With the rows of each step; the last step of `fit` is the end of the epoch.
+WRONG = {
+    "clipped": [16, 16],
+    "ragged": [16, 5],
+    "undivided_loop": [8, 8],
+}
+BY_COMMAND = ("wrapped_right", "clipped_wrong")
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def trained(tmp_path):
 
     def run(text, num_replicas, **changes):
         path = tmp_path / "train.py"
-        path.write_text(scripts.HEAD + text)
+        path.write_text(scripts.whole(text))
         keras.utils.set_random_seed(0)
         settings = recording_lib.Settings(
             str(path),
@@ -65,7 +64,7 @@ def _difference(one, many):
     return verdict.worst(found)
 
 
-@pytest.mark.parametrize("name", _cases(scripts.RIGHT, DEFAULT_RIGHT))
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_right_script_is_equal(trained, name):
     runs = [
         trained(scripts.RIGHT[name], number) for number in (1, NUM_REPLICAS)
@@ -73,16 +72,15 @@ def test_a_right_script_is_equal(trained, name):
     assert _difference(*runs) < verdict.TOLERANCE / 1000
 
 
-@pytest.mark.parametrize("name", _cases(scripts.WRONG, DEFAULT_WRONG))
+@pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_script_is_different_until_it_is_cured(trained, name):
     text, names = scripts.WRONG[name]
     one = trained(text, 1)
     many = trained(text, NUM_REPLICAS)
-    failed = many.status == recording_lib.FAILED
-    assert failed or _difference(one, many) > 1e-3
+    assert _difference(one, many) > 1e-3
+    for recording in (one, many):
+        assert [step.rows for step in recording.steps] == WRONG[name]
     cured = trained(text, NUM_REPLICAS, cures=names)
-    if any(cures.CURES[each].on_one_device for each in names):
-        one = trained(text, 1, cures=names)
     assert _difference(one, cured) < verdict.TOLERANCE / 1000
 
 
@@ -91,6 +89,13 @@ def test_a_learning_rate_times_the_replicas_is_the_same_in_both(trained):
     for number in (1, NUM_REPLICAS):
         step = trained(text, number).steps[-1]
         assert step.states[0].learning_rates == [pytest.approx(2e-2)]
+
+
+def test_known_errors_are_those_of_the_page():
+    error = "Inputs to operation AddN of type AddN must have the same size and"
+    known = known_errors.find(f"Error: {error} shape. Input 0")
+    assert "drop_remainder=True" in known.advice
+    assert known_errors.find("Error: Inputs to operation AddN") is None
 
 
 REFUSED = {
@@ -117,8 +122,12 @@ REFUSED = {
         ),
         "8 or 16 bits",
     ),
+    "outside of the scope": (
+        scripts.fit().replace("with strategy.scope():", "if strategy:"),
+        "trains on one device",
+    ),
     "tpu": ("tf.distribute.cluster_resolver.TPUClusterResolver()", "a TPU"),
-    "nothing": ("print(N)", "no Keras optimizer has made an update"),
+    "nothing": ("print(strategy)", "no Keras optimizer has made an update"),
     "processes": (
         "import subprocess\nsubprocess.run([sys.executable, '-c', ''])",
         "starts processes",
@@ -133,6 +142,13 @@ def test_what_can_not_be_compared_is_refused(trained, text, why):
     assert re.search(why, recording.message), recording.message
 
 
+def test_a_model_that_the_first_step_builds_has_its_first_values(trained):
+    text = scripts.loop().replace(
+        "dense()", "keras.Sequential([L.Dense(4), L.Dense(1)])"
+    )
+    assert 1e-3 < trained(text, 1).moved() < 0.1
+
+
 def test_dropout_and_callbacks_that_write_are_named(trained, tmp_path):
     text = scripts.fit("dense(L.Dropout(0.5))").replace(
         "epochs=4",
@@ -144,21 +160,90 @@ def test_dropout_and_callbacks_that_write_are_named(trained, tmp_path):
     assert not (tmp_path / "log.csv").exists()
 
 
-def _command(folder, text, *options):
-    (folder / "train.py").write_text(scripts.HEAD + text)
-    return processes.run(
-        processes.python("-m", "tf_xshard", "compare", *options, "train.py"),
-        tensorflow=3,
+def _compare(folder, text, *options, processes_with_tensorflow=3):
+    (folder / "train.py").write_text(scripts.whole(text))
+    before = _contents(folder)
+    ended = processes.run(
+        processes.python(
+            *("-m", "tf_xshard", "compare", "--replicas", "2"),
+            *("--steps", str(NUM_STEPS), *options, "train.py"),
+        ),
+        tensorflow=processes_with_tensorflow,
         cwd=folder,
         stderr=subprocess.STDOUT,
     )
+    return ended.returncode, ended.stdout, _contents(folder) == before
 
 
-def test_the_command_names_the_cause_and_leaves_the_folder(tmp_path):
-    text = scripts.fit(optimizer="clipped()")
+def _contents(folder):
+    return {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in BY_COMMAND else pytest.mark.full)
+        for name in scripts.ALL
+    ],
+)
+def test_the_command_names_the_cause_and_leaves_the_folder(tmp_path, name):
+    text, names = scripts.ALL[name]
     (tmp_path / "kept.txt").write_text("as it was")
-    text += "\nopen('written.txt', 'w').write('x')\n"
-    ended = _command(tmp_path, text, "--replicas", "2", "--steps", "1")
-    assert ended.returncode == 1, ended.stdout
-    assert "tf_xshard.CrossShardOptimizer(optimizer)" in ended.stdout
-    assert {one.name for one in tmp_path.iterdir()} == {"train.py", "kept.txt"}
+    code, output, is_as_before = _compare(
+        tmp_path,
+        f"open('written.txt', 'w').write('x')\n{text}",
+        processes_with_tensorflow=3 + len(names),
+    )
+    assert code == bool(names), output
+    assert f"\n{'different' if names else 'equal'}: " in output, output
+    assert re.findall(r"^(\w.*?) \* ", output, re.M) == (
+        [" + ".join(names)] if names else []
+    ), output
+    assert len(re.findall("^Cause: ", output, re.M)) == len(names), output
+    assert "nknown" not in output
+    assert is_as_before
+
+
+@pytest.mark.full
+def test_a_script_that_restores_leaves_its_files(tmp_path):
+    (tmp_path / "train.py").write_text(scripts.whole(scripts.RESTORING))
+    processes.run(
+        processes.python("train.py"), tensorflow=1, cwd=tmp_path, check=True
+    )
+    assert len(list(tmp_path.iterdir())) > 5
+    code, output, is_as_before = _compare(tmp_path, scripts.RESTORING)
+    assert code == 0, output
+    assert "without the callback BackupAndRestore" in output
+    assert "without the callback ModelCheckpoint" in output
+    assert is_as_before
+
+
+@pytest.mark.full
+def test_a_script_that_writes_over_a_file_runs_in_a_copy(tmp_path):
+    (tmp_path / "log.txt").write_text("as it was")
+    text = f"open('log.txt', 'a').write('x')\n{scripts.fit()}"
+    code, output, is_as_before = _compare(tmp_path, text, "--copy")
+    assert code == 0, output
+    assert is_as_before
+    code, output, _ = _compare(tmp_path, text)
+    assert code == 2, output
+    assert "the script changes log.txt" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "optimizer, code, verdict_line",
+    [
+        ("wrapped(clipped())", 0, "no difference above rounding"),
+        ("clipped()", 1, "different"),
+    ],
+)
+def test_a_script_with_its_own_dtype(tmp_path, optimizer, code, verdict_line):
+    text = scripts.fit(optimizer=optimizer)
+    ended, output, _ = _compare(
+        tmp_path, f"keras.config.set_floatx('float32')\n{text}"
+    )
+    assert ended == code, output
+    assert f"\n{verdict_line}: " in output

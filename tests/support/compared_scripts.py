@@ -1,10 +1,8 @@
 """Scripts that train as on one device, and scripts that do not."""
 
-HEAD = """\
+_HEAD = """\
 import keras, numpy as np, sys, tensorflow as tf, tf_xshard
 L, O = keras.layers, keras.optimizers
-strategy = tf.distribute.MirroredStrategy()
-N = strategy.num_replicas_in_sync
 x = np.random.default_rng(0).normal(size=(37, 3)).astype("float32")
 y = x[:, :1] * x[:, 1:2]
 words = np.random.default_rng(1).integers(0, 4, size=(37, 6))
@@ -15,6 +13,10 @@ def dense(*layers):
 def clipped(**options):
     return O.Adam(1e-2, global_clipnorm=0.1, **options)
 wrapped = tf_xshard.CrossShardOptimizer
+"""
+_STRATEGY = """\
+strategy = tf.distribute.MirroredStrategy()
+N = strategy.num_replicas_in_sync
 """
 _FIT = """\
 with strategy.scope():
@@ -97,6 +99,11 @@ def gan(first, second, divisor=_REAL_NUMBER):
     return _GAN.format(first=first, second=second, divisor=divisor)
 
 
+def whole(text):
+    """A script, with a strategy if it uses one."""
+    return _HEAD + (_STRATEGY if "strategy" in text else "") + text
+
+
 RIGHT = {
     "wrapped": fit(),
     "sgd_without_wrapper": fit(optimizer="O.SGD(0.1 * N)"),
@@ -134,7 +141,13 @@ WRONG = {
         ("wrapper",),
     ),
     "ragged": (fit(rows=37), ("global mean",)),
-    "weighted": (fit(more=", sample_weight=weights[:32]"), ("global mean",)),
+    "weighted": (
+        fit(
+            loss="keras.losses.MeanSquaredError('mean_with_sample_weight')",
+            more=", sample_weight=weights[:32]",
+        ),
+        ("global mean",),
+    ),
     "padded": (
         fit(_EMBEDDED.format(", mask_zero=True"), loss="'mse'", x="words")
         .replace("L.LSTM(2), L.Dense(1)", "L.LSTM(1, return_sequences=True)")
@@ -158,7 +171,7 @@ WRONG = {
     ),
     "undivided_loop": (loop("O.SGD(0.1)", divided=""), ("undivided loss",)),
     "undivided_eager_loop": (
-        loop("clipped()", divided="", function=""),
+        loop("O.Adam(1e-2)", divided="", function=""),
         ("undivided loss",),
     ),
     "clipped_loop": (loop("clipped()"), ("wrapper",)),
@@ -168,3 +181,22 @@ WRONG = {
         ("wrapper", "repeated rows"),
     ),
 }
+ALL = {
+    **{f"{name}_right": (text, ()) for name, text in RIGHT.items()},
+    **{f"{name}_wrong": one for name, one in WRONG.items()},
+}
+# Reads what its last run has written, and writes.
+RESTORING = (
+    fit(
+        more=", callbacks=["
+        "keras.callbacks.BackupAndRestore('backup', delete_checkpoint=False),"
+        "keras.callbacks.ModelCheckpoint('{epoch}.weights.h5',"
+        " save_weights_only=True)]"
+    ).replace(
+        "model.fit",
+        "import glob\n"
+        "for path in sorted(glob.glob('*.h5')): model.load_weights(path)\n"
+        "model.fit",
+    )
+    + "model.save_weights('last.weights.h5')\n"
+)

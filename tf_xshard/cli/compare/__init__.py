@@ -13,6 +13,8 @@ Enters: a script. Leaves: a table of steps, a verdict and what to write.
 - `steps`: sees the updates of optimizers, and refuses what can't be compared.
 - `recording`: the settings of a run, and what it has left.
 - `cures`: the causes of a difference, and what helps.
+- `diagnosis`: finds the cures that help.
+- `known_errors`: finds what the troubleshooting page says of an error.
 - `verdict`: compares two recordings.
 """
 

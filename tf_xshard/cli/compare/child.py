@@ -52,6 +52,7 @@ def main() -> None:
     logical_devices.use_logical_cpus(settings.num_replicas)
     if settings.floatx:
         keras.config.set_floatx(settings.floatx)
+    keras.config.disable_traceback_filtering()
     keras.utils.set_random_seed(0)
     tf.config.experimental.enable_op_determinism()
     finish(

@@ -8,6 +8,8 @@ import pathlib
 import tempfile
 
 from tf_xshard.cli.compare import cures
+from tf_xshard.cli.compare import diagnosis
+from tf_xshard.cli.compare import known_errors
 from tf_xshard.cli.compare import recording as recording_lib
 from tf_xshard.cli.compare import runs as runs_lib
 from tf_xshard.cli.compare import verdict
@@ -94,22 +96,16 @@ class _Comparison:
 
     def print(self) -> int:
         """Runs the script, prints the table and the verdict."""
-        runs = self._runs
-        one = self._on_one()
-        many = runs.run(self._number)
-        if many.status == recording_lib.FAILED and runs.settings.floatx:
-            # It may take float32 only.
-            runs.change(floatx=None)
-            one = self._on_one()
-            many = runs.run(self._number)
-        if not any(one.rows):
+        one, many = self._on_both()
+        failed = [
+            each for each in (one, many) if each.status == recording_lib.FAILED
+        ]
+        if failed:
+            return self._explain_error(one, many, failed[0].error)
+        if not any(each.is_trained for passes in one.rows for each in passes):
             self._check_repeatable(one)
-        if not runs.settings.floatx:
+        if not self._runs.settings.floatx:
             self._allowed = max(self._allowed, self._rounding(one))
-        if many.status == recording_lib.FAILED:
-            print(f"\nIt fails on {self._number} replicas:\n{many.error}")
-            self._print_notes(one, many)
-            return self._explain(one, None)
         reason = verdict.not_comparable(one, many, self._number, self._allowed)
         if reason:
             raise runs_lib.NotComparable(reason)
@@ -118,10 +114,10 @@ class _Comparison:
         self._print_notes(one, many)
         if verdict.worst(found) > self._allowed:
             return self._explain(one, found)
-        if idle := one.idle():
+        if one.idle:
             raise runs_lib.NotComparable(
-                f"optimizer {idle[0] + 1} of {len(one.starts)} has made no"
-                " update in these steps. Pass more --steps."
+                f"the optimizer {one.idle[0]} has made no update in these"
+                " steps. Pass more --steps."
             )
         if not found[-1].moved:
             raise runs_lib.NotComparable(
@@ -131,18 +127,32 @@ class _Comparison:
         self._print_equal(found)
         return EQUAL
 
-    def _on_one(self) -> recording_lib.Recording:
-        one = self._runs.run(1)
-        if one.status == recording_lib.FAILED:
-            raise runs_lib.NotComparable(
-                f"the script fails on one replica.\n{one.error}"
-            )
-        return one
+    def _on_both(
+        self,
+    ) -> tuple[recording_lib.Recording, recording_lib.Recording]:
+        """Runs the script on one and on several replicas."""
+        failed = recording_lib.FAILED
+        both = self._runs.run(1), self._runs.run(self._number)
+        if not self._runs.settings.floatx or failed not in (
+            each.status for each in both
+        ):
+            return both
+        # It may take float32 only.
+        floatx = self._runs.settings.floatx
+        self._runs.change(floatx=None)
+        again = self._runs.run(1), self._runs.run(self._number)
+        if failed not in (each.status for each in again):
+            return again
+        self._runs.change(floatx=floatx)
+        return both
 
     def _check_repeatable(self, one: recording_lib.Recording) -> None:
         """Runs again on one replica, since the rows can't be compared."""
-        again = self._on_one()
-        if verdict.worst(verdict.differences(one, again)) > self._allowed:
+        again = self._runs.run(1)
+        if (
+            again.status != recording_lib.TRAINED
+            or verdict.worst(verdict.differences(one, again)) > self._allowed
+        ):
             raise runs_lib.NotComparable(
                 "your script feeds different data in two runs on one replica."
                 " Set the seed of what makes its data."
@@ -156,8 +166,7 @@ class _Comparison:
                 "the script fails when the rows of its batches are permuted,"
                 f" which shows its rounding.\n{permuted.error}"
             )
-        found = verdict.differences(one, permuted)
-        return verdict.TIMES_ROUNDING * verdict.worst(found)
+        return verdict.rounding(one, permuted)
 
     def _print_table(
         self,
@@ -178,13 +187,13 @@ class _Comparison:
             ]
             rate = steps[0].states[0].learning_rates[0]
             print(
-                f"{index + 1:4} {verdict.num_rows(one, index):>6} {rate:8.2g}"
+                f"{index + 1:4} {steps[0].rows or '':>6} {rate:8.2g}"
                 f"  {losses[0]:>10} {losses[1]:>10}  {each.moved:8.1e}"
                 f"  {each.ratio:.1e}  {each.where()}"
             )
         print(
-            "The difference is a part of the largest movement of a weight since"
-            " the start."
+            "The difference is a fraction of the largest movement of a weight"
+            " since the start."
         )
 
     def _print_notes(
@@ -194,6 +203,11 @@ class _Comparison:
             print(
                 "\nThe script has no strategy, so it ran under a"
                 f" MirroredStrategy. Add:\n{_TWO_LINES}"
+            )
+        if verdict.is_loss_divided(one, many):
+            print(
+                "\nThe loss that the step returns is divided by the number of"
+                " replicas. The weights do not show this division."
             )
         notes = list(dict.fromkeys([*one.notes, *many.notes]))
         if notes:
@@ -208,75 +222,88 @@ class _Comparison:
             " replicas have the weights of one (apart by at most"
             f" {verdict.worst(found):.1e} of their movement,"
             f" {self._allowed:.0e} is allowed). Not tried: other numbers of"
-            " replicas, several processes, GPUs, later steps."
+            " replicas, several processes, GPUs, later steps and later models."
         )
 
     def _explain(
         self,
         one: recording_lib.Recording,
-        found: list[verdict.Difference] | None,
+        found: list[verdict.Difference],
     ) -> int:
         """Tries the cures, and names the causes whose cure helps."""
-        before = verdict.worst(found) if found else float("inf")
-        helped: list[str] = []
-        lines: list[tuple[str, str]] = []
-        for name, cure in cures.CURES.items():
-            if cure.needs and cure.needs not in one.features:
-                continue
-            tried = [each for each in helped if each != cure.instead_of]
-            ratio = self._with_cures([*tried, name], cure, one)
-            lines.append((name, "fails" if ratio is None else f"{ratio:.1e}"))
-            if ratio is not None and (
-                ratio <= self._allowed or ratio * 10 <= before
-            ):
-                helped, before = [*tried, name], ratio
-                if ratio <= self._allowed:
-                    break
-        print(f"\n{'with':24}difference")
-        for name, text in lines:
-            print(f"{name + ' *' * (name in helped):24}{text}")
+        tried = self._tried(one, verdict.worst(found))
+        self._print_tried(tried)
         print(f"\ndifferent: {self._number} replicas do not train as one.")
-        for name in helped:
+        self._print_causes(tried, tried.helped)
+        if tried.ratio > self._allowed:
+            step, each = next(
+                (step, each)
+                for step, each in enumerate(found, 1)
+                if each.ratio > self._allowed
+            )
+            print(
+                f"It begins in step {step}: {each.where()}. Compare the"
+                " gradients of this variable on one and on all replicas."
+            )
+        return DIFFERENT
+
+    def _explain_error(
+        self,
+        one: recording_lib.Recording,
+        many: recording_lib.Recording,
+        error: str,
+    ) -> int:
+        """Tries the cures of a script that fails on several replicas."""
+        fails_on_one = one.status == recording_lib.FAILED
+        where = "one replica" if fails_on_one else f"{self._number} replicas"
+        text = f"the script fails on {where} of a MirroredStrategy.\n{error}"
+        known = known_errors.find(error)
+        cause = ""
+        if known:
+            cause = f"\nCause: {known.meaning}\nWrite: {known.advice}"
+        tried = None
+        if not known or "CrossShardOptimizer" in known.advice:
+            tried = self._tried(one, float("inf"))
+        if fails_on_one and not (tried and tried.helped):
+            if "TF_CONFIG" in os.environ:
+                text += "\nIts environment has no TF_CONFIG."
+            raise runs_lib.NotComparable(text + cause)
+        print(f"\n{text[0].upper()}{text[1:]}")
+        self._print_notes(one, many)
+        if tried:
+            self._print_tried(tried)
+        print(
+            f"\ndifferent: {self._number} replicas do not train as one.{cause}"
+        )
+        if tried:
+            self._print_causes(tried, tried.helped[bool(known) :])
+        return DIFFERENT
+
+    def _tried(
+        self, one: recording_lib.Recording, before: float
+    ) -> diagnosis.Diagnosis:
+        tried = diagnosis.Diagnosis(self._runs, one, self._allowed, before)
+        tried.find()
+        return tried
+
+    def _print_tried(self, tried: diagnosis.Diagnosis) -> None:
+        print(f"\n{'with':44} difference")
+        for names, ratio in tried.tried.items():
+            text = "fails" if ratio is None else f"{ratio:.1e}"
+            star = " *" if [*names] == tried.helped else ""
+            print(f"{' + '.join(names) + star:44} {text}")
+
+    def _print_causes(
+        self, tried: diagnosis.Diagnosis, names: list[str]
+    ) -> None:
+        for name in names:
             print(
                 f"Cause: {cures.CURES[name].cause}.\n"
                 f"Write: {cures.CURES[name].advice}."
             )
-        if before > self._allowed:
-            self._print_unknown(helped, found)
-        return DIFFERENT
-
-    def _with_cures(
-        self, names: list[str], cure: cures.Cure, one: recording_lib.Recording
-    ) -> float | None:
-        """Returns the largest difference with cures, or None if it fails."""
-        try:
-            cured = self._runs.run(self._number, cures=tuple(names))
-            if cure.on_one_device:
-                one = self._runs.run(1, cures=tuple(names))
-        except runs_lib.NotComparable:
-            return None
-        if cured.status != recording_lib.TRAINED or (
-            one.status != recording_lib.TRAINED
-        ):
-            return None
-        return verdict.worst(verdict.differences(one, cured))
-
-    def _print_unknown(
-        self, helped: list[str], found: list[verdict.Difference] | None
-    ) -> None:
-        print(
-            "The rest has an unknown cause."
-            if helped
-            else "Cause unknown: no cure has helped."
-        )
-        if not found:
-            return
-        index = next(
-            index
-            for index, each in enumerate(found)
-            if each.ratio > self._allowed
-        )
-        print(
-            f"It begins in step {index + 1}: {found[index].where()}. Compare"
-            " the gradients of this variable on one and on all replicas."
-        )
+        if tried.ratio > self._allowed:
+            print(
+                "The rest has an unknown cause."
+                if tried.helped
+                else "Cause unknown: no cure has helped."
+            )

@@ -130,20 +130,20 @@ CURES = {
         "wrap it: tf_xshard.CrossShardOptimizer(optimizer)",
         _wrapped,
     ),
-    "undivided loss": Cure(
-        "each replica's loss is a mean over its own rows, and the sum of the"
-        " gradients is N times too large",
-        "tf_xshard.CrossShardOptimizer(optimizer,"
-        ' loss_normalization="replica")',
-        lambda: _wrapped(loss_normalization="replica"),
-        instead_of="wrapper",
-    ),
     "scalar loss": Cure(
         "the loss function returns one number, which Keras does not divide by"
         " the number of replicas",
         "compile(loss=tf_xshard.ScalarLoss(loss))",
         _scalar_loss,
         "loss function",
+    ),
+    "undivided loss": Cure(
+        "each replica's loss is a mean over its own rows, and the sum of the"
+        " gradients is as many times too large as there are replicas",
+        "tf_xshard.CrossShardOptimizer(optimizer,"
+        ' loss_normalization="replica")',
+        lambda: _wrapped(loss_normalization="replica"),
+        instead_of="wrapper",
     ),
     "global mean": Cure(
         "batches have different numbers of rows or weights on the replicas,"

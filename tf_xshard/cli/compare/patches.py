@@ -45,6 +45,8 @@ def around(owner: type, name: str, function: Callable[..., Any]) -> Patch:
     def method(*args: Any, **kwargs: Any) -> Any:
         return function(plain, *args, **kwargs)
 
+    # Keras reads the arguments of layers from it.
+    vars(method)["__signature__"] = inspect.signature(plain)
     return mock.patch.object(owner, name, method)
 
 

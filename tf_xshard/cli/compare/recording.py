@@ -89,10 +89,28 @@ class Step:
     Attributes:
       states: Each optimizer, in the order in which they were built.
       loss: What the step returned, if it is a number.
+      rows: How many rows it has trained on, if they were seen.
     """
 
     states: list[State]
     loss: float | None = None
+    rows: int | None = None
+
+
+@dataclasses.dataclass
+class Pass:
+    """The batches that one iterator has taken from a dataset.
+
+    Attributes:
+      batches: The digests of the rows of each batch, sorted.
+      is_trained: Whether a step came after its first batch. `fit` takes a batch
+        of another iterator to build the model.
+      position: How many of its batches the steps have trained on.
+    """
+
+    batches: list[list[int]] = dataclasses.field(default_factory=list)
+    is_trained: bool = False
+    position: int = 0
 
 
 @dataclasses.dataclass
@@ -105,7 +123,8 @@ class Recording:
       error: The last lines of the error of a script that has failed.
       starts: Each optimizer before its first step.
       steps: What is left by each step.
-      rows: The digests of the rows of each batch, by dataset.
+      idle: The names of optimizers that have made no update.
+      rows: The passes over each dataset.
       notes: What the run left out or changed.
       features: What the script uses that a cure may be for.
     """
@@ -115,7 +134,8 @@ class Recording:
     error: str = ""
     starts: list[State] = dataclasses.field(default_factory=list)
     steps: list[Step] = dataclasses.field(default_factory=list)
-    rows: list[list[list[int]]] = dataclasses.field(default_factory=list)
+    idle: list[str] = dataclasses.field(default_factory=list)
+    rows: list[list[Pass]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     features: set[str] = dataclasses.field(default_factory=set)
 
@@ -133,15 +153,6 @@ class Recording:
             )
         )
 
-    def idle(self) -> list[int]:
-        """Lists the optimizers that have made no update."""
-        pairs = zip(self.steps[-1].states, self.starts, strict=True)
-        return [
-            index
-            for index, (state, start) in enumerate(pairs)
-            if state.iterations == start.iterations
-        ]
-
 
 def largest(array: np.ndarray) -> float:
     """Returns the largest absolute value; infinity if one is not finite."""
@@ -152,11 +163,11 @@ def largest(array: np.ndarray) -> float:
 
 
 def movement(values: dict[str, Value], start: dict[str, Value]) -> float:
-    """Returns the largest change of a value; slots begin at zero."""
+    """Returns the largest change of a value; what had none begins at zero."""
     return max(
         (
             largest(value.array.astype("float64") - start[name].array)
-            if name in start
+            if name in start and start[name].array.shape == value.array.shape
             else largest(value.array)
             for name, value in values.items()
         ),

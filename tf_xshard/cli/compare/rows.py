@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,6 +93,18 @@ class Rows:
                 tf.distribute.Strategy, method, argument, changed
             )
 
+    def take_step(self, num_batches: int) -> int | None:
+        """Notes what a step has trained on, and returns the number of rows."""
+        latest = [passes[-1] for passes in self._recording.rows if passes]
+        for one in latest:
+            one.is_trained = True
+        for one in latest:
+            batches = one.batches[one.position :][:num_batches]
+            if batches:
+                one.position += num_batches
+                return sum(map(len, batches))
+        return None
+
     def _of_dataset(self, dataset: Any) -> Any:
         """Returns the dataset to distribute instead."""
         if not isinstance(dataset, tf.data.Dataset):
@@ -131,9 +144,18 @@ class Rows:
             )
             return dataset
         self._recording.note(
-            f"of an epoch of {number} batches, the first {first} and the last"
+            f"of an epoch of {number} batches, only the first {first} and the"
+            " last"
         )
-        return dataset.take(first).concatenate(dataset.skip(number - 1))
+
+        # In one pass, so that a dataset is shuffled as often as without it.
+        def is_kept(index: tf.Tensor, *element: Any) -> tf.Tensor:
+            return (index < first) | (index == number - 1)
+
+        def without_index(index: tf.Tensor, element: Any) -> Any:
+            return element
+
+        return dataset.enumerate().filter(is_kept).map(without_index)
 
     def _recorded(
         self,
@@ -150,9 +172,9 @@ class Rows:
           parts: How many replicas' batches one of them has in the other run.
           all_parts: How many replicas share the rows that are kept.
         """
-        batches: list[list[int]] = []
-        self._recording.rows.append(batches)
-        waiting: list[list[int]] = []
+        passes: list[recording_lib.Pass] = []
+        self._recording.rows.append(passes)
+        waiting: list[list[list[int]]] = []
         rows = self._settings.rows
         kept = None if rows is None else max(1, rows // all_parts)
 
@@ -173,22 +195,32 @@ class Rows:
                 )
             return component[::-1] if self._settings.permuted else component
 
-        def note(*arrays: np.ndarray) -> np.int64:
-            waiting.append(_digests(arrays))
-            if len(waiting) == batches_per_step:
-                batches.append(sorted(sum(waiting, [])))
-                waiting.clear()
+        def start() -> np.int64:
+            passes.append(recording_lib.Pass())
+            waiting.append([])
+            return np.int64(len(passes) - 1)
+
+        def note(number: int, *arrays: np.ndarray) -> np.int64:
+            waiting[number].append(_digests(arrays))
+            if len(waiting[number]) == batches_per_step:
+                batch = sorted(sum(waiting[number], []))
+                passes[number].batches.append(batch)
+                waiting[number].clear()
             return np.int64(0)
 
-        def through(*element: Any) -> Any:
+        def through(number: tf.Tensor, *element: Any) -> Any:
             element = tf.nest.map_structure(cut, element)
-            seen = tf.numpy_function(
-                note, tf.nest.flatten(element, expand_composites=True), tf.int64
-            )
+            arrays = tf.nest.flatten(element, expand_composites=True)
+            seen = tf.numpy_function(note, [number, *arrays], tf.int64)
             with tf.control_dependencies([seen]):
                 element = tf.nest.map_structure(tf.identity, element)
             return element if len(element) > 1 else element[0]
 
+        def one_pass(_: tf.Tensor) -> tf.data.Dataset:
+            number = tf.numpy_function(start, [], tf.int64)
+            return dataset.map(functools.partial(through, number))
+
         options = tf.data.Options()
         options.deterministic = True
-        return dataset.map(through).with_options(options)
+        each = tf.data.Dataset.from_tensors(0).flat_map(one_pass)
+        return each.with_options(options)

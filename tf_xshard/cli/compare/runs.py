@@ -43,14 +43,11 @@ class Runs:
         self._new_files: set[str] = set()
         self._kept = pathlib.Path(tempfile.mkdtemp(prefix="tf_xshard_compare_"))
         self._folder = pathlib.Path.cwd()
+        self._copy = temporary / "copy" if options.copy else None
+        self._before = {} if self._copy else folder_lib.state(self._folder)
         script = options.script
-        if options.copy:
-            copy = temporary / "copy"
-            shutil.copytree(self._folder, copy, symlinks=True)
-            if not os.path.relpath(script).startswith(os.pardir):
-                script = os.path.relpath(script)
-            self._folder = copy
-        self._before = folder_lib.state(self._folder)
+        if self._copy and not os.path.relpath(script).startswith(os.pardir):
+            script = os.path.relpath(script)
         self.settings = recording_lib.Settings(
             script,
             tuple(options.arguments),
@@ -67,12 +64,10 @@ class Runs:
         """Runs the script once."""
         recording = self._once(num_replicas, **changes)
         if recording.status == recording_lib.NO_STRATEGY:
+            print("The script has no strategy. Again, with one:")
             self.change(default_strategy=True)
-        elif recording.status == recording_lib.OWN_DTYPE or (
-            recording.status == recording_lib.FAILED
-            and self.settings.floatx
-            and num_replicas == 1
-        ):
+        elif recording.status == recording_lib.OWN_DTYPE:
+            print("The script sets its own dtype. Again, with it:")
             self.change(floatx=None)
         elif recording.status == recording_lib.REFUSED:
             raise NotComparable(recording.message)
@@ -89,13 +84,18 @@ class Runs:
         self._number += 1
         what = "1 replica" if num_replicas == 1 else f"{num_replicas} replicas"
         what = ", ".join([what, *settings.cures])
+        if self._copy:  # Each run begins with the files as they are now.
+            shutil.rmtree(self._copy, ignore_errors=True)
+            shutil.copytree(self._folder, self._copy, symlinks=True)
         with _Child(
-            settings, self._temporary, self._number, self._folder
+            *(settings, self._temporary, self._number),
+            self._copy or self._folder,
         ) as child:
             recording = child.recording(self._options.minutes, what)
             if self._options.verbose:
                 print(child.output())
-        self._look_at_files()
+        if not self._copy:
+            self._look_at_files()
         return recording
 
     def _look_at_files(self) -> None:
@@ -196,7 +196,7 @@ class _Child:
         if self._result.exists():
             recording = pickle.loads(self._result.read_bytes())
             if recording.status == recording_lib.FAILED:
-                recording.error = self.output()[-2000:] + recording.error
+                recording.error += f"Its last output:\n{self._last_lines()}"
             return recording
         if code < 0:
             raise NotComparable(
@@ -206,8 +206,12 @@ class _Child:
             )
         return recording_lib.Recording(
             recording_lib.FAILED,
-            error=f"{self.output()[-2000:]}\nIt ended with exit code {code}.",
+            error=f"It ended with exit code {code}. Its last output:\n"
+            f"{self._last_lines()}",
         )
+
+    def _last_lines(self) -> str:
+        return "\n".join(self.output()[-2000:].splitlines()[-10:])
 
     def _where(self) -> str:
         """Returns the lines that the script is in."""

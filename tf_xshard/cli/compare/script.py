@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -70,24 +71,26 @@ def trained(
     strategies = strategies_lib.Strategies(
         settings.num_replicas, settings.seen_replicas
     )
-    steps = steps_lib.Steps(settings, recording, progress, finish)
     rows = rows_lib.Rows(settings, recording)
+    steps = steps_lib.Steps(
+        *(settings, recording, rows.take_step, progress, finish)
+    )
     models = _Models(recording, rows, strategies)
     folder = os.path.dirname(os.path.abspath(settings.script))
     with contextlib.ExitStack() as stack:
-        for patch in (
-            patches.replaced(
-                sys, "argv", [settings.script, *settings.arguments]
-            ),
-            patches.replaced(sys, "path", [folder, *sys.path]),
-            *strategies.changes(),
-            *rows.changes(),
-            *steps.changes(),
-            *models.changes(),
-            *_processes(),
-            *cures.patches_of(settings.cures),
+        # One at a time: a method that is replaced twice calls both.
+        for patch in itertools.chain(
+            strategies.changes(),
+            rows.changes(),
+            steps.changes(),
+            models.changes(),
+            _processes(),
+            cures.patches_of(settings.cures),
         ):
             stack.enter_context(patch)
+        arguments = [settings.script, *settings.arguments]
+        stack.enter_context(patches.replaced(sys, "argv", arguments))
+        stack.enter_context(patches.replaced(sys, "path", [folder, *sys.path]))
         if settings.default_strategy:
             strategy = tf.distribute.MirroredStrategy()
             tf.distribute.experimental_set_strategy(strategy)
@@ -103,9 +106,9 @@ def trained(
             if end.code:
                 recording.status = recording_lib.FAILED
                 recording.error = f"It ended with exit code {end.code}."
-        except Exception:
+        except Exception as error:
             recording.status = recording_lib.FAILED
-            recording.error = traceback.format_exc()[-3000:]
+            recording.error = _error_text(error)
     if recording.status == recording_lib.TRAINED and not recording.steps:
         recording.status = recording_lib.REFUSED
         recording.message = (
@@ -113,6 +116,18 @@ def trained(
             " that could be seen. Pass a script that trains when it is run."
         )
     return recording
+
+
+def _error_text(error: Exception) -> str:
+    """Returns the lines of the script, the innermost line, and the error."""
+    *frames, last = traceback.extract_tb(error.__traceback__)
+    kept = [frame for frame in frames if patches.is_scripts(frame.filename)]
+    lines = traceback.format_list([*kept, last])
+    if last.filename.startswith(os.path.dirname(__file__)):
+        lines.insert(
+            0, "An error of `compare`, not of the script; report it:\n"
+        )
+    return "".join([*lines, *traceback.format_exception_only(error)])[-3000:]
 
 
 def _processes() -> Iterator[patches.Patch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -15,16 +16,12 @@ from tf_xshard import wire_formats
 from tf_xshard.cli.compare import patches
 from tf_xshard.cli.compare import recording as recording_lib
 from tf_xshard.private import frames
+from tf_xshard.private.tensorflow import first_values
 from tf_xshard.private.tensorflow import operations
 
 _RANDOM = re.compile(
     "Random|Multinomial|TruncatedNormal|StatefulUniform|StatefulStandardNormal"
     "|StatefulTruncatedNormal|RngReadAndSkip"
-)
-_WRAPPERS = (
-    tf_xshard.CrossShardOptimizer,
-    tf_xshard.TowerOptimizer,
-    tf_xshard.AGNOptimizer,
 )
 # Accumulation makes an update in few calls, and a learning rate that begins at
 # 0 moves no weight: so many times the steps are enough.
@@ -44,6 +41,7 @@ class Steps:
     Args:
       settings: How many steps are recorded, and in which dtype.
       recording: Gets the steps.
+      take_step: Called with the number of batches of a step; returns its rows.
       progress: Called with the number of each step.
       finish: Called with the recording after the last step.
     """
@@ -52,35 +50,46 @@ class Steps:
         self,
         settings: recording_lib.Settings,
         recording: recording_lib.Recording,
+        take_step: Callable[[int], int | None],
         progress: Callable[[int], None],
         finish: Callable[[recording_lib.Recording], None],
     ) -> None:
         self._settings = settings
         self._recording = recording
+        self._take_step = take_step
         self._progress = progress
         self._finish = finish
         # Every optimizer that was built, with its variables and its state when
         # it was built.
         self._built: dict[int, tuple[Any, list[keras.Variable], Any]] = {}
+        # Those that `compile` has made, though the script passed none.
+        self._default: set[int] = set()
         self._before: dict[int, int] = {}
         self._depth = 0
         self._num_calls = 0
-        self._ran = False
+        # Since the last step, of each function: `evaluate` is another one.
+        self._calls: collections.Counter[int] = collections.Counter()
+        # The most replicas that `strategy.run` has run on.
+        self._ran_on = 0
 
     def changes(self) -> Iterator[patches.Patch]:
         """Yields what makes each change and takes it back."""
         function = type(tf.function(lambda: None))
         yield patches.around(function, "__call__", self._outermost)
+        yield patches.around(
+            function, first_values.METHOD, self._read_first_values
+        )
         yield patches.around(tf.distribute.Strategy, "run", self._run)
         kinds = list(_optimizers())
         for owner in {patches.defining(one, "build") for one in kinds}:
             yield patches.around(owner, "build", self._build)
         for owner in {patches.defining(one, "apply") for one in kinds}:
             yield patches.around(owner, "apply", self._outermost)
-        for kind in _WRAPPERS:
+        for kind in (tf_xshard.CrossShardOptimizer, tf_xshard.AGNOptimizer):
             yield patches.around_argument(
                 kind, "__init__", "group_assignment", self._one_group
             )
+        yield patches.around(keras.Model, "compile", self._compile)
         yield operations.seen(_refuse_random)
 
     def _one_group(self, groups: Any) -> None:
@@ -94,6 +103,14 @@ class Steps:
                 " differ from one device. Compare it without group_assignment."
             )
 
+    def _compile(
+        self, plain: Callable, model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = plain(model, *args, **kwargs)
+        if not args and "optimizer" not in kwargs:
+            self._default.add(id(model.optimizer))
+        return result
+
     def _build(self, plain: Callable, optimizer: Any, variables: Any) -> Any:
         variables = list(variables)
         _refuse_what_differs(optimizer)
@@ -105,22 +122,44 @@ class Steps:
             self._built[id(optimizer)] = optimizer, variables, start
         return plain(optimizer, variables)
 
-    def _run(self, plain: Callable, *args: Any, **kwargs: Any) -> Any:
-        self._ran = True
-        return self._outermost(plain, *args, **kwargs)
+    def _run(
+        self, plain: Callable, strategy: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._ran_on = max(self._ran_on, strategy.num_replicas_in_sync)
+        return self._outermost(plain, strategy, *args, **kwargs)
 
-    def _outermost(self, plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _read_first_values(
+        self, plain: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Gives new variables their values, and reads them."""
+        result = plain(*args, **kwargs)
+        if tf.executing_eagerly():
+            self._look_before()
+        return result
+
+    def _outermost(
+        self, plain: Callable, owner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a function, strategy or optimizer, and looks before and after.
+
+        Args:
+          plain: The method.
+          owner: Whose method it is.
+          *args: Passed on.
+          **kwargs: Passed on.
+        """
         if self._depth or not tf.executing_eagerly():
-            return plain(*args, **kwargs)
+            return plain(owner, *args, **kwargs)
         if "tf_keras" in sys.modules:
             _refuse_keras_2()
         self._look_before()
         self._depth += 1
         try:
-            result = plain(*args, **kwargs)
+            result = plain(owner, *args, **kwargs)
         finally:
             self._depth -= 1
-        self._look_after(result)
+        self._calls[id(owner)] += 1
+        self._look_after(result, self._calls[id(owner)])
         return result
 
     def _trained(self) -> list[tuple[Any, list[keras.Variable], Any]]:
@@ -146,7 +185,7 @@ class Steps:
                 for one, variables, _ in trained
             ]
 
-    def _look_after(self, result: Any) -> None:
+    def _look_after(self, result: Any, num_calls: int) -> None:
         """Records a step if an optimizer has made an update."""
         trained = self._trained()
         if not trained:
@@ -170,8 +209,18 @@ class Steps:
                         for one, variables, _ in trained
                     ],
                     _loss(result),
+                    self._take_step(max(num_calls, *updates)),
                 )
             )
+            self._calls.clear()
+            recording.idle = [
+                one.name
+                for (one, _, _), start in zip(
+                    trained, recording.starts, strict=True
+                )
+                if id(one) not in self._default
+                and recording_lib.iterations(one) == start.iterations
+            ]
             self._progress(len(recording.steps))
             if max(updates) > 1:
                 recording.note(
@@ -190,10 +239,15 @@ class Steps:
 
     def _check(self, trained: list) -> None:
         """Ends a script that trains in another way."""
-        if not self._ran:
+        if not self._ran_on:
             raise patches.Refused(
                 "The script trains in a loop without `strategy.run`."
                 f" {_LOOP_ADVICE}"
+            )
+        if self._ran_on < self._settings.num_replicas:
+            raise patches.Refused(
+                "The script has a strategy, but trains on one device. Create"
+                " the model and compile it in `with strategy.scope():`."
             )
         floatx = self._settings.floatx
         dtypes = {v.dtype for _, variables, _ in trained for v in variables}
@@ -208,7 +262,9 @@ def _optimizers() -> Iterator[type]:
     yield keras.optimizers.LossScaleOptimizer
     if hasattr(keras.optimizers, "MultiOptimizer"):  # From Keras 3.14.
         yield keras.optimizers.MultiOptimizer
-    yield from _WRAPPERS
+    yield tf_xshard.CrossShardOptimizer
+    yield tf_xshard.TowerOptimizer
+    yield tf_xshard.AGNOptimizer
 
 
 def _refuse_what_differs(optimizer: keras.optimizers.Optimizer) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import tensorflow as tf
 
@@ -72,18 +72,27 @@ class Strategies:
         plain(strategy, self._devices)
 
     def _multi_worker(
-        self, plain: Callable, strategy: Any, *args: Any, **kwargs: Any
+        self,
+        plain: Callable,
+        strategy: Any,
+        cluster_resolver: Any = None,
+        communication_options: Any = None,
     ) -> None:
-        cluster = json.loads(os.environ.get("TF_CONFIG") or "{}")
-        workers = cluster.get("cluster", {}).get("worker", [])
-        if len(workers) > 1:
+        resolver = cluster_resolver or (
+            tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        )
+        cluster = resolver.cluster_spec().as_dict()
+        number = sum(len(cluster.get(name, [])) for name in ("chief", "worker"))
+        if number > 1:
             raise patches.Refused(
-                f"The script sets TF_CONFIG to {len(workers)} workers. Take it"
+                f"The script sets TF_CONFIG to {number} workers. Take it"
                 " out: one process with several replicas is compared."
             )
         self.made = True
-        plain(strategy, *args, **kwargs)
-        local_devices.use(strategy, self._devices)
+        with mock.patch.dict(os.environ):
+            os.environ.pop("TF_CONFIG", None)
+            plain(strategy, communication_options=communication_options)
+            local_devices.use(strategy, self._devices)
 
     def _number(self) -> patches.Patch:
         """Changes what the script reads outside of replicas."""

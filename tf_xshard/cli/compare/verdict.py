@@ -13,7 +13,7 @@ from tf_xshard.cli.compare import recording as recording_lib
 # is wrong is above 1e-2.
 TOLERANCE = 1e-7
 # In another dtype: of what permuted rows change.
-TIMES_ROUNDING = 10
+_TIMES_ROUNDING = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +56,20 @@ def not_comparable(
     allowed: float,
 ) -> str | None:
     """Returns why two runs did not do the same, or None."""
-    for mine, theirs in zip(one.rows, many.rows, strict=False):
-        for index, (rows, others) in enumerate(zip(mine, theirs, strict=False)):
-            if len(rows) != len(others):
-                return (
-                    f"step {index + 1} has {len(rows)} rows on one replica and"
-                    f" {len(others)} on {num_replicas}. Compute the batch size"
-                    " from strategy.num_replicas_in_sync, which both runs see"
-                    f" as {num_replicas}."
-                )
-            if rows != others:
-                return (
-                    "your script feeds different data in its two runs, first in"
-                    f" step {index + 1}. Set the seed of what shuffles or makes"
-                    " it, for example dataset.shuffle(size, seed=1)."
-                )
+    for where, rows, others in _batches(one, many):
+        if len(rows) != len(others):
+            return (
+                f"{where} has {len(rows)} rows on one replica and"
+                f" {len(others)} on {num_replicas}. Compute the batch size"
+                " from strategy.num_replicas_in_sync, which both runs see"
+                f" as {num_replicas}."
+            )
+        if rows != others:
+            return (
+                "your script feeds different data in its two runs, first in"
+                f" {where}. Set the seed of what shuffles or makes"
+                " it, for example dataset.shuffle(size, seed=1)."
+            )
     if [len(each.states) for each in one.steps] != [
         len(each.states) for each in many.steps
     ]:
@@ -110,10 +109,16 @@ def not_comparable(
     return None
 
 
-def num_rows(recording: recording_lib.Recording, step: int) -> str:
-    """Returns the rows of a step, or "" if they were not seen."""
-    seen = [batches for batches in recording.rows if len(batches) > step]
-    return str(len(seen[0][step])) if seen else ""
+def _batches(
+    one: recording_lib.Recording, many: recording_lib.Recording
+) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Yields each batch of both runs, and its name."""
+    for passes in zip(one.rows, many.rows, strict=False):
+        trained = [[one for one in each if one.is_trained] for each in passes]
+        for epoch, pair in enumerate(zip(*trained, strict=False), 1):
+            batches = zip(*(each.batches for each in pair), strict=False)
+            for number, (rows, others) in enumerate(batches, 1):
+                yield f"batch {number} of epoch {epoch}", rows, others
 
 
 def differences(
@@ -136,6 +141,37 @@ def differences(
         largest = max(found, key=lambda each: each.ratio)
         result.append(dataclasses.replace(largest, moved=moved))
     return result
+
+
+def is_loss_divided(
+    one: recording_lib.Recording, many: recording_lib.Recording
+) -> bool:
+    """Returns True if all losses differ by one factor, such as 1/N."""
+    pairs = [
+        (step.loss, other.loss)
+        for step, other in zip(one.steps, many.steps, strict=False)
+        if step.loss and other.loss
+    ]
+    ratios = [theirs / mine for mine, theirs in pairs]
+    return bool(ratios) and ratios[0] < 0.9 and np.allclose(ratios, ratios[0])
+
+
+def rounding(
+    one: recording_lib.Recording, permuted: recording_lib.Recording
+) -> float:
+    """Returns the largest difference that another order may make."""
+    # Of few rows, another order may have the same sum: then, the last bit.
+    last_bits = [
+        _ratio(
+            float(np.max(np.spacing(np.abs(value.array)), initial=0.0)),
+            recording_lib.movement(state.weights, start.weights),
+        )
+        for step in one.steps
+        for state, start in zip(step.states, one.starts, strict=False)
+        for value in state.weights.values()
+    ]
+    finite = [ratio for ratio in last_bits if np.isfinite(ratio)]
+    return max(_TIMES_ROUNDING * worst(differences(one, permuted)), *finite)
 
 
 def _of_states(
