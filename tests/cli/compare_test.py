@@ -9,7 +9,6 @@ import pytest
 
 from tests.support import compared_scripts as scripts
 from tests.support import processes
-from tf_xshard.cli.compare import cures
 from tf_xshard.cli.compare import known_errors
 from tf_xshard.cli.compare import recording as recording_lib
 from tf_xshard.cli.compare import script as script_lib
