@@ -57,6 +57,14 @@ ABOVE_ONE_I = (
     "cli_test.py::test_demo",
     # The one command that runs as users run it.
     "cli_test.py::test_plan_of_a_script_in_a_new_process",
+    # The command `compare`, each run a process, for a right and a wrong script.
+    "compare_test.py::test_the_command_names_the_cause_and_leaves_the_folder"
+    "[wrapped_right]",
+    "compare_test.py::test_the_command_names_the_cause_and_leaves_the_folder"
+    "[clipped_wrong]",
+    # A GlobalMean on two replicas, in three runs.
+    "compare_test.py::test_a_wrong_script_is_different_until_it_is_cured"
+    "[ragged]",
     # fit, evaluate and predict.
     "simulated_tpu_keras_test.py::test_plain_keras_equals_one_device",
     # XLA waits in a process of its own.
