@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import keras
+import numpy as np
 import pytest
 
 from tests.support import compared_scripts as scripts
@@ -87,6 +88,30 @@ def test_a_learning_rate_times_the_replicas_is_the_same_in_both(trained):
     for number in (1, NUM_REPLICAS):
         step = trained(text, number).steps[-1]
         assert step.states[0].learning_rates == [pytest.approx(2e-2)]
+
+
+def _recording(value, apart=0.0):
+    start, end = (
+        recording_lib.State(
+            step,
+            [0.1],
+            {"w": recording_lib.Value(np.array([step * 2.0]), apart * step, 1)},
+            {},
+        )
+        for step in (0, value)
+    )
+    return recording_lib.Recording(
+        starts=[start], steps=[recording_lib.Step([end])]
+    )
+
+
+def test_replicas_that_differ_from_each_other_are_different():
+    """A fraction of the movement, which is 2, also if replica 0 is right."""
+    [found] = verdict.differences(_recording(1), _recording(1, apart=0.5))
+    assert (found.ratio, found.moved) == (0.25, 2.0)
+    assert found.where() == "w, replica 1 differs from replica 0"
+    [found] = verdict.differences(_recording(1), _recording(1.25))
+    assert (found.ratio, found.where()) == (0.25, "w")
 
 
 def test_known_errors_are_those_of_the_page():
@@ -234,6 +259,22 @@ def test_a_script_that_writes_over_a_file_runs_in_a_copy(compare, tmp_path):
     code, output, _ = compare(text)
     assert code == 2, output
     assert "the script changes log.txt" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("import time; time.sleep(99)", "within 0.3 minutes.*in <module>"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL.*--rows"),
+        ("sys.exit(3)", "exit code 3"),
+        ("undefined", "name 'undefined' is not defined"),
+    ],
+)
+def test_a_run_that_ends_otherwise_says_why(compare, text, why):
+    code, output, _ = compare(text, "--minutes", "0.3", num_runs=1)
+    assert code == 2, output
+    assert re.search(f"(?s)\nnot comparable: .*{why}", output), output
 
 
 @pytest.mark.full
