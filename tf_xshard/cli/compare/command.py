@@ -97,11 +97,8 @@ class _Comparison:
     def print(self) -> int:
         """Runs the script, prints the table and the verdict."""
         one, many = self._on_both()
-        failed = [
-            each for each in (one, many) if each.status == recording_lib.FAILED
-        ]
-        if failed:
-            return self._explain_error(one, many, failed[0].error)
+        if many.status == recording_lib.FAILED:
+            return self._explain_error(one, many)
         if not any(each.is_trained for passes in one.rows for each in passes):
             self._check_repeatable(one)
         if not self._runs.settings.floatx:
@@ -131,20 +128,24 @@ class _Comparison:
         self,
     ) -> tuple[recording_lib.Recording, recording_lib.Recording]:
         """Runs the script on one and on several replicas."""
-        failed = recording_lib.FAILED
-        both = self._runs.run(1), self._runs.run(self._number)
-        if not self._runs.settings.floatx or failed not in (
-            each.status for each in both
-        ):
-            return both
-        # It may take float32 only.
+        both = self._once_on_both()
         floatx = self._runs.settings.floatx
-        self._runs.change(floatx=None)
-        again = self._runs.run(1), self._runs.run(self._number)
-        if failed not in (each.status for each in again):
-            return again
-        self._runs.change(floatx=floatx)
+        if floatx and both[-1].status == recording_lib.FAILED:
+            print("The script fails. Again, in its own dtype:")
+            self._runs.change(floatx=None)
+            again = self._once_on_both()
+            if again[-1].status != recording_lib.FAILED:
+                return again
+            self._runs.change(floatx=floatx)
         return both
+
+    def _once_on_both(
+        self,
+    ) -> tuple[recording_lib.Recording, recording_lib.Recording]:
+        one = self._runs.run(1)
+        if one.status == recording_lib.FAILED:
+            return one, one
+        return one, self._runs.run(self._number)
 
     def _check_repeatable(self, one: recording_lib.Recording) -> None:
         """Runs again on one replica, since the rows can't be compared."""
@@ -251,13 +252,14 @@ class _Comparison:
         self,
         one: recording_lib.Recording,
         many: recording_lib.Recording,
-        error: str,
     ) -> int:
         """Tries the cures of a script that fails on several replicas."""
         fails_on_one = one.status == recording_lib.FAILED
         where = "one replica" if fails_on_one else f"{self._number} replicas"
-        text = f"the script fails on {where} of a MirroredStrategy.\n{error}"
-        known = known_errors.find(error)
+        text = (
+            f"the script fails on {where} of a MirroredStrategy.\n{many.error}"
+        )
+        known = known_errors.find(many.error)
         cause = ""
         if known:
             cause = f"\nCause: {known.meaning}\nWrite: {known.advice}"
