@@ -160,6 +160,7 @@ def test_attributes_of_instances():
         *(model, model._compile_loss, tpu, tpu.extended),
         *(iterator, of_host, of_host._iterator, epochs),
         tf.compat.v1.train.AdamOptimizer(),
+        *(tf.function(lambda: None), replicas.multi_worker(2).extended),
     )
     missing = {
         feature: [

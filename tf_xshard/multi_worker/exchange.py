@@ -396,14 +396,16 @@ def _follow(
     place: engines.Place, own: _Hello, deadline: float, timeout_seconds: float
 ) -> dict[str, Any]:
     """Asks rank 0 until it answers."""
-    why = "no time"
+    why, other = "no time", "another program listens there"
     while (left := deadline - time.monotonic()) > 0:
         try:
             if answer := _asked(place, own, left + _MARGIN_SECONDS):
                 return answer
-            why = "another program listens there"
+            why = other
         except OSError as error:
-            why = error.strerror or str(error)
+            # A program that does not answer may have ended meanwhile.
+            if why != other:
+                why = error.strerror or str(error)
         time.sleep(_SECONDS_BETWEEN_TRIES)
     return {
         "error": f"rank {own.rank} of {own.size} did not reach rank 0 at"
