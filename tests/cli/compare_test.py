@@ -10,6 +10,7 @@ import pytest
 from tests.support import compared_scripts as scripts
 from tests.support import processes
 from tf_xshard import __main__ as cli
+from tf_xshard.cli.compare import folder as folder_lib
 from tf_xshard.cli.compare import known_errors
 from tf_xshard.cli.compare import recording as recording_lib
 from tf_xshard.cli.compare import script as script_lib
@@ -112,6 +113,66 @@ def test_replicas_that_differ_from_each_other_are_different():
     assert found.where() == "w, replica 1 differs from replica 0"
     [found] = verdict.differences(_recording(1), _recording(1.25))
     assert (found.ratio, found.where()) == (0.25, "w")
+
+
+def test_an_optimizer_that_makes_no_update_is_named(trained):
+    text = scripts.gan("wrapped(clipped())", "O.SGD(0.1, name='idle')")
+    text = text.replace("in pairs:", "in pairs[:1]:")
+    assert trained(text, 1).idle == ["idle"]
+
+
+def test_batches_are_compared_pass_by_pass():
+    def recording(*passes):
+        made = _recording(1)
+        made.rows = [
+            [
+                recording_lib.Pass(batches, is_trained)
+                for batches, is_trained in passes
+            ]
+        ]
+        return made
+
+    def reason(*passes):
+        one = recording(([[1, 2]], True), ([[1, 2], [3]], True))
+        return verdict.not_comparable(one, recording(*passes), 4, 1e-7)
+
+    # What `fit` took to build the model, and what was prefetched, is no batch.
+    assert (
+        reason(([[7, 8]], False), ([[1, 2]], True), ([[1, 2], [3], [4]], True))
+        is None
+    )
+    assert "different data in its two runs, first in batch 2 of epoch 2" in (
+        reason(([[1, 2]], True), ([[1, 2], [5]], True))
+    )
+    assert "batch 1 of epoch 1 has 2 rows on one replica and 1 on 4" in (
+        reason(([[1]], True))
+    )
+
+
+def test_the_learning_rates_are_compared():
+    other = _recording(1)
+    other.steps[0].states[0].learning_rates = [0.1 + 1e-4]
+    reason = verdict.not_comparable(_recording(1), other, 4, 1e-7)
+    assert "the learning rates of step 1 are [0.1] on one" in reason
+
+
+def test_new_files_and_folders_are_moved(tmp_path):
+    folder, kept = tmp_path / "folder", tmp_path / "kept"
+    (folder / "own").mkdir(parents=True)
+    (folder / "own" / "file").write_text("as it was")
+    before = folder_lib.state(folder)
+    for name in ("own/new", "logs/a", "logs/train/b"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "empty").mkdir()
+    after = folder_lib.state(folder)
+    assert folder_lib.changed(before, after) == []
+    moved = folder_lib.move_new(folder, before, after, kept)
+    assert moved == ["empty", "logs", "own/new"]
+    assert folder_lib.state(folder) == before
+    assert (kept / "logs" / "train" / "b").read_text() == "logs/train/b"
+    (folder / "own" / "file").write_text("written over")
+    assert folder_lib.changed(before, folder_lib.state(folder)) == ["own/file"]
 
 
 def test_known_errors_are_those_of_the_page():

@@ -117,13 +117,17 @@ RIGHT = {
     ),
     "batch_norm": fit("dense(L.BatchNormalization(synchronized=True))"),
     "dropout": fit("dense(L.Dropout(0.5))"),
+    "lstm_dropout": fit(
+        _EMBEDDED.format("").replace("LSTM(2", "LSTM(2, dropout=0.5"), x="words"
+    ),
     "scalar_loss": fit(
         optimizer="O.SGD(0.1)",
         loss="tf_xshard.ScalarLoss(lambda y, p: tf.reduce_mean((y - p) ** 2))",
     ),
     "towers": fit(optimizer="tf_xshard.TowerOptimizer(clipped(), 2)"),
     "sharded_update": fit(optimizer="wrapped(clipped(), shard_update=True)"),
-    "loop": loop(),
+    "loop": loop("O.SGD(0.1)", divided="/ N"),
+    "wrapped_loop": loop(),
     "eager_loop": loop(function=""),
     "two_optimizers": gan("wrapped(clipped())", "O.SGD(0.1)"),
 }

@@ -12,9 +12,6 @@ import pickle
 import signal
 import sys
 
-# TensorFlow reads it when it is imported.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 
 def main() -> None:
     settings_path, result_path, descriptor = sys.argv[1:]
@@ -29,6 +26,8 @@ def main() -> None:
 
     with open(settings_path, "rb") as file:
         settings = pickle.load(file)
+    # A program that the script starts must not keep it open.
+    os.set_inheritable(int(descriptor), False)
     progress = os.fdopen(int(descriptor), "w", buffering=1)
 
     def finish(recording: recording_lib.Recording) -> None:
@@ -40,14 +39,6 @@ def main() -> None:
         # No `finally` and no atexit of the script, which could write files.
         os._exit(0)
 
-    if keras.backend.backend() != "tensorflow":
-        finish(
-            recording_lib.Recording(
-                recording_lib.REFUSED,
-                f"Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND to"
-                " tensorflow.",
-            )
-        )
     tf.config.set_visible_devices([], "GPU")
     logical_devices.use_logical_cpus(settings.num_replicas)
     if settings.floatx:

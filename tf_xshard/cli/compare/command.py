@@ -6,6 +6,7 @@ import argparse
 import os
 import pathlib
 import tempfile
+import traceback
 
 from tf_xshard.cli.compare import cures
 from tf_xshard.cli.compare import diagnosis
@@ -15,6 +16,8 @@ from tf_xshard.cli.compare import runs as runs_lib
 from tf_xshard.cli.compare import verdict
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
+# What is wrong is above it.
+_MAX_ROUNDING = 1e-2
 _TWO_LINES = """\
     strategy = tf.distribute.MirroredStrategy()
     with strategy.scope():  # around the model and compile"""
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         default=10,
-        help="end a run that makes no update for so long; default: 10",
+        help="end a run after so many minutes without an update; default: 10",
     )
     parser.add_argument(
         "--tolerance",
@@ -81,6 +84,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             return _Comparison(runs, options.tolerance).print()
         except runs_lib.NotComparable as reason:
             print(f"\nnot comparable: {reason}")
+            return NOT_COMPARABLE
+        except Exception:
+            traceback.print_exc()
+            print("\nnot comparable: an error of compare. Please report it.")
             return NOT_COMPARABLE
         finally:
             runs.print_files()
@@ -167,7 +174,15 @@ class _Comparison:
                 "the script fails when the rows of its batches are permuted,"
                 f" which shows its rounding.\n{permuted.error}"
             )
-        return verdict.rounding(one, permuted)
+        rounding = verdict.rounding(one, permuted)
+        if rounding > _MAX_ROUNDING:
+            raise runs_lib.NotComparable(
+                "in the script's own dtype, another order of the rows changes"
+                f" the weights by {rounding / verdict.TIMES_ROUNDING:.0e} of"
+                " their movement, so rounding hides what is wrong. Take out"
+                " what sets the dtype."
+            )
+        return rounding
 
     def _print_table(
         self,
@@ -220,9 +235,9 @@ class _Comparison:
             what = "no difference above rounding"
         print(
             f"\n{what}: after each of {len(found)} steps, {self._number}"
-            " replicas have the weights of one (apart by at most"
-            f" {verdict.worst(found):.1e} of their movement,"
-            f" {self._allowed:.0e} is allowed). Not tried: other numbers of"
+            " replicas have the weights of one. The largest difference is"
+            f" {verdict.worst(found):.1e} of their movement, and the limit is"
+            f" {self._allowed:.0e}. Not tried: other numbers of"
             " replicas, several processes, GPUs, later steps and later models."
         )
 
@@ -233,6 +248,9 @@ class _Comparison:
     ) -> int:
         """Tries the cures, and names the causes whose cure helps."""
         tried = self._tried(one, verdict.worst(found))
+        if tried.ratio > self._allowed:
+            # Its rows do not show all that may change, such as noise.
+            self._check_repeatable(one)
         self._print_tried(tried)
         print(f"\ndifferent: {self._number} replicas do not train as one.")
         self._print_causes(tried, tried.helped)
@@ -278,7 +296,9 @@ class _Comparison:
             f"\ndifferent: {self._number} replicas do not train as one.{cause}"
         )
         if tried:
-            self._print_causes(tried, tried.helped[bool(known) :])
+            # The wrapper's cause is not this error's.
+            causes = [name for name in tried.helped if name != "wrapper"]
+            self._print_causes(tried, causes if known else tried.helped)
         return DIFFERENT
 
     def _tried(
@@ -301,7 +321,7 @@ class _Comparison:
         for name in names:
             print(
                 f"Cause: {cures.CURES[name].cause}.\n"
-                f"Write: {cures.CURES[name].advice}."
+                f"Write: {cures.CURES[name].advice}"
             )
         if tried.ratio > self._allowed:
             print(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -25,7 +25,9 @@ class Cure(NamedTuple):
     Attributes:
       cause: The cause, as the verdict names it.
       advice: What to write in the script.
-      changes: Yields what applies the cure and takes it back.
+      changes: Yields what applies the cure and takes it back; None if it only
+        wraps.
+      wraps: The arguments of a wrapper around the optimizers, or None.
       needs: The script must use it: a layer, "loss" or "loss function".
       on_one_device: Whether the run on one replica gets it, too.
       instead_of: The cure that it contains, and takes the place of.
@@ -33,7 +35,8 @@ class Cure(NamedTuple):
 
     cause: str
     advice: str
-    changes: Callable[[], Iterator[patches.Patch]]
+    changes: Callable[[], Iterator[patches.Patch]] | None = None
+    wraps: Mapping[str, Any] | None = None
     needs: str = ""
     on_one_device: bool = False
     instead_of: str = ""
@@ -50,8 +53,8 @@ def _is_users(optimizer: Any) -> bool:
     )
 
 
-def _wrapped(**options: Any) -> Iterator[patches.Patch]:
-    """Wraps the optimizers that `compile` gets, and those of custom loops."""
+def _wrapped(options: Mapping[str, Any]) -> Iterator[patches.Patch]:
+    """Wraps the optimizers of `compile` and of custom loops."""
 
     def wrap(optimizer: Any) -> Any:
         optimizer = keras.optimizers.get(optimizer)
@@ -90,27 +93,30 @@ def _is_inside_a_wrapper() -> bool:
     )
 
 
-def _global_mean() -> Iterator[patches.Patch]:
-    def global_mean(loss: Any) -> Any:
-        if loss is None or isinstance(loss, tf_xshard.GlobalMean):
-            return loss
+def _of_losses(changed: Callable[[Any], Any]) -> Iterator[patches.Patch]:
+    """Changes each loss that `compile` gets."""
+
+    def change(loss: Any) -> Any:
         if isinstance(loss, dict):
-            return {name: global_mean(one) for name, one in loss.items()}
+            return {name: change(one) for name, one in loss.items()}
         if isinstance(loss, (list, tuple)):
-            return [global_mean(one) for one in loss]
-        return tf_xshard.GlobalMean(loss)
+            return [change(one) for one in loss]
+        return loss if loss is None else changed(loss)
 
-    yield patches.around_argument(keras.Model, "compile", "loss", global_mean)
+    yield patches.around_argument(keras.Model, "compile", "loss", change)
 
 
-def _scalar_loss() -> Iterator[patches.Patch]:
-    def scalar(loss: Any) -> Any:
-        is_function = callable(loss) and not isinstance(
-            loss, (keras.losses.Loss, type)
-        )
-        return tf_xshard.ScalarLoss(loss) if is_function else loss
+def _global_mean(loss: Any) -> Any:
+    if isinstance(loss, tf_xshard.GlobalMean):
+        return loss
+    return tf_xshard.GlobalMean(loss)
 
-    yield patches.around_argument(keras.Model, "compile", "loss", scalar)
+
+def _scalar_loss(loss: Any) -> Any:
+    is_function = callable(loss) and not isinstance(
+        loss, (keras.losses.Loss, type)
+    )
+    return tf_xshard.ScalarLoss(loss) if is_function else loss
 
 
 def _synchronized() -> Iterator[patches.Patch]:
@@ -127,50 +133,57 @@ CURES = {
     "wrapper": Cure(
         "the optimizer clips, accumulates or updates before the gradients of"
         " all replicas are summed",
-        "wrap it: tf_xshard.CrossShardOptimizer(optimizer)",
-        _wrapped,
+        "optimizer = tf_xshard.CrossShardOptimizer(optimizer)",
+        wraps={},
     ),
     "scalar loss": Cure(
         "the loss function returns one number, which Keras does not divide by"
         " the number of replicas",
         "compile(loss=tf_xshard.ScalarLoss(loss))",
-        _scalar_loss,
-        "loss function",
+        lambda: _of_losses(_scalar_loss),
+        needs="loss function",
     ),
     "undivided loss": Cure(
         "each replica's loss is a mean over its own rows, and the sum of the"
         " gradients is as many times too large as there are replicas",
         "tf_xshard.CrossShardOptimizer(optimizer,"
         ' loss_normalization="replica")',
-        lambda: _wrapped(loss_normalization="replica"),
+        wraps={"loss_normalization": "replica"},
         instead_of="wrapper",
     ),
     "global mean": Cure(
         "batches have different numbers of rows or weights on the replicas,"
         " and Keras averages the replicas' means",
         "compile(loss=tf_xshard.GlobalMean(loss))",
-        _global_mean,
-        "loss",
+        lambda: _of_losses(_global_mean),
+        needs="loss",
     ),
     "batch normalization": Cure(
         "BatchNormalization computes its statistics on each replica",
         "keras.layers.BatchNormalization(synchronized=True)",
         _synchronized,
-        "BatchNormalization",
+        needs="BatchNormalization",
     ),
     "repeated rows": Cure(
-        "rows of an Embedding occur several times in a batch, and Keras'"
-        " optimizer on one device updates each occurrence by itself",
-        "use the wrapper on one device, too: its numbers are those of summed"
-        " rows",
-        _wrapped,
-        "Embedding",
+        "rows of an Embedding occur several times in a batch, and Keras's"
+        " optimizer on one device updates each occurrence separately",
+        "optimizer = tf_xshard.CrossShardOptimizer(optimizer), also on one"
+        " device, where it sums the occurrences first",
+        wraps={},
+        needs="Embedding",
         on_one_device=True,
     ),
 }
 
 
 def patches_of(names: Sequence[str]) -> Iterator[patches.Patch]:
-    """Yields what applies the named cures."""
-    for name in names:
-        yield from CURES[name].changes()
+    """Yields what applies the named cures, with one wrapper for all."""
+    some = [CURES[name] for name in names]
+    for one in some:
+        if one.changes is not None:
+            yield from one.changes()
+    if any(one.wraps is not None for one in some):
+        options: dict[str, Any] = {}
+        for one in some:
+            options |= one.wraps or {}
+        yield from _wrapped(options)

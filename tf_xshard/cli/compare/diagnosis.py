@@ -96,8 +96,12 @@ class Diagnosis:
             if one.status == recording_lib.FAILED:
                 return None
             cured = self.runs.run(self.runs.settings.seen_replicas, cures=names)
+        except runs_lib.FilesChanged:
+            raise
         except runs_lib.NotComparable:
             return None
-        if cured.status == recording_lib.FAILED:
+        if cured.status == recording_lib.FAILED or verdict.not_comparable(
+            one, cured, self.runs.settings.seen_replicas, self.allowed
+        ):
             return None
         return verdict.worst(verdict.differences(one, cured))

@@ -6,12 +6,13 @@ import contextlib
 import os
 import pathlib
 import shutil
+import stat
 
-_State = dict[str, tuple[int, int]]
+State = dict[str, tuple[int, int] | None]
 
 
-def state(folder: pathlib.Path) -> _State:
-    """Returns the size and the time of change of each file.
+def state(folder: pathlib.Path) -> State:
+    """Returns the size and the time of change of each file and folder.
 
     The files that this process writes its output to are left out.
     """
@@ -20,10 +21,9 @@ def state(folder: pathlib.Path) -> _State:
         with contextlib.suppress(OSError):
             status = os.fstat(descriptor)
             outputs.append((status.st_dev, status.st_ino))
-    found = {}
+    found: State = {}
     for directory, names, files in os.walk(folder):
-        names[:] = [one for one in names if one != "__pycache__"]
-        for name in files:
+        for name in [*names, *files]:
             path = os.path.join(directory, name)
             try:
                 status = os.lstat(path)
@@ -31,29 +31,35 @@ def state(folder: pathlib.Path) -> _State:
                 continue
             if (status.st_dev, status.st_ino) in outputs:
                 continue
-            relative = os.path.relpath(path, folder)
-            found[relative] = status.st_size, status.st_mtime_ns
+            # The time of a folder changes with its files.
+            is_folder = stat.S_ISDIR(status.st_mode)
+            found[os.path.relpath(path, folder)] = (
+                None if is_folder else (status.st_size, status.st_mtime_ns)
+            )
     return found
 
 
-def changed(before: _State, after: _State) -> list[str]:
-    """Lists files that were changed or removed."""
+def changed(before: State, after: State) -> list[str]:
+    """Lists files that were changed, and what was removed."""
     return sorted(
-        name for name, one in before.items() if after.get(name) != one
+        name
+        for name, one in before.items()
+        if name not in after or after[name] != one
     )
 
 
 def move_new(
-    folder: pathlib.Path, before: _State, after: _State, target: pathlib.Path
+    folder: pathlib.Path, before: State, after: State, target: pathlib.Path
 ) -> list[str]:
-    """Moves new files to another folder, and returns their names."""
-    new = sorted(set(after) - set(before))
-    for name in new:
+    """Moves new files and folders to another folder; returns their names."""
+    new = set(after) - set(before)
+    # A new folder takes its files along.
+    outermost = sorted(
+        name
+        for name in new
+        if not any(str(parent) in new for parent in pathlib.Path(name).parents)
+    )
+    for name in outermost:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(folder / name, target / name)
-    for name in sorted({os.path.dirname(one) for one in new}, reverse=True):
-        # The folders that held nothing else.
-        while name and not any((folder / name).iterdir()):
-            (folder / name).rmdir()
-            name = os.path.dirname(name)
-    return new
+    return outermost

@@ -87,7 +87,7 @@ def is_scripts(file: str) -> bool:
     file = os.path.realpath(file)
     installed = "site-packages" in file or "dist-packages" in file
     return (
-        os.path.exists(file)
+        os.path.isfile(file)
         and not installed
         and not file.startswith(_LIBRARIES)
     )

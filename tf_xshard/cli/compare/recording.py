@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -213,12 +213,20 @@ def state(
     return State(
         iterations(optimizer),
         learning_rates,
-        {one.path: _copies_of(one) for one in variables},
-        {
-            one.path: _copies_of(one)
-            for one in _slot_variables(optimizer, variables)
-        },
+        _by_path(variables),
+        _by_path(_slot_variables(optimizer, variables)),
     )
+
+
+def _by_path(variables: Iterable[Any]) -> dict[str, Value]:
+    """Reads variables; several may have one path."""
+    found: dict[str, Value] = {}
+    for variable in variables:
+        path = replica_variables.path(variable)
+        while path in found:
+            path += "'"
+        found[path] = _copies_of(variable)
+    return found
 
 
 def _slot_variables(

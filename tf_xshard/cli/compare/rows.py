@@ -81,6 +81,13 @@ class Rows:
 
     def changes(self) -> Iterator[patches.Patch]:
         """Yields what makes each change and takes it back."""
+        yield patches.refusing(
+            tf.distribute.Strategy,
+            "experimental_distribute_values_from_function",
+            "The script calls experimental_distribute_values_from_function,"
+            " whose rows can't be given to one replica. Use"
+            " experimental_distribute_dataset.",
+        )
         for method, argument, changed in (
             ("experimental_distribute_dataset", "dataset", self._of_dataset),
             (
@@ -195,6 +202,8 @@ class Rows:
                 )
             return component[::-1] if self._settings.permuted else component
 
+        is_tuple = type(dataset.element_spec) is tuple
+
         def start() -> np.int64:
             passes.append(recording_lib.Pass())
             waiting.append([])
@@ -214,7 +223,7 @@ class Rows:
             seen = tf.numpy_function(note, [number, *arrays], tf.int64)
             with tf.control_dependencies([seen]):
                 element = tf.nest.map_structure(tf.identity, element)
-            return element if len(element) > 1 else element[0]
+            return element if is_tuple else element[0]
 
         def one_pass(_: tf.Tensor) -> tf.data.Dataset:
             number = tf.numpy_function(start, [], tf.int64)

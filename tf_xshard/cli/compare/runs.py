@@ -31,6 +31,10 @@ class NotComparable(Exception):
     """Ends the command with exit code 2 and a sentence."""
 
 
+class FilesChanged(NotComparable):
+    """The script has changed a file of the user, so no other run follows."""
+
+
 class Runs:
     """Runs the script, with what the runs before have shown it to need."""
 
@@ -44,10 +48,9 @@ class Runs:
         self._kept = pathlib.Path(tempfile.mkdtemp(prefix="tf_xshard_compare_"))
         self._folder = pathlib.Path.cwd()
         self._copy = temporary / "copy" if options.copy else None
-        self._before = {} if self._copy else folder_lib.state(self._folder)
-        script = options.script
-        if self._copy and not os.path.relpath(script).startswith(os.pardir):
-            script = os.path.relpath(script)
+        script = os.path.relpath(options.script)
+        if script.startswith(os.pardir):
+            script = os.path.abspath(script)
         self.settings = recording_lib.Settings(
             script,
             tuple(options.arguments),
@@ -87,30 +90,33 @@ class Runs:
         if self._copy:  # Each run begins with the files as they are now.
             shutil.rmtree(self._copy, ignore_errors=True)
             shutil.copytree(self._folder, self._copy, symlinks=True)
-        with _Child(
-            *(settings, self._temporary, self._number),
-            self._copy or self._folder,
-        ) as child:
-            recording = child.recording(self._options.minutes, what)
-            if self._options.verbose:
-                print(child.output())
-        if not self._copy:
-            self._look_at_files()
+        before = folder_lib.state(self._folder)
+        try:
+            with _Child(
+                settings,
+                self._temporary,
+                self._number,
+                self._copy or self._folder,
+            ) as child:
+                recording = child.recording(self._options.minutes, what)
+                if self._options.verbose:
+                    print(child.output())
+        finally:
+            self._move_new_files(before)
         return recording
 
-    def _look_at_files(self) -> None:
+    def _move_new_files(self, before: folder_lib.State) -> None:
         after = folder_lib.state(self._folder)
-        changed = folder_lib.changed(self._before, after)
         self._new_files |= set(
             folder_lib.move_new(
                 self._folder,
-                self._before,
+                before,
                 after,
                 self._kept / str(self._number),
             )
         )
-        if changed:
-            raise NotComparable(
+        if changed := folder_lib.changed(before, after):
+            raise FilesChanged(
                 f"the script changes {', '.join(changed[:5])}, so that its"
                 " next run would begin in another way. Pass --copy, or keep it"
                 " from writing."
@@ -123,8 +129,8 @@ class Runs:
                 f"Files that the script has written are in {self._kept}:"
                 f" {', '.join(sorted(self._new_files)[:10])}"
             )
-        else:
-            shutil.rmtree(self._kept)
+        elif not any(self._kept.iterdir()):
+            self._kept.rmdir()
 
 
 class _Child:
@@ -227,4 +233,11 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCHERS)
     }
-    return {**kept, "CUDA_VISIBLE_DEVICES": "-1", engines.ALONE: "1"}
+    return {
+        **kept,
+        "CUDA_VISIBLE_DEVICES": "-1",
+        engines.ALONE: "1",
+        # The order of sets is that of the run before, and no file is new.
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }

@@ -222,13 +222,16 @@ class _Models:
         **kwargs: Any,
     ) -> Any:
         self._recording.features.add(type(layer).__name__)
-        for name in _RATES:
-            rate = getattr(layer, name, None)
-            if isinstance(rate, float) and 0 < rate < 1:
-                setattr(layer, name, 0.0)
-                self._recording.note(
-                    f"{type(layer).__name__} with {name} 0 instead of {rate}"
-                )
+        # LSTM has a property for the rate of its cell.
+        for owner in (layer, getattr(layer, "cell", layer)):
+            for name in _RATES:
+                rate = vars(owner).get(name)
+                if isinstance(rate, float) and 0 < rate < 1:
+                    setattr(owner, name, 0.0)
+                    kind = type(owner).__name__
+                    self._recording.note(
+                        f"{kind} with {name} 0 instead of {rate}"
+                    )
         return plain(layer, *args, **kwargs)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +23,13 @@ from tf_xshard.private.tensorflow import operations
 
 _RANDOM = re.compile(
     "Random|Multinomial|TruncatedNormal|StatefulUniform|StatefulStandardNormal"
-    "|StatefulTruncatedNormal|RngReadAndSkip"
+    "|StatefulTruncatedNormal|RngReadAndSkip|CandidateSampler"
+    "|SampleDistorted|Fractional"
 )
 # Accumulation makes an update in few calls, and a learning rate that begins at
 # 0 moves no weight: so many times the steps are enough.
 _MAX_CALLS_PER_STEP = 10
+_FOLDER = os.path.dirname(__file__) + os.sep
 _LOOP_ADVICE = (
     "Call the step by `strategy.run(step, args=(batch,))` under a"
     " tf.distribute.MirroredStrategy."
@@ -62,12 +66,14 @@ class Steps:
         # Every optimizer that was built, with its variables and its state when
         # it was built.
         self._built: dict[int, tuple[Any, list[keras.Variable], Any]] = {}
-        # Those that `compile` has made, though the script passed none.
+        # Those that the script has created, and those that `compile` has.
+        self._created: list[weakref.ref] = []
         self._default: set[int] = set()
         self._before: dict[int, int] = {}
         self._depth = 0
-        self._num_calls = 0
-        # Since the last step, of each function: `evaluate` is another one.
+        # Of each function, in all and since the last step. `evaluate` calls
+        # another function.
+        self._all_calls: collections.Counter[int] = collections.Counter()
         self._calls: collections.Counter[int] = collections.Counter()
         # The most replicas that `strategy.run` has run on.
         self._ran_on = 0
@@ -80,6 +86,8 @@ class Steps:
             function, first_values.METHOD, self._read_first_values
         )
         yield patches.around(tf.distribute.Strategy, "run", self._run)
+        owner = patches.defining(keras.optimizers.Optimizer, "__init__")
+        yield patches.around(owner, "__init__", self._create)
         kinds = list(_optimizers())
         for owner in {patches.defining(one, "build") for one in kinds}:
             yield patches.around(owner, "build", self._build)
@@ -89,6 +97,9 @@ class Steps:
             yield patches.around_argument(
                 kind, "__init__", "group_assignment", self._one_group
             )
+        yield patches.around_argument(
+            tf_xshard.CrossShardOptimizer, "__init__", "local", _no_local
+        )
         yield patches.around(keras.Model, "compile", self._compile)
         yield operations.seen(_refuse_random)
 
@@ -102,6 +113,46 @@ class Steps:
                 f"The script uses {groups.num_groups} groups, meant to"
                 " differ from one device. Compare it without group_assignment."
             )
+
+    def _create(
+        self, plain: Callable, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        plain(optimizer, *args, **kwargs)
+        # Only the frames tell whether the script or a library creates it.
+        caller = next(
+            file
+            for frame in frames.callers()
+            if frame.f_code.co_name != "__init__"
+            and not (file := frame.f_code.co_filename).startswith(_FOLDER)
+        )
+        if patches.is_scripts(caller):
+            self._created.append(weakref.ref(optimizer))
+
+    def _idle(self, trained: list) -> list[str]:
+        """Lists optimizers of the script that have made no update."""
+        updated = [
+            one
+            for (one, _, _), start in zip(
+                trained, self._recording.starts, strict=True
+            )
+            if recording_lib.iterations(one) > start.iterations
+        ]
+        used = {
+            id(one) for outer in updated for one in recording_lib.all_of(outer)
+        }
+        created = [one for made in self._created if (one := made()) is not None]
+        inner = {
+            id(one)
+            for outer in created
+            for one in recording_lib.all_of(outer)
+            if one is not outer
+        }
+        unused = [
+            one
+            for one in [*(one for one, _, _ in trained), *created]
+            if id(one) not in used | inner | self._default
+        ]
+        return list(dict.fromkeys(one.name for one in unused))
 
     def _compile(
         self, plain: Callable, model: keras.Model, *args: Any, **kwargs: Any
@@ -134,7 +185,7 @@ class Steps:
         """Gives new variables their values, and reads them."""
         result = plain(*args, **kwargs)
         if tf.executing_eagerly():
-            self._look_before()
+            self._read_starts()
         return result
 
     def _outermost(
@@ -158,8 +209,9 @@ class Steps:
             result = plain(owner, *args, **kwargs)
         finally:
             self._depth -= 1
+        self._all_calls[id(owner)] += 1
         self._calls[id(owner)] += 1
-        self._look_after(result, self._calls[id(owner)])
+        self._look_after(result, id(owner))
         return result
 
     def _trained(self) -> list[tuple[Any, list[keras.Variable], Any]]:
@@ -174,23 +226,25 @@ class Steps:
         return [self._built[id(one)] for one in built if id(one) not in hidden]
 
     def _look_before(self) -> None:
-        trained = self._trained()
         self._before = {
-            id(one): recording_lib.iterations(one) for one, _, _ in trained
+            id(one): recording_lib.iterations(one)
+            for one, _, _ in self._trained()
         }
+        # The script may have restored a checkpoint since the last call.
+        self._read_starts()
+
+    def _read_starts(self) -> None:
         if not self._recording.steps:
-            # The script may have restored a checkpoint since the last call.
             self._recording.starts = [
                 recording_lib.state(one, variables)
-                for one, variables, _ in trained
+                for one, variables, _ in self._trained()
             ]
 
-    def _look_after(self, result: Any, num_calls: int) -> None:
+    def _look_after(self, result: Any, owner: int) -> None:
         """Records a step if an optimizer has made an update."""
         trained = self._trained()
         if not trained:
             return
-        self._num_calls += 1
         recording = self._recording
         updates = [
             recording_lib.iterations(one) - self._before.get(id(one), 0)
@@ -209,36 +263,35 @@ class Steps:
                         for one, variables, _ in trained
                     ],
                     _loss(result),
-                    self._take_step(max(num_calls, *updates)),
+                    self._take_step(max(self._calls[owner], *updates)),
                 )
             )
             self._calls.clear()
-            recording.idle = [
-                one.name
-                for (one, _, _), start in zip(
-                    trained, recording.starts, strict=True
-                )
-                if id(one) not in self._default
-                and recording_lib.iterations(one) == start.iterations
-            ]
+            recording.idle = self._idle(trained)
             self._progress(len(recording.steps))
             if max(updates) > 1:
                 recording.note(
                     f"{max(updates)} updates in one call, compared after it"
                 )
-        self._end_if_enough()
+        self._end_if_enough(self._all_calls[owner])
 
-    def _end_if_enough(self) -> None:
+    def _end_if_enough(self, num_calls: int) -> None:
         recording, number = self._recording, self._settings.num_steps
         if not recording.steps:
             return
-        is_last = self._num_calls >= number * _MAX_CALLS_PER_STEP
+        is_last = num_calls >= number * _MAX_CALLS_PER_STEP
         if is_last or (len(recording.steps) >= number and recording.moved()):
             self._finish(recording)
             raise patches.End
 
     def _check(self, trained: list) -> None:
         """Ends a script that trains in another way."""
+        backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+        if backend != "tensorflow":
+            raise patches.Refused(
+                f"The script sets KERAS_BACKEND to {backend}. Set it to"
+                " tensorflow."
+            )
         if not self._ran_on:
             raise patches.Refused(
                 "The script trains in a loop without `strategy.run`."
@@ -280,6 +333,15 @@ def _refuse_what_differs(optimizer: keras.optimizers.Optimizer) -> None:
         raise patches.Refused(
             f"The script uses {what}: its replicas are meant to differ from one"
             " device. Compare it without."
+        )
+
+
+def _no_local(local: Any) -> None:
+    """Refuses variables that each replica trains separately."""
+    if local:
+        raise patches.Refused(
+            "The script uses local=..., meant to differ from one device."
+            " Compare it without local."
         )
 
 

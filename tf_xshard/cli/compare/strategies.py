@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +14,36 @@ import tensorflow as tf
 from tf_xshard.cli.compare import patches
 from tf_xshard.private import frames
 from tf_xshard.private.tensorflow import local_devices
+
+
+class _Number(int):
+    """The number of replicas that a script reads outside of replicas."""
+
+    in_replicas: int
+
+
+@contextlib.contextmanager
+def _real_numbers(function: Callable[..., Any]) -> Iterator[None]:
+    """Gives a step the real number of replicas, for `loss / N`.
+
+    Replaces global variables of the script and those that the step encloses.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if patches.is_scripts(getattr(module, "__file__", None) or ""):
+                for name, value in list(vars(module).items()):
+                    if isinstance(value, _Number):
+                        stack.enter_context(
+                            patches.replaced(module, name, value.in_replicas)
+                        )
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # It may be empty.
+                if isinstance(cell.cell_contents, _Number):
+                    number = cell.cell_contents.in_replicas
+                    stack.enter_context(
+                        patches.replaced(cell, "cell_contents", number)
+                    )
+        yield
 
 
 class Strategies:
@@ -51,6 +83,7 @@ class Strategies:
                 owner, "__init__", f"The script uses {owner.__name__}. {advice}"
             )
         yield self._number()
+        yield patches.around(of.Strategy, "run", self._run)
         # The script's own logical devices: it has those of this run.
         for owner, name in (
             (tf.config, "set_logical_device_configuration"),
@@ -94,6 +127,17 @@ class Strategies:
             plain(strategy, communication_options=communication_options)
             local_devices.use(strategy, self._devices)
 
+    def _run(
+        self,
+        plain: Callable,
+        strategy: Any,
+        fn: Callable,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with _real_numbers(fn):
+            return plain(strategy, fn, *args, **kwargs)
+
     def _number(self) -> patches.Patch:
         """Changes what the script reads outside of replicas."""
         owner = patches.defining(tf.distribute.Strategy, "num_replicas_in_sync")
@@ -103,7 +147,9 @@ class Strategies:
             # Only the frames tell who reads it.
             reader = next(frames.callers()).f_code.co_filename
             if patches.is_scripts(reader) and not patches.in_replica():
-                return self._seen_replicas
+                seen = _Number(self._seen_replicas)
+                seen.in_replicas = number(strategy)
+                return seen
             return number(strategy)
 
         return patches.replaced(owner, "num_replicas_in_sync", property(seen))

@@ -13,7 +13,7 @@ from tf_xshard.cli.compare import recording as recording_lib
 # is wrong is above 1e-2.
 TOLERANCE = 1e-7
 # In another dtype: of what permuted rows change.
-_TIMES_ROUNDING = 10
+TIMES_ROUNDING = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,8 @@ def not_comparable(
                 f"{where} has {len(rows)} rows on one replica and"
                 f" {len(others)} on {num_replicas}. Compute the batch size"
                 " from strategy.num_replicas_in_sync, which both runs see"
-                f" as {num_replicas}."
+                f" as {num_replicas}, or in distribute_datasets_from_function"
+                " by context.get_per_replica_batch_size(global_batch_size)."
             )
         if rows != others:
             return (
@@ -85,7 +86,7 @@ def not_comparable(
             [rate for state in each.states for rate in state.learning_rates]
             for each in (step, other)
         ]
-        if not np.allclose(rates[0], rates[1], rtol=1e-6):
+        if not np.allclose(rates[0], rates[1], rtol=1e-6, atol=0):
             return (
                 f"the learning rates of step {index + 1} are {rates[0]} on one"
                 f" replica and {rates[1]} on {num_replicas}. Compute them from"
@@ -160,7 +161,7 @@ def rounding(
     one: recording_lib.Recording, permuted: recording_lib.Recording
 ) -> float:
     """Returns the largest difference that another order may make."""
-    # Of few rows, another order may have the same sum: then, the last bit.
+    # With few rows, both orders may give the same sum. Then use the last bit.
     last_bits = [
         _ratio(
             float(np.max(np.spacing(np.abs(value.array)), initial=0.0)),
@@ -171,7 +172,7 @@ def rounding(
         for value in state.weights.values()
     ]
     finite = [ratio for ratio in last_bits if np.isfinite(ratio)]
-    return max(_TIMES_ROUNDING * worst(differences(one, permuted)), *finite)
+    return max(TIMES_ROUNDING * worst(differences(one, permuted)), *finite)
 
 
 def _of_states(
