@@ -1,26 +1,28 @@
-"""Reads the tested versions of TensorFlow and Keras, and checks for them.
-
-The versions are in the package's metadata or, in a checkout, in setup.cfg.
-"""
+"""Lists the tested versions of TensorFlow, Keras and jax; checks for them."""
 
 from __future__ import annotations
 
-import configparser
 import contextlib
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import pathlib
 import warnings
 from collections.abc import Sequence
 
-from packaging import requirements as packaging_requirements
 from packaging import specifiers
 from packaging import version
 
 Minor = tuple[int, int]
 
+# What the tests run on; setup.cfg has the same. Newer ones of Keras warn.
+_TESTED = {
+    "tensorflow": ">=2.20,<2.23",
+    "keras": ">=3.12,<3.17",
+    "jax": ">=0.10.2,<0.13",
+    "jaxlib": ">=0.10.2,<0.13",
+    # 0.0.51 can't compile for tpu7x with jax 0.10.2.
+    "libtpu": "==0.0.42.1",
+}
 # They install into one folder.
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu")
 _INSTALL = (
@@ -29,53 +31,22 @@ _INSTALL = (
 )
 
 
-@functools.cache
-def requirements() -> tuple[str, ...]:
-    """Returns all requirements, such as 'keras<3.17; extra == "tested"'."""
-    try:
-        return tuple(importlib.metadata.requires("tf_xshard") or ())
-    except importlib.metadata.PackageNotFoundError:
-        return _from_checkout()
-
-
-def _from_checkout() -> tuple[str, ...]:
-    config = configparser.ConfigParser()
-    config.read(pathlib.Path(__file__).parents[1] / "setup.cfg")
-    # Another project may contain a copy of this package and its own setup.cfg.
-    if config.get("metadata", "name", fallback=None) != "tf_xshard":
-        return ()
-    lines = config["options"]["install_requires"].split("\n")
-    for value in config["options.extras_require"].values():
-        lines += value.split("\n")
-    return tuple(line for line in lines if line)
-
-
 def specifier(distribution: str) -> specifiers.SpecifierSet:
-    """Returns the versions that the package and all its extras allow."""
-    found = specifiers.SpecifierSet(prereleases=True)
-    for line in requirements():
-        # Drop the marker, which names the extra that has the requirement.
-        requirement = packaging_requirements.Requirement(line.split(";")[0])
-        if requirement.name == distribution:
-            found &= requirement.specifier
-    return found
+    """Returns the tested versions."""
+    return specifiers.SpecifierSet(_TESTED[distribution], prereleases=True)
 
 
 def tested(distribution: str) -> tuple[Minor, Minor]:
     """Returns the oldest and the newest tested (major, minor) version."""
-    # The newest tested version is just below the smallest upper bound. Keras's
-    # bound is in the extra `[tested]`, since the package allows newer versions.
-    bounds = specifier(distribution)
-    oldest = max(_minor(one.version) for one in bounds if one.operator == ">=")
-    bound = min(_minor(one.version) for one in bounds if one.operator == "<")
-    return oldest, (bound[0], bound[1] - 1)
+    bounds = {
+        one.operator: _minor(one.version) for one in specifier(distribution)
+    }
+    major, minor = bounds["<"]
+    return bounds[">="], (major, minor - 1)
 
 
 def tested_range(distribution: str) -> str:
     """Returns the tested versions for error texts, such as "3.12 to 3.16"."""
-    # A copy of the package without metadata does not know the versions.
-    if not requirements():
-        return "unknown versions"
     return " to ".join(".".join(map(str, one)) for one in tested(distribution))
 
 
@@ -133,10 +104,8 @@ def check() -> None:
     _refuse_mixed_tensorflows()
     tensorflow = importlib.import_module("tensorflow")
     keras = importlib.import_module("keras")
-    # A copy of the package without metadata has no versions to compare with.
-    if requirements():
-        check_range("tensorflow", tensorflow.__version__, tested("tensorflow"))
-        check_range("keras", keras.__version__, tested("keras"))
+    check_range("tensorflow", tensorflow.__version__, tested("tensorflow"))
+    check_range("keras", keras.__version__, tested("keras"))
     if keras.backend.backend() != "tensorflow":
         raise ImportError(
             "tf_xshard needs Keras on TensorFlow, but Keras runs on"

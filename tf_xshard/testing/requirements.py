@@ -6,8 +6,7 @@ import importlib.metadata
 
 from tf_xshard import dependencies
 
-# Versions of libtpu support different TPUs, and 0.0.51 can't compile for tpu7x
-# with jax 0.10.2. setup.cfg pins the version.
+# Versions of libtpu support different TPUs, so there is one.
 [LIBTPU] = {one.version for one in dependencies.specifier("libtpu")}
 
 _INSTALL = "pip install 'tf_xshard[cpu,testing]' in a separate environment"
