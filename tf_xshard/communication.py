@@ -82,7 +82,7 @@ class Communication:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        usable = wire_formats.usable()
+        usable = tuple(wire_formats.TABLE)
         if self.dtype is not None and not isinstance(self.dtype, str):
             raise TypeError(
                 "Communication(dtype=...) must be a string or None, got"
@@ -193,15 +193,7 @@ class Communication:
         >>> tf_xshard.Communication().get_config()["bytes_per_bucket"]
         16777216
         """
-        config = dataclasses.asdict(self)
-        # Version 0.1.0 does not know these arguments, so omit their defaults.
-        for field in dataclasses.fields(self):
-            if (
-                field.name in ("error_feedback", "rounding", "transport")
-                and config[field.name] == field.default
-            ):
-                del config[field.name]
-        return config
+        return dataclasses.asdict(self)
 
 
 def checked(communication: Any) -> Communication:

@@ -16,15 +16,8 @@ class Reduction:
 
     # Users pass this name.
     name: str
-    # Returns the divisor of the sum, from the number of losses. None for a
-    # reduction that is not a multiple of the sum. `checked` refuses it, since
-    # gradients are communicated as sums.
-    divisor: Callable[[Any], Any] | None = None
-
-    def of_sum(self, count: Any) -> Any:
-        """Returns the number to divide the sum of `count` values by."""
-        assert self.divisor is not None, self.name
-        return self.divisor(count)
+    # Returns the divisor of the sum, from the number of losses.
+    of_sum: Callable[[Any], Any]
 
     def weight(self, count: int) -> int:
         """Returns the reduction of `count` values divided by their mean."""
@@ -52,8 +45,8 @@ def checked(value: Any) -> Reduction:
     """Converts a `reduction` argument, or raises ValueError."""
     name = value if isinstance(value, str) else ""
     found = TABLE.get(_ALIASES.get(name, name))
-    if found is None or found.divisor is None:
-        known = [f'"{one.name}"' for one in TABLE.values() if one.divisor]
+    if found is None:
+        known = [f'"{name}"' for name in TABLE]
         raise ValueError(
             f"reduction must be {' or '.join(known)}, got {value!r}."
         )

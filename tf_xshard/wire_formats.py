@@ -16,8 +16,7 @@ class WireFormat:
     dtype: str | None
     # With "sum", collectives sum the values in this dtype. With "quantize",
     # replicas send integers with scales, and sum received values in float32.
-    # With None, there is no code for the format, so it can't be used.
-    path: str | None = None
+    path: str
     # The relative error of one rounding, or 0 if a sum in this dtype is as
     # precise as a sum in the gradients' dtype.
     roundoff: float = 0.0
@@ -68,8 +67,3 @@ TABLE = {
         ),
     )
 }
-
-
-def usable() -> tuple[str | None, ...]:
-    """Returns the dtypes that can be used."""
-    return tuple(dtype for dtype, one in TABLE.items() if one.path is not None)

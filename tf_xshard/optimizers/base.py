@@ -820,12 +820,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             "inner_optimizer": keras.saving.serialize_keras_object(
                 self.inner_optimizer
             ),
-            # Version 0.1.0 only knows the first setting.
-            **{
-                key: value
-                for key, value in self._given_settings.items()
-                if value is not None or key == "loss_normalization"
-            },
+            **self._given_settings,
             "name": self.name,
         }
 

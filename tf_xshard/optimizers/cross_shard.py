@@ -436,20 +436,15 @@ class CrossShardOptimizer(base.GradientWrapper):
         >>> config["reduction"], config["group_assignment"]
         ('sum', [[0]])
         """
-        config = {
+        return {
             **super().get_config(),
             **self._reducer_config(),
             "pre_reduce": _serialized(self._pre_reduce),
             "post_reduce": _serialized(self._post_reduce),
+            "shard_update": self.shard_update,
+            "local": self._unreduced.get_config() or None,
+            "scale_local_gradients": self._scale_local_gradients,
         }
-        # Version 0.1.0 does not know these arguments, so omit the defaults.
-        if self.shard_update:
-            config["shard_update"] = True
-        if self._unreduced:
-            config["local"] = self._unreduced.get_config()
-        if not self._scale_local_gradients:
-            config["scale_local_gradients"] = False
-        return config
 
 
 def implicit(optimizer: keras.optimizers.Optimizer) -> CrossShardOptimizer:
