@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,42 +17,53 @@ _HINT = (
 )
 
 
-def _as_replica_id(value: Any) -> int | None:
-    """Returns `value` as an int, or None if it is a bool or no integer."""
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, (list, tuple, range))
+
+
+def _is_integer(value: Any) -> bool:
     try:
-        return checks.integer("replica id", value)
+        checks.integer("replica id", value)
     except TypeError:
-        return None
+        return False
+    return True
 
 
 def validated_rows(groups: Any) -> tuple[tuple[int, ...], ...]:
     """Checks groups, and returns them as tuples of ints."""
-    nested = [_sequence(row, groups) for row in _sequence(groups, groups)]
-    if not any(nested):
+    for value in (groups, *groups) if _is_sequence(groups) else (groups,):
+        if _is_integer(value) and value is not groups:
+            raise ValueError(
+                f"group_assignment is not two-dimensional: {groups!r}. {_HINT}"
+            )
+        if not _is_sequence(value):
+            raise TypeError(
+                f"group_assignment got {value!r} ({type(value).__name__}),"
+                f" which is not a list of replica ids. {_HINT}"
+            )
+    for value in itertools.chain(*groups):
+        if _is_sequence(value):
+            raise ValueError(
+                f"group_assignment has more than two dimensions: {groups!r}"
+                f". {_HINT}"
+            )
+        if not _is_integer(value):
+            raise TypeError(
+                f"group_assignment holds {value!r} ({type(value).__name__}),"
+                f" which is not an integer replica id: {groups!r}. {_HINT}"
+            )
+    rows = tuple(tuple(map(int, row)) for row in groups)
+    if not any(rows):
         raise ValueError(f"group_assignment {groups!r} is empty. {_HINT}")
-    ids = []
-    for row in nested:
-        for value in row:
-            if _sequence_or_none(value) is not None:
-                raise ValueError(
-                    f"group_assignment has more than two dimensions: {groups!r}"
-                    f". {_HINT}"
-                )
-            replica_id = _as_replica_id(value)
-            if replica_id is None:
-                raise TypeError(
-                    f"group_assignment holds {value!r}"
-                    f" ({type(value).__name__}), which is not an integer"
-                    f" replica id: {groups!r}. {_HINT}"
-                )
-            if replica_id < 0:
-                raise ValueError(
-                    f"group_assignment holds the negative replica id"
-                    f" {replica_id}: {groups!r}. Replica ids start at 0."
-                )
-            ids.append(replica_id)
-    rows = tuple(tuple(int(value) for value in row) for row in nested)
-    _check_each_id_once(rows, ids)
+    least = min(itertools.chain(*rows))
+    if least < 0:
+        raise ValueError(
+            f"group_assignment holds the negative replica id {least}:"
+            f" {groups!r}. Replica ids start at 0."
+        )
+    _check_each_id_once(rows)
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
             "group_assignment has groups of different sizes"
@@ -74,9 +86,7 @@ def number_of_groups(num_replicas: int, group_size: int) -> int:
     return num_replicas // group_size
 
 
-def _check_each_id_once(
-    rows: Sequence[Sequence[int]], ids: Sequence[int]
-) -> None:
+def _check_each_id_once(rows: Sequence[Sequence[int]]) -> None:
     seen: dict[int, int] = {}
     for index, row in enumerate(rows):
         for replica_id in row:
@@ -92,40 +102,19 @@ def _check_each_id_once(
                     " once."
                 )
             seen[replica_id] = index
-    missing = sorted(set(range(max(ids) + 1)) - set(ids))
+    last = max(seen)
+    missing = sorted(set(range(last + 1)) - set(seen))
     if missing:
         named = ", ".join(str(i) for i in missing[:8])
         more = ", ..." if len(missing) > 8 else ""
         raise ValueError(
             f"group_assignment leaves out replica {named}{more}: {_shown(rows)}"
-            f". Every replica id from 0 to {max(ids)} must be in a group."
+            f". Every replica id from 0 to {last} must be in a group."
         )
 
 
 def _shown(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(row) for row in rows]
-
-
-def _sequence_or_none(value: Any) -> list | None:
-    if isinstance(value, np.ndarray) and value.ndim:
-        return list(value)
-    if isinstance(value, (list, tuple, range)):
-        return list(value)
-    return None
-
-
-def _sequence(value: Any, groups: Any) -> list:
-    found = _sequence_or_none(value)
-    if found is not None:
-        return found
-    if value is not groups and _as_replica_id(value) is not None:
-        raise ValueError(
-            f"group_assignment is not two-dimensional: {groups!r}. {_HINT}"
-        )
-    raise TypeError(
-        f"group_assignment got {value!r} ({type(value).__name__}), which is not"
-        f" a list of replica ids. {_HINT}"
-    )
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
