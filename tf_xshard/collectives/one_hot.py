@@ -65,6 +65,7 @@ class OneHot(transport.Transport):
             for position, one in enumerate(stacks)
         ]
 
+    @functools.cached_property
     def _participants(self) -> group_assignment_lib.GroupAssignment:
         return group_assignment_lib.GroupAssignment.single(
             self.site.num_replicas

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -136,11 +137,11 @@ class Transport(abc.ABC):
     def position(self) -> int | tf.Tensor:
         """Returns this replica's position in its group; see `site.ranked`."""
         groups, replica_id = self.groups, self.site.replica_id
+        if replica_id is not None:
+            return list(groups)[groups.group_of(replica_id)].index(replica_id)
         positions = {
             r: position for group in groups for position, r in enumerate(group)
         }
-        if replica_id is not None:
-            return positions[replica_id]
         context = tf.distribute.get_replica_context()
         return tf.gather(
             tf.constant([positions[r] for r in range(groups.num_replicas)]),
@@ -154,6 +155,7 @@ class Transport(abc.ABC):
     def check_dtype(self, dtype: tf.DType) -> None:  # noqa: B027
         """Raises ValueError for a dtype that this path can't sum."""
 
+    @functools.cached_property
     def _participants(self) -> group_assignment_lib.GroupAssignment:
         """Returns the groups of replicas that share one operation."""
         return self.channel.groups
@@ -162,7 +164,7 @@ class Transport(abc.ABC):
         self, operation: str, tensor: tf.Tensor, position: int
     ) -> recorder.Cost:
         """Records an operation that is being created; returns its cost."""
-        groups = self._participants()
+        groups = self._participants
         recorder.note(
             operation,
             self.name,

@@ -215,10 +215,14 @@ def may_differ(variables: Sequence) -> bool:
     for variable in variables:
         if isinstance(variable, keras_shards.Sharded):
             continue  # Replicas hold different parts of one value.
-        values = [np.asarray(copy).tobytes() for copy in copies(variable)]
+        first, *others = copies(variable)
         strategy = strategy_of(variable)
-        if len(set(values)) > 1 or (
-            strategy and len(values) < strategy.num_replicas_in_sync
+        if strategy and 1 + len(others) < strategy.num_replicas_in_sync:
+            return True
+        first = np.asarray(first)
+        if any(
+            not np.array_equal(first, np.asarray(other), equal_nan=True)
+            for other in others
         ):
             return True
     return False

@@ -512,9 +512,10 @@ class AGNOptimizer(base.GradientWrapper):
         local = optimizer_state.trainable_variables(self)
         weight = self._reduction.weight(groups.group_size)
         # Skip variables that are frozen and not among the call's variables.
+        of_call = set(indices)
         totals = [
             self._accumulated(index, num_steps, weight)
-            if index in indices or getattr(variable, "trainable", True)
+            if index in of_call or getattr(variable, "trainable", True)
             else None
             for index, variable in enumerate(local)
         ]

@@ -285,6 +285,11 @@ class ShardedUpdate:
     def _position(self, site: site_lib.Site) -> Any:
         return self._reducer.transport(site, self._groups).position()
 
+    def _is_split(self, variable: Any) -> bool:
+        """Returns True if each replica has a shard, so that none owns it."""
+        key = _key(variable)
+        return key in self._shards and key not in self.owner_of
+
     def _own(self, variable: Any, whole: Any, position: Any) -> tf.Tensor:
         owner = self.owner_of.get(_key(variable))
         if isinstance(whole, tf.IndexedSlices):
@@ -310,7 +315,7 @@ class ShardedUpdate:
             refreshed = self._variables
         position = self._position(site)
         for variable in refreshed:
-            if _key(variable) in self._shards.keys() - self.owner_of.keys():
+            if self._is_split(variable):
                 replica_variables.assign(
                     self._shards[_key(variable)],
                     self._own(
@@ -359,11 +364,7 @@ class ShardedUpdate:
         is_applied: tf.Tensor | None,
     ) -> None:
         """Gathers the variables that may have changed."""
-        split = [
-            v
-            for v in variables
-            if _key(v) in self._shards.keys() - self.owner_of.keys()
-        ]
+        split = [v for v in variables if self._is_split(v)]
         owned = [v for v in variables if _key(v) in self.owner_of]
         shards = [self._shards[_key(v)] for v in split]
 
