@@ -165,7 +165,6 @@ def test_config_round_trip():
         assert config == kept == made.get_config()
     assert made.group_assignment == optimizer.group_assignment
     assert made.communication == optimizer.communication
-    assert "error_feedback" not in tf_xshard.Communication().get_config()
     assert made.inner_optimizer.inner_optimizer.clipnorm == 2.0
     made.iterations.assign(50)
     np.testing.assert_allclose(float(made.learning_rate), 0.05, rtol=1e-6)
