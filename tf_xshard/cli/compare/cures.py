@@ -25,11 +25,11 @@ class Cure(NamedTuple):
     Attributes:
       cause: The cause, as the verdict names it.
       advice: What to write in the script.
-      changes: Yields what applies the cure and takes it back; None if it only
+      changes: Yields the context managers that apply the cure; None if it only
         wraps.
       wraps: The arguments of a wrapper around the optimizers, or None.
       needs: The script must use it: a layer, "loss" or "loss function".
-      on_one_device: Whether the run on one replica gets it, too.
+      on_one_device: Whether also the run on one replica gets it.
       instead_of: The cure that it contains, and takes the place of.
     """
 

@@ -10,8 +10,9 @@ import keras
 import numpy as np
 
 from tf_xshard.distribute import replica_variables
+from tf_xshard.private.keras import shards as keras_shards
 
-# What a run of a script has come to.
+# The status of a run.
 TRAINED = "trained"
 FAILED = "failed"
 REFUSED = "refused"
@@ -33,7 +34,7 @@ class Settings:
       num_steps: After how many steps it ends.
       rows: How many rows of each batch it gets, or None for all.
       floatx: Keras's default dtype, or None for the script's own.
-      default_strategy: Whether it runs under a MirroredStrategy of ours.
+      default_strategy: Whether it runs under a MirroredStrategy that `compare` creates.
       permuted: Whether the rows of each batch are reversed.
       cures: The names of the cures that are applied, see `cures`.
     """
@@ -71,7 +72,7 @@ class State:
 
     Attributes:
       iterations: The number of updates that it has made.
-      learning_rates: Its learning rate, or those of the optimizers inside it.
+      learning_rates: Its learning rate, or the rates of the optimizers inside.
       weights: The variables that it trains, by path.
       slots: Its variables of the shape of a trained variable, by path.
     """
@@ -240,7 +241,7 @@ def _slot_variables(
                 "float" in variable.dtype
                 and len(variable.shape)
                 and tuple(variable.shape) in shapes
-                and not hasattr(variable, "store")  # A shard.
+                and not isinstance(variable, keras_shards.Sharded)
             ):
                 yield variable
 

@@ -80,7 +80,7 @@ class Rows:
             self._epoch = None
 
     def changes(self) -> Iterator[patches.Patch]:
-        """Yields what makes each change and takes it back."""
+        """Yields the context managers that replace methods."""
         yield patches.refusing(
             tf.distribute.Strategy,
             "experimental_distribute_values_from_function",

@@ -159,7 +159,7 @@ class _Models:
         self._strategies = strategies
 
     def changes(self) -> Iterator[patches.Patch]:
-        """Yields what makes each change and takes it back."""
+        """Yields the context managers that replace methods."""
         for name in ("fit", "train_on_batch"):
             yield patches.around(keras.Model, name, self._fit)
         yield patches.around(keras.Model, "compile", self._compile)

@@ -79,7 +79,7 @@ class Steps:
         self._ran_on = 0
 
     def changes(self) -> Iterator[patches.Patch]:
-        """Yields what makes each change and takes it back."""
+        """Yields the context managers that replace methods."""
         function = type(tf.function(lambda: None))
         yield patches.around(function, "__call__", self._outermost)
         yield patches.around(
@@ -328,7 +328,7 @@ def _refuse_what_differs(optimizer: keras.optimizers.Optimizer) -> None:
     if period != 1:
         what = f"communication_period={period}"
     elif wire_formats.TABLE[getattr(communication, "dtype", None)].loses:
-        what = "gradients that travel in 8 or 16 bits"
+        what = "gradients sent in 8 or 16 bits"
     if what:
         raise patches.Refused(
             f"The script uses {what}: its replicas are meant to differ from one"

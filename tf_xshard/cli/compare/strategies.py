@@ -61,7 +61,7 @@ class Strategies:
         self.made = False
 
     def changes(self) -> Iterator[patches.Patch]:
-        """Yields what makes each change and takes it back."""
+        """Yields the context managers that replace methods."""
         of = tf.distribute
         yield patches.around(of.MirroredStrategy, "__init__", self._mirrored)
         yield patches.around(
@@ -84,7 +84,7 @@ class Strategies:
             )
         yield self._number()
         yield patches.around(of.Strategy, "run", self._run)
-        # The script's own logical devices: it has those of this run.
+        # The script gets this run's logical devices instead of its own.
         for owner, name in (
             (tf.config, "set_logical_device_configuration"),
             (tf.config.experimental, "set_virtual_device_configuration"),
