@@ -34,7 +34,7 @@ class Settings:
       num_steps: After how many steps it ends.
       rows: How many rows of each batch it gets, or None for all.
       floatx: Keras's default dtype, or None for the script's own.
-      default_strategy: Whether it runs under a MirroredStrategy that `compare` creates.
+      default_strategy: Whether `compare` creates its MirroredStrategy.
       permuted: Whether the rows of each batch are reversed.
       cures: The names of the cures that are applied, see `cures`.
     """
