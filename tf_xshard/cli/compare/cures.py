@@ -146,7 +146,7 @@ CURES = {
     "undivided loss": Cure(
         "each replica's loss is a mean over its own rows, and the sum of the"
         " gradients is as many times too large as there are replicas",
-        "tf_xshard.CrossShardOptimizer(optimizer,"
+        "optimizer = tf_xshard.CrossShardOptimizer(optimizer,"
         ' loss_normalization="replica")',
         wraps={"loss_normalization": "replica"},
         instead_of="wrapper",

@@ -14,11 +14,13 @@ from unittest import mock
 import tensorflow as tf
 
 import tf_xshard
+from tf_xshard.private import frames
 
 _LIBRARIES = (
     sysconfig.get_path("stdlib") + os.sep,
     os.path.dirname(os.path.realpath(tf_xshard.__file__)) + os.sep,
 )
+_FOLDER = os.path.dirname(__file__) + os.sep
 Patch = contextlib.AbstractContextManager
 
 
@@ -90,6 +92,19 @@ def is_scripts(file: str) -> bool:
         os.path.isfile(file)
         and not installed
         and not file.startswith(_LIBRARIES)
+    )
+
+
+def is_called_by_script() -> bool:
+    """Returns True if the script, and no library, calls a replaced method."""
+    # Only the frames tell who calls.
+    return is_scripts(
+        next(
+            file
+            for frame in frames.callers()
+            if frame.f_code.co_name != "__init__"
+            and not (file := frame.f_code.co_filename).startswith(_FOLDER)
+        )
     )
 
 

@@ -39,6 +39,17 @@ def _digests(arrays: tuple[np.ndarray, ...]) -> list[int]:
     return digests
 
 
+def _refuse_values(plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Refuses rows that can't be given to one replica."""
+    if patches.is_called_by_script():
+        raise patches.Refused(
+            "The script calls experimental_distribute_values_from_function,"
+            " whose rows can't be given to one replica. Use"
+            " experimental_distribute_dataset."
+        )
+    return plain(*args, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Epoch:
     """Describes the data that `fit` trains on.
@@ -81,12 +92,10 @@ class Rows:
 
     def changes(self) -> Iterator[patches.Patch]:
         """Yields the context managers that replace methods."""
-        yield patches.refusing(
+        yield patches.around(
             tf.distribute.Strategy,
             "experimental_distribute_values_from_function",
-            "The script calls experimental_distribute_values_from_function,"
-            " whose rows can't be given to one replica. Use"
-            " experimental_distribute_dataset.",
+            _refuse_values,
         )
         for method, argument, changed in (
             ("experimental_distribute_dataset", "dataset", self._of_dataset),

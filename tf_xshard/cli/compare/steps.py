@@ -29,7 +29,6 @@ _RANDOM = re.compile(
 # Accumulation makes an update in few calls, and a learning rate that begins at
 # 0 moves no weight: so many times the steps are enough.
 _MAX_CALLS_PER_STEP = 10
-_FOLDER = os.path.dirname(__file__) + os.sep
 _LOOP_ADVICE = (
     "Call the step by `strategy.run(step, args=(batch,))` under a"
     " tf.distribute.MirroredStrategy."
@@ -118,14 +117,7 @@ class Steps:
         self, plain: Callable, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         plain(optimizer, *args, **kwargs)
-        # Only the frames tell whether the script or a library creates it.
-        caller = next(
-            file
-            for frame in frames.callers()
-            if frame.f_code.co_name != "__init__"
-            and not (file := frame.f_code.co_filename).startswith(_FOLDER)
-        )
-        if patches.is_scripts(caller):
+        if patches.is_called_by_script():
             self._created.append(weakref.ref(optimizer))
 
     def _idle(self, trained: list) -> list[str]:
