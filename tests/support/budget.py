@@ -24,9 +24,9 @@ LIMITS = paths.ROOT / "tests" / "budget.json"
 # A run may count so much more than was recorded: functions that TensorFlow
 # keeps are traced by whichever test comes first in its process.
 MARGIN = 1.03
-# The whole run fails above so many i. It takes 132, give or take 8 %: the
-# import is measured while other tests run.
-LIMIT_I = 165
+# The whole run fails above so many i: 165, and 12 for `compare`. It takes 157,
+# give or take 8 %: the import is measured while other tests run.
+LIMIT_I = 177
 NUM_IMPORTS = 5
 SECONDS_BETWEEN_IMPORTS = 60
 # The tests that may cost more than 1 i, each with its reason.
