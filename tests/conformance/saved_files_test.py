@@ -106,7 +106,7 @@ def test_a_config(name):
     now = keras.saving.serialize_keras_object(optimizer)
 
     def known(value, old):
-        """What version 0.1.0 wrote, too; it knew fewer arguments."""
+        """Drops the arguments that version 0.1.0 did not know."""
         if not isinstance(old, dict):
             return value
         return {

@@ -1,4 +1,4 @@
-"""What the tests of several real processes share."""
+"""Shares fixtures among the tests of several real processes."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support import cluster
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """What all workers write into."""
+    """Creates the folder that all workers write into."""
     return tmp_path_factory.mktemp("shared")
 
 

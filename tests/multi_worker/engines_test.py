@@ -41,7 +41,7 @@ _TWO_HOSTS = f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=2"
 # they tell; *: any port.
 _PLACES = [
     ("", None),
-    # Of a batch script, which runs once, whatever the job's size.
+    # A batch script runs once, whatever the job's size.
     ("SLURM_NTASKS=4 SLURM_PROCID=0", None),
     ("RANK=3", None),
     ("RANK= WORLD_SIZE= MASTER_ADDR= MASTER_PORT=", None),
@@ -343,7 +343,7 @@ print(json.dumps([os.environ["TF_CONFIG"],
 
 
 def _from_env(folder, *texts):
-    """What a script prints, and errors, in processes with some variables."""
+    """Returns each process's output and errors, with some variables."""
     script = folder / "script.py"
     script.write_text(_SHOW)
     command = ("-m", "tf_xshard", "launch", "--from-env", "--connect-timeout")

@@ -68,7 +68,7 @@ class _Launched:
             limit.cancel()
 
     def said(self, after=0.0):
-        """What was printed after a time, without the workers' ranks."""
+        """Returns what was printed after a time, without the ranks."""
         lines = (line for when, line in self.lines if when > after)
         return "\n".join(re.sub(r"^\[\d\] ", "", line) for line in lines)
 

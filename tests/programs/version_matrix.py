@@ -45,7 +45,7 @@ ROWS = {
     "python-3.12": Row("python3.12", "==2.21.*", "<4"),
     "python-3.13": Row("python3.13", "==2.21.*", "<4"),
 }
-# What a user gets today.
+# The versions that a user gets today.
 NEWEST = "keras-3.15"
 # Of one installation, or one run of the tests.
 _SECONDS = 4 * 3600

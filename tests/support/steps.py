@@ -10,7 +10,7 @@ from tests.support import replicas
 
 
 def run(strategy, on_replica, graph=True):
-    """What a function returns on all replicas."""
+    """Returns a function's results on all replicas."""
     step = lambda: strategy.run(on_replica)
     found = (tf.function(step, autograph=False) if graph else step)()
     return tf.nest.map_structure(strategy.experimental_local_results, found)

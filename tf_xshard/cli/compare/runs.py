@@ -27,6 +27,10 @@ _LAUNCHERS = (
 )
 
 
+# After the last step.
+_SECONDS_TO_END = 60
+
+
 class NotComparable(Exception):
     """Ends the command with exit code 2 and a sentence."""
 
@@ -198,12 +202,20 @@ class _Child:
                 step = int(lines.split()[-1])
                 text = f"{what}: step {step} of {self._num_steps}"
         print("" if sys.stdout.isatty() else text, flush=True)
-        code = self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # It has closed the pipe, so it ends now; `__exit__` kills it.
+            self._process.wait(_SECONDS_TO_END)
+        code = self._process.returncode
         if self._result.exists():
             recording = pickle.loads(self._result.read_bytes())
             if recording.status == recording_lib.FAILED:
                 recording.error += f"Its last output:\n{self._last_lines()}"
             return recording
+        if code is None:
+            raise NotComparable(
+                f"{what}: the script closes files that it has not opened, and"
+                f" does not end.\n{self._last_lines()}"
+            )
         if code < 0:
             raise NotComparable(
                 f"{what}: killed by {signal.Signals(-code).name}. If it"
