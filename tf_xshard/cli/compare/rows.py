@@ -193,6 +193,16 @@ class Rows:
         waiting: list[list[list[int]]] = []
         rows = self._settings.rows
         kept = None if rows is None else max(1, rows // all_parts)
+        if kept is not None or self._settings.permuted:
+            for spec in tf.nest.flatten(dataset.element_spec):
+                if (
+                    not isinstance(spec, tf.TensorSpec)
+                    or spec.shape.rank is None
+                ):
+                    raise patches.Refused(
+                        f"A batch has {spec}, whose rows can't be cut or"
+                        " reordered. Compare in float64, without --rows."
+                    )
 
         def cut(component: Any) -> Any:
             if not isinstance(component, tf.Tensor) or not component.shape.rank:
