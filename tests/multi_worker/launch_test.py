@@ -67,6 +67,9 @@ if case == "much":
         print("line", number, "x" * 200, end="\\r" if number % 2 else "\\n")
     print("the end", end="")
     open(f"{sys.argv[0]}.{rank}", "w").close()
+    # The failure of worker 1 ends the others.
+    while rank and not os.path.exists(f"{sys.argv[0]}.0"):
+        time.sleep(0.01)
     sys.exit(7 if rank else 0)
 if case == "held":
     if not os.fork():
