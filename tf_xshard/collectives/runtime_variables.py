@@ -48,6 +48,8 @@ def _created(
             dtype=dtype, shape=shape, container="", shared_name=name
         )
         tf.raw_ops.AssignVariableOp(
-            resource=created, value=tf.zeros(shape, dtype)
+            resource=created,
+            # tf.zeros starts the kernel of Fill, which takes longer.
+            value=tf.constant(np.zeros(shape, dtype.as_numpy_dtype)),
         )
     return created

@@ -138,7 +138,7 @@ def arrivals(values: Iterable, site: site_lib.Site) -> list[Any]:
     if site.kind == "tpu":
         return []  # A program starts with all of its arguments.
     with gate(values):
-        own = tf.zeros([])
+        own = tf.constant(0.0)
     if not _can_merge(site):
         return [own]
     return [_merged(own, lambda every: tf.group(*every))]
@@ -182,18 +182,18 @@ def _refuse_different(
         for r in local
     ]
     values = tf.stack(every)
-    expected = tf.stack(
+    expected = tf.gather_nd(
+        values,
         [
-            tf.gather(
-                values[:, i], [0] * len(local) if one.is_common else of_group
-            )
-            for i, one in enumerate(counts)
+            [(0 if one.is_common else f, i) for i, one in enumerate(counts)]
+            for f in of_group
         ],
-        1,
     )
-    return tf.debugging.Assert(
-        tf.reduce_all(tf.equal(values, expected)),
-        [
+    # The kernel itself: tf.debugging.Assert adds a conditional, with two graphs
+    # to trace.
+    return tf.raw_ops.Assert(
+        condition=tf.reduce_all(tf.equal(values, expected)),
+        data=[
             f"{name}: replicas of this process have made different numbers of"
             " steps, so they would wait for each other or diverge. A file, an"
             " assignment or a step that failed on some replicas can cause this."
