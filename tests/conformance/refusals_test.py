@@ -135,7 +135,11 @@ ARGUMENTS = [
 if HAS_MULTI:
     # MultiOptimizer does not scale the loss, and sees no such wrapper.
     ARGUMENTS += [
-        (V, "do not: .'plain'", lambda: Tower(_partly_reducing(), 2)),
+        (
+            V,
+            "a MultiOptimizer that contains",
+            lambda: Tower(_partly_reducing(), 2),
+        ),
         (V, "would not scale the loss", lambda: _built(_multi(_scaled))),
         (V, "would not scale the loss", lambda: _built(Cross(_multi(_scaled)))),
     ]
@@ -246,7 +250,11 @@ STACKS = [
 if HAS_MULTI:
     STACKS += [
         (lambda: Scale(_multi(_cross())), V, "LossScaleOptimizer wraps"),
-        (lambda: Tower(O.MultiOptimizer(_grouped_in_part), 1), V, "Wrap each"),
+        (
+            lambda: Tower(O.MultiOptimizer(_grouped_in_part), 1),
+            V,
+            "contains a Multi.* that contains Cross",
+        ),
     ]
 
 

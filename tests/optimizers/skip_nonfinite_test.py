@@ -300,12 +300,6 @@ def _inside_multi_optimizer():
     O.MultiOptimizer(lambda v: _cross()).build([keras.Variable(1.0)])
 
 
-def _several_that_reduce():
-    inner = O.MultiOptimizer(lambda v: CROSS(O.SGD()))
-    variables = [keras.Variable(1.0) for _ in range(2)]
-    _tower(inner, skip_nonfinite=True).build(variables)
-
-
 def _limit_in_xla():
     weight, optimizer = keras.Variable(1.0), _cross(max_consecutive_skips=1)
     optimizer.build([weight])
@@ -319,11 +313,6 @@ def _limit_on_a_tpu():
         _cross(max_consecutive_skips=1)
 
 
-def _inside_a_loss_scale():
-    inner = O.LossScaleOptimizer(CROSS(O.SGD()))
-    _tower(inner, skip_nonfinite=True)
-
-
 @pytest.mark.parametrize(
     "error, message, call",
     [
@@ -332,8 +321,6 @@ def _inside_a_loss_scale():
         (V, "needs skip", lambda: CROSS(O.SGD(), max_consecutive_skips=1)),
         (V, "need one value", lambda: _tower(_cross(), skip_nonfinite=False)),
         (V, "whose other optimizers would", _inside_multi_optimizer),
-        (V, "reduce the gradients of different", _several_that_reduce),
-        (V, "a LossScaleOptimizer is around", _inside_a_loss_scale),
         (V, "a program that XLA compiles", _limit_in_xla),
         (V, "can't be used under TPUStrategy", _limit_on_a_tpu),
     ],

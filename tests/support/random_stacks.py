@@ -36,13 +36,13 @@ def random_stack(rng, num_replicas):
     }
     stack = ("whole" if rng.random() < 0.5 else "sgd", options)
     num_wrappers = int(rng.integers(1, 4))
-    # A loss scale is set inside of some wrapper, but not inside AGNOptimizer.
-    scale_at = int(rng.integers(num_wrappers)) if rng.random() < 0.4 else None
+    # A loss scale is inside all wrappers, but not inside AGNOptimizer.
+    has_scale = rng.random() < 0.4
+    if has_scale:
+        stack = ("scale", {}, stack)
     for depth in range(num_wrappers):
-        is_local = depth == 0 and scale_at != 0
+        is_local = depth == 0 and not has_scale
         kinds = stacks.WRAPPERS if is_local else stacks.WRAPPERS[:2]
-        if depth == scale_at:
-            stack = ("scale", {}, stack)
         kind = str(rng.choice(kinds))
         stack = kind, _random_options(rng, kind, num_replicas, stack), stack
     return stack

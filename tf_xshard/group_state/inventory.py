@@ -317,7 +317,7 @@ def _given(
         for optimizer in held
         if id(optimizer) not in inside
         for outermost in stack.outermost_wrappers(optimizer)
-        for one, groups in stack.StackPlan(outermost).reducing()
+        for one, groups in stack.StackPlan(outermost).reducing
     }
 
 

@@ -238,7 +238,7 @@ def _refuse_different_counts(model: keras.Model) -> None:
     """Raises ValueError if the workers have made different numbers of steps."""
     counts = {}
     for one in stack.outermost_wrappers(getattr(model, "optimizer", None)):
-        groups = [groups for _, groups in stack.StackPlan(one).reducing()]
+        groups = [groups for _, groups in stack.StackPlan(one).reducing]
         has_one_group = all(g is None or g.num_groups == 1 for g in groups)
         for count in one.counts_of_stack() if one.built else ():
             # Groups may be at different steps.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from tf_xshard.optimizers import accumulator
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
 from tf_xshard.optimizers import commit
+from tf_xshard.optimizers import run as run_lib
 from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import whole
@@ -368,7 +368,8 @@ class AGNOptimizer(base.GradientWrapper):
         """See the base class."""
         return self._seen.unchanged()
 
-    def _create_state(self, variables: list) -> None:
+    def _create_state(self, variables: list, plan: stack.StackPlan) -> None:
+        del plan  # No wrapper is inside.
         for variable in variables:
             if not variable_role.role_of(variable).has_loss_gradient:
                 raise ValueError(
@@ -420,22 +421,16 @@ class AGNOptimizer(base.GradientWrapper):
             )
 
     def _step(
-        self,
-        batch: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        self, batch: gradients_lib.GradientBatch, run: run_lib.Run
     ) -> None:
-        batch = batch.scaled(plan.undo(self, site)).multiplied()
+        batch = batch.scaled(run.plan.undo(self, run.site)).multiplied()
         # An exchange sends what this call's local step writes, so the writes
         # wait for the gradients only.
-        with plan.commit.writing():
-            self._write_step(batch, site, plan)
+        with run.behind_gate() as behind:
+            self._write_step(batch, behind)
 
     def _write_step(
-        self,
-        batch: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        self, batch: gradients_lib.GradientBatch, run: run_lib.Run
     ) -> None:
         """Takes a local step, and exchanges at the end of a period."""
         pending = replica_variables.read(self._pending)
@@ -443,7 +438,7 @@ class AGNOptimizer(base.GradientWrapper):
         replica_variables.cond(
             tf.equal(pending, 0), self._center_pairs.start_period_here
         )
-        weight = self._reduction.weight(plan.groups(self, site).group_size)
+        weight = self._reduction.weight(run.groups(self).group_size)
         indices = optimizer_state.indices_of(self, batch.variables)
 
         def local_step() -> None:
@@ -451,15 +446,15 @@ class AGNOptimizer(base.GradientWrapper):
             sums = batch.scaled(weight).multiplied().values
             self._accumulator.add(sums, indices)
 
-        if plan.skip_nonfinite:
-            self._step_if_finite(batch, local_step, site)
+        if run.plan.skip_nonfinite:
+            self._step_if_finite(batch, local_step, run.site)
         else:
             local_step()
         replica_variables.assign(self._pending, pending + 1)
 
         def exchange() -> None:
             with recorder.labelled("exchange", every=self._period):
-                self._exchange(pending + 1, indices, site, plan)
+                self._exchange(pending + 1, indices, run)
 
         # A file with a longer period may have set `pending` above the period.
         replica_variables.cond(pending + 1 >= self._period, exchange)
@@ -502,11 +497,10 @@ class AGNOptimizer(base.GradientWrapper):
         self,
         num_steps: int | tf.Tensor,
         indices: Sequence[int],
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        run: run_lib.Run,
     ) -> None:
         """Applies the accumulation of `num_steps` local steps to the center."""
-        groups = plan.groups(self, site)
+        site, groups = run.site, run.groups(self)
         self._seen.note_update()
         self._note_restored(self._note_restored_changes)
         local = optimizer_state.trainable_variables(self)
@@ -527,10 +521,9 @@ class AGNOptimizer(base.GradientWrapper):
             self._reduction,
             feedback and feedback.read(1),
         )
-        finite = skip = None
-        if plan.skip_nonfinite:
-            finite = self._checked_finite(own_totals, totals, site, plan)
-            skip = self._noted_skip(finite, plan)
+        finite = None
+        if self._checks_finite(run):
+            finite = self._checked_finite(own_totals, totals, run)
         # A variable without a gradient does not even get weight decay.
         present = [value is not None for value in totals.values]
         of_center = gradients_lib.GradientBatch(totals.values, self._center)
@@ -542,31 +535,29 @@ class AGNOptimizer(base.GradientWrapper):
             )
         ):
             of_center = of_center.where(present)
-        update = functools.partial(whole.apply, self.inner_optimizer, of_center)
-        with (
-            plan.commit.after([*totals.values, finite, skip and skip.check]),
-            plan.commit.writing(),
-        ):
-            if any(present) and finite is None:
-                update()
-            elif any(present):
-                replica_variables.cond(finite, update)
-            if feedback is not None:
-                feedback.keep(carry, finite)
-            if skip is not None:
-                skip.write()
+
+        def start_period() -> None:
+            if finite is not None:
                 replica_variables.assign(self._steps_taken, 0)
             self._center_pairs.adopt_here()
             self._accumulator.reset()
             replica_variables.assign(self._pending, 0)
             replica_variables.add(self._exchanges, 1)
 
+        self._then(
+            run,
+            of_center,
+            finite,
+            carry,
+            update=None if any(present) else _nothing,
+            writes=[start_period],
+        )
+
     def _checked_finite(
         self,
         own: Sequence,
         totals: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        run: run_lib.Run,
     ) -> tf.Tensor:
         """Returns whether all replicas exchange; reports why not."""
         self._skip_counter()
@@ -576,13 +567,13 @@ class AGNOptimizer(base.GradientWrapper):
                 tf.logical_not(finite),
                 replica_variables.read(self._steps_taken) > 0,
             ],
-            site,
-            self._reducer.channel(plan.groups(self, site)),
+            run.site,
+            self._reducer.channel(run.groups(self)),
         )
         skipping.report(
             totals,
             replica_variables.read(self._exchanges),
-            site,
+            run.site,
             what="reduced accumulation",
             event="exchange",
             consequence="All replicas skip it.",
@@ -625,20 +616,9 @@ class AGNOptimizer(base.GradientWrapper):
             total /= tf.cast(divisor, total.dtype)
         return tf.cast(total, self._center[index].dtype)
 
-    def finalize_variable_values(self, var_list: Sequence) -> None:
-        """Exchanges early, on all replicas, if steps are pending.
-
-        `fit` calls this at its end. Afterwards, the model holds the center.
-
-        Args:
-          var_list: The model's trainable variables.
-        """
+    def _finalize(self, var_list: Sequence, plan: stack.StackPlan) -> None:
         if not self.built:
             return
-        with stack.running(self) as plan:
-            self._finalize(var_list, plan)
-
-    def _finalize(self, var_list: Sequence, plan: stack.StackPlan) -> None:
         self.show_center(False)
         strategy = self._strategy
         [pending, *_] = strategy.experimental_local_results(self._pending.value)
@@ -648,8 +628,7 @@ class AGNOptimizer(base.GradientWrapper):
             self._exchange(
                 pending,
                 optimizer_state.indices_of(self, var_list),
-                site_lib.current(),
-                plan,
+                run_lib.Run(plan, site_lib.current()),
             )
 
         if pending and strategy.num_replicas_in_sync == 1:
@@ -856,3 +835,7 @@ def _refuse_inside(optimizer: Any) -> None:
                 " (the dtype policy mixed_bfloat16), which needs no loss"
                 " scaling."
             )
+
+
+def _nothing() -> None:
+    pass

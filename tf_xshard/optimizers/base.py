@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import commit
+from tf_xshard.optimizers import run as run_lib
 from tf_xshard.optimizers import saving as saving_lib
 from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
@@ -234,11 +236,19 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def finalize_variable_values(self, var_list: Sequence) -> None:
         """Writes the inner optimizer's moving averages, if any, to the model.
 
+        `fit` calls this at its end. An AGNOptimizer first exchanges, on all
+        replicas, if steps are pending. Afterwards, the model holds the center.
+
         Args:
           var_list: The model's trainable variables.
         """
-        with stack.running(self):
-            self.inner_optimizer.finalize_variable_values(var_list)
+        plan = stack.StackPlan(self)
+        plan.chain[-1]._finalize(var_list, plan)
+
+    def _finalize(self, var_list: Sequence, plan: stack.StackPlan) -> None:
+        """Finalizes as the last wrapper of a stack."""
+        del plan
+        self.inner_optimizer.finalize_variable_values(var_list)
 
     def exclude_from_weight_decay(
         self,
@@ -269,22 +279,27 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         Returns:
           The scaled loss, a scalar tensor.
 
+        Raises:
+          ValueError: If a TowerOptimizer is in the stack, and only some of the
+            model's losses are a `GlobalMean`.
+
         Example:
 
         >>> inner = keras.optimizers.SGD(loss_scale_factor=8.0)
         >>> tf_xshard.CrossShardOptimizer(inner).scale_loss(2.0)
         16.0
         """
+        plan = stack.StackPlan(self)
         num_replicas = self._strategy.num_replicas_in_sync
-        with stack.running(self) as plan:
-            if (
-                num_replicas > 1
-                and plan.root is self
-                and not self._has_checked_losses
-            ):
-                self._has_checked_losses = True
-                scalar_loss.warn_about_scalar_losses(num_replicas)
-            return self.inner_optimizer.scale_loss(loss)
+        if num_replicas > 1 and not self._has_checked_losses:
+            self._has_checked_losses = True
+            scalar_loss.warn_about_scalar_losses(num_replicas)
+        for one in plan.chain:
+            one._check_losses_of_fit()
+        return plan.leaf.scale_loss(loss)
+
+    def _check_losses_of_fit(self) -> None:
+        """Raises ValueError if `fit` has losses that do not fit together."""
 
     # The training step.
 
@@ -322,36 +337,14 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             return
         site = self._checked_site()
         variables = self._checked_variables(grads, trainable_variables)
-        with (
-            stack.running(self) as plan,
-            reduction_guard.lifted(),
-            tf.name_scope(self.name),
-        ):
-            plan.take_losses(self, site)
+        with reduction_guard.lifted(), tf.name_scope(self.name):
             if any(isinstance(one, tf.IndexedSlices) for one in grads):
                 whole.note_summed_rows(self.inner_optimizer)
             values = gradients_lib.standardized(grads, variables)
-            site = self._begin(values, site, plan)
             self._step(
-                gradients_lib.GradientBatch(values, variables), site, plan
+                gradients_lib.GradientBatch(values, variables),
+                run_lib.begin(self, values, site),
             )
-
-    def _begin(
-        self, gradients: Sequence, site: site_lib.Site, plan: stack.StackPlan
-    ) -> site_lib.Site:
-        """Makes writes wait for all gradients, and collectives for a check."""
-        if plan.root is self:
-            plan.commit = self._commit_of(gradients, site, plan)
-        return plan.commit.checked(site)
-
-    def _commit_of(
-        self, gradients: Sequence, site: site_lib.Site, plan: stack.StackPlan
-    ) -> commit.Commit:
-        """Returns the commit of a call of an outermost wrapper."""
-        groups = [plan.groups(one, site) for one, _ in plan.reducing()]
-        return commit.of_call(
-            gradients, self.counts_of_stack(), groups, site, self.name
-        )
 
     def _note_restored(self, note: Callable[[], None]) -> None:
         """Calls a function that reads values from before the traced call."""
@@ -364,39 +357,58 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         """Returns this wrapper's counters that replicas must agree on."""
         return []
 
+    def _step(
+        self, batch: gradients_lib.GradientBatch, run: run_lib.Run
+    ) -> None:
+        """Takes this replica's gradients, and hands on what comes of them."""
+        raise NotImplementedError
+
     def _then(
         self,
-        plan: stack.StackPlan,
-        update: Callable[[], Any],
-        writes: Callable[[], Any],
-    ) -> None:
-        """Calls the inner optimizer's update, and this wrapper's writes.
-
-        If another wrapper is inside, its reductions do not wait for the gate,
-        and the writes wait for its update.
-        """
-        if not stack.wrappers(self.inner_optimizer):
-            with plan.commit.writing():
-                update()
-                writes()
-            return
-        update()
-        # Reading a counter waits for the update that counts.
-        counts = [
-            optimizer_state.num_calls(one)
-            for one in stack.updating(self.inner_optimizer)
-        ]
-        with plan.commit.after(counts), plan.commit.writing():
-            writes()
-
-    def _step(
-        self,
+        run: run_lib.Run,
         batch: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        finite: tf.Tensor | None,
+        carry: reducer_lib.Carry,
+        *,
+        is_conditional: bool = True,
+        update: Callable[[], Any] | None = None,
+        writes: Sequence[Callable[[], Any]] = (),
     ) -> None:
-        """Applies this replica's gradients."""
-        raise NotImplementedError
+        """Hands on what a reduction returned, and keeps what remains of it.
+
+        Args:
+          run: The call.
+          batch: The reduced gradients.
+          finite: Whether all replicas take the step, or None for always.
+          carry: The rounding errors, for error feedback.
+          is_conditional: Whether the batch is applied only if `finite`.
+          update: See `Run.then`.
+          writes: See `Run.then`.
+        """
+        waits_for = [*batch.values, finite]
+        remains: list[Callable[[], Any]] = []
+        if self._error_feedback is not None:
+            remains.append(
+                functools.partial(self._error_feedback.keep, carry, finite)
+            )
+        if finite is not None and self._checks_finite(run):
+            skip = self._skip_counter().noted(
+                finite, run.plan.max_consecutive_skips, self.name
+            )
+            waits_for.append(skip.check)
+            remains.append(skip.write)
+        run.then(
+            self,
+            batch,
+            update=update,
+            finite=finite if is_conditional else None,
+            waits_for=waits_for,
+            writes=[*remains, *writes],
+        )
+
+    def _checks_finite(self, run: run_lib.Run) -> bool:
+        """Returns whether this wrapper checks gradients and counts skips."""
+        return run.plan.skip_nonfinite and run.plan.reduces(self)
 
     @autograph.entry_point
     def apply_gradients(self, grads_and_vars: Iterable[tuple]) -> Any:
@@ -447,14 +459,15 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             )
         if not self.built:
             self.build(variables)
-        unknown = optimizer_state.unknown_to(self, variables)
-        if unknown:
-            raise ValueError(
-                f"Unknown variable: {unknown[0]!r}. {self.name} was built with"
-                " other variables, and has no state for it. Create another"
-                " optimizer, and build it with all variables:"
-                " optimizer.build(variables)."
-            )
+        for one in stack.chain(self):
+            unknown = optimizer_state.unknown_to(one, variables)
+            if unknown:
+                raise ValueError(
+                    f"Unknown variable: {unknown[0]!r}. {one.name} was built"
+                    " with other variables, and has no state for it. Create"
+                    " another optimizer, and build it with all variables:"
+                    " optimizer.build(variables)."
+                )
         return variables
 
     def _checked_site(self) -> site_lib.Site:
@@ -509,19 +522,19 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         >>> optimizer.inner_optimizer.built
         True
         """
-        with stack.running(self) as plan:
-            self._refuse_loss_scale_optimizer_above(plan)
-            self._refuse_multi_optimizer_above(plan)
-            variables = list(variables)
-            # Keras's loader of legacy .h5 files passes the model's own
-            # variables without its layers' variables, so `variables` is empty.
-            # The weights that the loader sets next must wait.
-            if self.built or not variables:
-                return
-            if tf.distribute.has_strategy():
-                self._check_strategy(tf.distribute.get_strategy())
-            with self._creating_variables():
-                self._build(variables, plan)
+        plan = stack.StackPlan(self)
+        self._refuse_loss_scale_optimizer_above()
+        self._refuse_multi_optimizer_above(plan)
+        variables = list(variables)
+        # Keras's loader of legacy .h5 files passes the model's own variables
+        # without its layers' variables, so `variables` is empty. The weights
+        # that the loader sets next must wait.
+        if self.built or not variables:
+            return
+        if tf.distribute.has_strategy():
+            self._check_strategy(tf.distribute.get_strategy())
+        with self._creating_variables():
+            self._build(variables, plan)
 
     def _build(self, variables: list, plan: stack.StackPlan) -> None:
         arguments.refuse_aggregation(self.name, self._strategy, variables)
@@ -530,8 +543,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             keras_shards.building(),
             whole.changing_when_chosen(self, whole.make_local),
         ):
-            self._create_state(variables)
-            if plan.checks_finite(self):
+            self._create_state(variables, plan)
+            if plan.skip_nonfinite and plan.reduces(self):
                 self._skip_counter()
         # Include optimizers that a MultiOptimizer has just created.
         whole.make_local(self.inner_optimizer)
@@ -556,11 +569,14 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             self._set_untracked("_pending_weights", None)
             self.set_weights(pending)
 
-    def _create_state(self, variables: list) -> None:
+    def _create_state(self, variables: list, plan: stack.StackPlan) -> None:
         """Creates this optimizer's variables; builds the inner optimizer."""
+        inner = self.inner_optimizer
         with self._named():
-            if not self.inner_optimizer.built:
-                self.inner_optimizer.build(variables)
+            if not inner.built and stack.is_wrapper(inner):
+                inner._build(variables, plan)
+            elif not inner.built:
+                inner.build(variables)
             self._create_residuals(variables)
 
     def _create_residuals(self, variables: list) -> None:
@@ -585,14 +601,6 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def _has_residual(self, variable: Any) -> bool:
         return variable_role.role_of(variable).has_loss_gradient
 
-    def _noted_skip(
-        self, is_taken: tf.Tensor, plan: stack.StackPlan
-    ) -> skipping.Noted:
-        """Notes a step that is skipped unless `is_taken`."""
-        return self._skip_counter().noted(
-            is_taken, plan.max_consecutive_skips, self.name
-        )
-
     def _num_skipped_here(self) -> tf.Tensor:
         """Returns this replica's number of skipped steps."""
         return replica_variables.read(self._skip_counter().total)
@@ -613,7 +621,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         """Returns a name scope of this optimizer, for new variables."""
         return keras.name_scope(self.name, caller=self)
 
-    def _refuse_loss_scale_optimizer_above(self, plan: stack.StackPlan) -> None:
+    def _refuse_loss_scale_optimizer_above(self) -> None:
         has_caller_of = optimizer_state.has_caller_of
         # A MultiOptimizer lists an optimizer only after building it. So assume
         # that any MultiOptimizer that is building contains this wrapper.
@@ -630,7 +638,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             )
         # On one replica, a LossScaleOptimizer around this wrapper sees all
         # gradients, so raise only if a second one inside also scales the loss.
-        if plan.root is not self or (
+        if (
             self._strategy.num_replicas_in_sync == 1
             and not stack.has_loss_scale_optimizer(self.inner_optimizer)
         ):
@@ -642,12 +650,8 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             raise ValueError(self._loss_scale_error())
 
     def _refuse_multi_optimizer_above(self, plan: stack.StackPlan) -> None:
-        if (
-            plan.skip_nonfinite
-            and plan.root is self
-            and optimizer_state.has_caller_of(
-                keras.optimizers.Optimizer, stack.is_multi_optimizer
-            )
+        if plan.skip_nonfinite and optimizer_state.has_caller_of(
+            keras.optimizers.Optimizer, stack.is_multi_optimizer
         ):
             raise ValueError(
                 f"{self.name} has skip_nonfinite=True and is inside a"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -63,57 +63,18 @@ class Count(NamedTuple):
     is_common: bool = False
 
 
-class Commit:
-    """Holds what the writes of one call of an outermost optimizer wait for."""
-
-    def __init__(
-        self, waits_for: Iterable = (), check: tf.Operation | None = None
-    ) -> None:
-        self._waits_for = tuple(waits_for)
-        self._check = check
-
-    def checked(self, site: site_lib.Site) -> site_lib.Site:
-        """Returns the site, whose collectives wait for the check of counts."""
-        return dataclasses.replace(site, check=self._check)
-
-    @contextlib.contextmanager
-    def after(self, values: Iterable) -> Iterator[None]:
-        """Makes the writes of this context wait for values, too.
-
-        Writes of optimizers inside are included.
-        """
-        before = self._waits_for
-        self._waits_for = (*before, *values)
-        try:
-            yield
-        finally:
-            self._waits_for = before
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Makes operations that are created in this context wait."""
-        before = self._waits_for
-        with gate(before):
-            # Operations of this context, and branches in it, wait already.
-            self._waits_for = ()
-            try:
-                yield
-            finally:
-                self._waits_for = before
-
-
-def of_call(
+def begin(
     gradients: Sequence,
     counts: Sequence[Count],
     groups: Sequence[group_assignment_lib.GroupAssignment],
     site: site_lib.Site,
     name: str,
-) -> Commit:
-    """Returns the commit of a call that got gradients on this replica.
+) -> tuple[site_lib.Site, tuple]:
+    """Returns the site of a call's collectives, and what its writes wait for.
 
-    Raises tf.errors.InvalidArgumentError, before any collective of the call, if
+    Collectives raise tf.errors.InvalidArgumentError before they start if
     replicas of this process have different counts. `groups` are the groups that
-    the call reduces over.
+    the call reduces over, and `name` is the optimizer's.
     """
     check = None
     if counts and _can_merge(site):
@@ -127,7 +88,8 @@ def of_call(
             own,
             lambda every: _refuse_different(every, counts, groups, site, name),
         )
-    return Commit([*arrivals(gradients, site), check], check)
+    waits_for = (*arrivals(gradients, site), check)
+    return dataclasses.replace(site, check=check), waits_for
 
 
 def arrivals(values: Iterable, site: site_lib.Site) -> list[Any]:

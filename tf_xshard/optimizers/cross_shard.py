@@ -17,16 +17,15 @@ from tf_xshard import reductions
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import ownership
 from tf_xshard.distribute import replica_variables
-from tf_xshard.distribute import site as site_lib
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
 from tf_xshard.optimizers import hooks
 from tf_xshard.optimizers import local_variables as local_lib
+from tf_xshard.optimizers import run as run_lib
 from tf_xshard.optimizers import skipping
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.update import kinds
 from tf_xshard.optimizers.update import sharded
-from tf_xshard.optimizers.update import whole
 from tf_xshard.private.keras import optimizer_state
 from tf_xshard.private.keras import shards as keras_shards
 from tf_xshard.reduction import error_feedback
@@ -206,7 +205,7 @@ class CrossShardOptimizer(base.GradientWrapper):
         """Returns how evenly owners divide a sharded update, if any do."""
         return self._sharded.balance() if self._sharded else None
 
-    def _create_state(self, variables: list) -> None:
+    def _create_state(self, variables: list, plan: stack.StackPlan) -> None:
         self._unreduced.find(variables)
         self._refuse_joint_norm()
         groups = self.group_assignment
@@ -220,7 +219,7 @@ class CrossShardOptimizer(base.GradientWrapper):
             or groups.num_replicas != num_replicas
             or groups.group_size == 1
         ):
-            super()._create_state(variables)
+            super()._create_state(variables, plan)
             return
         inner = self.inner_optimizer
         if inner.built:
@@ -245,68 +244,61 @@ class CrossShardOptimizer(base.GradientWrapper):
         self._set_untracked("_sharded", update)
 
     def _step(
-        self,
-        batch: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        self, batch: gradients_lib.GradientBatch, run: run_lib.Run
     ) -> None:
-        inner = self.inner_optimizer
-        scales_loss = stack.has_loss_scale_optimizer(inner)
-        reduced, loss_scale, carry = self._reduced(batch, site, plan)
-        finite = skip = None
-        if plan.checks_finite(self):
-            finite = self._checked_finite(batch, reduced, site, plan)
-            skip = self._noted_skip(finite, plan)
+        reduced, loss_scale, carry = self._reduced(batch, run)
+        scales_loss = stack.has_loss_scale_optimizer(run.plan.leaf)
+        finite = None
+        if self._checks_finite(run):
+            finite = self._checked_finite(batch, reduced, run)
         elif scales_loss:
             finite = loss_scaling.all_replicas_finite(
                 [*batch.values, *reduced.values],
-                site,
-                self._reducer.channel(plan.groups(self, site)),
+                run.site,
+                self._reducer.channel(run.groups(self)),
             )
-        # The residuals are kept after the update, which changes the scale.
-        carry = error_feedback.unscaled(carry, loss_scale)
         applied = reduced
         if scales_loss:
             # The LossScaleOptimizer skips the step, and lowers its scale.
             applied = reduced.with_values(
                 loss_scaling.nan_unless(finite, reduced.values)
             )
-        update = functools.partial(self._apply_reduced, applied, site, finite)
-        if finite is not None and not scales_loss:
-            update = functools.partial(replica_variables.cond, finite, update)
-
-        def writes() -> None:
-            if self._error_feedback is not None:
-                self._error_feedback.keep(carry, finite)
-            if skip is not None:
-                skip.write()
-
-        with plan.commit.after([*reduced.values, finite, skip and skip.check]):
-            self._then(plan, update, writes)
+        update = None
+        if self._sharded:
+            update = functools.partial(
+                self._sharded.apply, applied, run.site, finite
+            )
+        self._then(
+            run,
+            applied,
+            finite,
+            # The residuals are kept after the update, which changes the scale.
+            error_feedback.unscaled(carry, loss_scale),
+            is_conditional=not scales_loss,
+            update=update,
+        )
 
     def _reduced(
-        self,
-        batch: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        self, batch: gradients_lib.GradientBatch, run: run_lib.Run
     ) -> tuple[gradients_lib.GradientBatch, Any, reducer_lib.Carry]:
         """Reduces gradients according to their variables' roles.
 
         Also returns the loss scale and the rounding errors, for error feedback.
         """
-        inner, groups = self.inner_optimizer, plan.groups(self, site)
+        site, groups = run.site, run.groups(self)
+        scale_loss = run.plan.leaf.scale_loss
         roles = [self._unreduced.role_of(v) for v in batch.variables]
         statistics = batch.where([not one.has_loss_gradient for one in roles])
-        batch = batch.scaled(plan.undo(self, site))
+        batch = batch.scaled(run.plan.undo(self, site))
         local = batch.where([not one.is_reduced for one in roles])
         batch = batch.where(
             [one.has_loss_gradient and one.is_reduced for one in roles]
         )
-        batch = self._pre_hook(batch, inner.scale_loss)
+        batch = self._pre_hook(batch, scale_loss)
         loss_scale, carry = 1, None
         if self._error_feedback is not None:
             # Keep residuals without the loss scale, which changes.
-            loss_scale = inner.scale_loss(1.0)
+            loss_scale = scale_loss(1.0)
             carry = self._error_feedback.read(loss_scale)
         is_scattered = self._sharded and self._post_hook.function is None
         reduce = self._reducer.all_reduce
@@ -315,7 +307,7 @@ class CrossShardOptimizer(base.GradientWrapper):
                 self._reducer.reduce_scatter, owner_of=self._sharded.owner_of
             )
         batch, carry = reduce(batch, site, groups, self._reduction, carry)
-        batch = self._post_hook(batch, inner.scale_loss)
+        batch = self._post_hook(batch, scale_loss)
         if self._sharded and not is_scattered:
             batch = self._sharded.own_shards(batch, site)
         with recorder.labelled("statistics"):
@@ -334,17 +326,17 @@ class CrossShardOptimizer(base.GradientWrapper):
         self,
         arrived: gradients_lib.GradientBatch,
         reduced: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        run: run_lib.Run,
     ) -> tf.Tensor:
         """Returns whether all replicas take the step; reports why not."""
+        site = run.site
         num_arrived, num_reduced = loss_scaling.votes(
             [
                 tf.logical_not(loss_scaling.all_finite(one.values))
                 for one in (arrived, reduced)
             ],
             site,
-            self._reducer.channel(plan.groups(self, site)),
+            self._reducer.channel(run.groups(self)),
         )
         step = self._num_skipped_here() + tf.cast(
             self.inner_optimizer.iterations, tf.int64
@@ -358,18 +350,6 @@ class CrossShardOptimizer(base.GradientWrapper):
             when=tf.equal(num_arrived, 0),
         )
         return tf.equal(num_arrived + num_reduced, 0)
-
-    def _apply_reduced(
-        self,
-        batch: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        finite: tf.Tensor | None,
-    ) -> None:
-        """Passes reduced gradients to the inner optimizer."""
-        if self._sharded:
-            self._sharded.apply(batch, site, finite)
-        else:
-            whole.apply(self.inner_optimizer, batch)
 
     def _refuse_joint_norm(self) -> None:
         if self._unreduced and any(

@@ -1,15 +1,14 @@
 """Walks over nested optimizers, and plans which of them reduces.
 
+A stack is a chain of wrappers, and the leaf: the Keras optimizer inside the
+last wrapper, which may be a LossScaleOptimizer or a MultiOptimizer.
+
 Each call of an outermost optimizer makes a `StackPlan`. Optimizers keep no
 plan, since an optimizer inside a TowerOptimizer may later be used alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ import keras
 from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard import reductions
 from tf_xshard.distribute import site as site_lib
-from tf_xshard.optimizers import commit
 from tf_xshard.reduction import loss_records
 
 
@@ -90,35 +88,27 @@ def has_loss_scale_optimizer(optimizer: Any) -> bool:
     )
 
 
-def scales_loss_before_reduction(optimizer: Any) -> bool:
-    """Returns whether gradients reach a LossScaleOptimizer before a wrapper."""
-    if is_wrapper(optimizer):
-        return False
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or any(
-        scales_loss_before_reduction(child) for child in children(optimizer)
-    )
+def chain(root: Any) -> list[Any]:
+    """Returns a stack's wrappers, the outermost first.
 
-
-def _unreduced(optimizer: Any) -> list[Any]:
-    """Returns the innermost optimizers that have no wrapper around them."""
-    if is_wrapper(optimizer):
-        return []
-    found = list(children(optimizer))
-    if not found:
-        return [optimizer]
-    return [one for child in found for one in _unreduced(child)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Describes the part of one wrapper in a stack."""
-
-    wrapper: Any
-    # Whether the wrapper reduces gradients over replicas.
-    reduces: bool
-    # The groups over which the wrapper reduces, or would reduce; None for one
-    # group of all replicas.
-    group_assignment: group_assignment_lib.GroupAssignment | None
+    Raises ValueError if a LossScaleOptimizer or a MultiOptimizer is between
+    them.
+    """
+    result = [root]
+    while is_wrapper(result[-1].inner_optimizer):
+        result.append(result[-1].inner_optimizer)
+    container = result[-1].inner_optimizer
+    if inside := wrappers(container):
+        kind = type(container).__name__
+        raise ValueError(
+            f"{result[-1].name} contains a {kind} that contains"
+            f" {inside[0].name}. Put the {kind} into the innermost tf_xshard"
+            " optimizer: TowerOptimizer(CrossShardOptimizer("
+            f"{kind}(...)), ...). A MultiOptimizer may also be around whole"
+            " stacks. To load a model that was saved with such an optimizer,"
+            " pass compile=False."
+        )
+    return result
 
 
 class StackPlan:
@@ -126,69 +116,55 @@ class StackPlan:
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.loss_normalization = _setting(root, "loss_normalization", "global")
+        self.chain = chain(root)
+        self.leaf = self.chain[-1].inner_optimizer
+        self.loss_normalization = self._setting("loss_normalization", "global")
         # True if all replicas skip a step in which a gradient is not finite.
-        self.skip_nonfinite = _setting(root, "skip_nonfinite", False)
-        self.max_consecutive_skips = _setting(
-            root, "max_consecutive_skips", None
+        self.skip_nonfinite = self._setting("skip_nonfinite", False)
+        self.max_consecutive_skips = self._setting(
+            "max_consecutive_skips", None
         )
         if self.max_consecutive_skips is not None and not self.skip_nonfinite:
             raise ValueError(
                 "max_consecutive_skips limits how many steps are skipped, so it"
                 " needs skip_nonfinite=True."
             )
-        self._parts = {id(one.wrapper): one for one in _parts(root)}
-        self._refuse_reductions_of_local_variables()
-        if self.skip_nonfinite:
-            self._refuse_partial_skips()
-        # The losses of the gradients that the running call applies.
-        self.losses: list[loss_records.LossRecord] = []
-        # True if an earlier call of the traced function took its losses.
-        self.other_call_has_losses = False
-        # What the writes of the running call wait for.
-        self.commit = commit.Commit()
-
-    def _refuse_reductions_of_local_variables(self) -> None:
-        reducing = [one.wrapper for one in self._parts.values() if one.reduces]
+        reducing = [one for one in self.chain if one.has_own_reducer]
+        if len(reducing) > 1:
+            # A TowerOptimizer's own reduces only if no other one does.
+            reducing = [one for one in reducing if not one.is_implicit]
+        # The wrappers that reduce, with their groups; None for one group of all
+        # replicas.
+        self.reducing: list[
+            tuple[Any, group_assignment_lib.GroupAssignment | None]
+        ] = []
+        groups = None
         for one in reducing:
-            others = [
-                other
-                for other in reducing
-                if other is not one
-                and (other in wrappers(one) or one in wrappers(other))
-            ]
-            if one.has_local_variables and others:
+            own = one.group_assignment
+            follows = own is None and one.follows_groups_around
+            groups = groups if follows else own
+            self.reducing.append((one, groups))
+        for one in reducing:
+            if one.has_local_variables and len(reducing) > 1:
+                other = next(other for other in reducing if other is not one)
                 raise ValueError(
-                    f"{one.name} has local variables, but {others[0].name},"
-                    " inside or around it, reduces the gradients of all"
-                    " variables. Only one optimizer of a stack may reduce if"
-                    " there are local variables."
+                    f"{one.name} has local variables, but {other.name}, inside"
+                    " or around it, reduces the gradients of all variables."
+                    " Only one optimizer of a stack may reduce if there are"
+                    " local variables."
                 )
 
-    def _refuse_partial_skips(self) -> None:
-        reducing = [one.wrapper for one in self._parts.values() if one.reduces]
-        for one, other in itertools.combinations(reducing, 2):
-            if other not in wrappers(one):
-                raise ValueError(
-                    f"skip_nonfinite=True: {one.name} and {other.name} reduce"
-                    " the gradients of different variables, so one could skip a"
-                    " step that the other takes. Wrap the MultiOptimizer in one"
-                    " CrossShardOptimizer, and don't wrap its optimizers."
-                )
-        for one in descendants(self.root):
-            if isinstance(one, keras.optimizers.LossScaleOptimizer) and any(
-                inside in reducing for inside in wrappers(one)
-            ):
-                raise ValueError(
-                    "skip_nonfinite=True: a LossScaleOptimizer is around"
-                    f" {wrappers(one)[0].name}, and would not see an overflow"
-                    " in the reduction. Put it inside: CrossShardOptimizer("
-                    "keras.optimizers.LossScaleOptimizer(inner))."
-                )
-
-    def has(self, optimizer: Any) -> bool:
-        """Returns whether an optimizer is in the stack."""
-        return any(one is optimizer for one in with_local_optimizers(self.root))
+    def _setting(self, name: str, default: Any) -> Any:
+        """Returns the one value of a setting in a stack."""
+        values = [one._given_settings[name] for one in self.chain]
+        given = set(values) - {None}
+        if len(given) > 1:
+            raise ValueError(
+                f"Nested tf_xshard optimizers need one value of {name}, got"
+                f" {sorted(given)} in {[one.name for one in self.chain]}. Pass"
+                f" {name} to only one of these optimizers."
+            )
+        return given.pop() if given else default
 
     def undo(self, wrapper: Any, site: site_lib.Site) -> int:
         """Returns N if this wrapper undoes the 1/N of the loss, else 1."""
@@ -197,45 +173,27 @@ class StackPlan:
             return site.num_replicas
         return 1
 
-    def checks_finite(self, wrapper: Any) -> bool:
-        """Returns whether a wrapper checks gradients and counts skips."""
-        # A MultiOptimizer may have created the wrapper after this plan.
-        part = self._parts.get(id(wrapper))
-        return self.skip_nonfinite and part is not None and part.reduces
-
-    def reducing(
-        self,
-    ) -> list[tuple[Any, group_assignment_lib.GroupAssignment | None]]:
-        """Returns the wrappers that reduce, with their groups."""
-        return [
-            (part.wrapper, part.group_assignment)
-            for part in self._parts.values()
-            if part.reduces
-        ]
+    def reduces(self, wrapper: Any) -> bool:
+        """Returns whether a wrapper reduces gradients over replicas."""
+        return any(one is wrapper for one, _ in self.reducing)
 
     def groups(
         self, wrapper: Any, site: site_lib.Site
     ) -> group_assignment_lib.GroupAssignment:
-        """Returns the groups over which a wrapper reduces."""
-        part = self._parts[id(wrapper)]
-        if not part.reduces:
-            # Another wrapper reduces instead, so each replica is a group.
-            return group_assignment_lib.GroupAssignment.contiguous(
-                site.num_replicas, 1
-            )
-        return group_assignment_lib.for_replicas(
-            part.group_assignment,
-            site.num_replicas,
-            f"the strategy {type(site.strategy).__name__}",
-        )
+        """Returns the groups over which a wrapper reduces.
 
-    def take_losses(self, wrapper: Any, site: site_lib.Site) -> None:
-        """Takes the records of a call's losses, and checks that they fit."""
-        if wrapper is not self.root:
-            return
-        self.other_call_has_losses = loss_records.were_taken(site)
-        self.losses = loss_records.take(site)
-        self.check_losses(self.losses, site)
+        If another wrapper reduces instead, each replica is a group.
+        """
+        for one, groups in self.reducing:
+            if one is wrapper:
+                return group_assignment_lib.for_replicas(
+                    groups,
+                    site.num_replicas,
+                    f"the strategy {type(site.strategy).__name__}",
+                )
+        return group_assignment_lib.GroupAssignment.contiguous(
+            site.num_replicas, 1
+        )
 
     def check_losses(
         self, losses: Sequence[loss_records.LossRecord], site: site_lib.Site
@@ -261,7 +219,7 @@ class StackPlan:
             [alone]
             + [
                 self.groups(wrapper, site)
-                for wrapper, _ in self.reducing()
+                for wrapper, _ in self.reducing
                 if not hasattr(wrapper, "local_optimizer")
             ]
         )
@@ -283,87 +241,8 @@ class StackPlan:
 
     def weight_inside(self, wrapper: Any, site: site_lib.Site) -> int:
         """Returns the weight of the first reduction inside a wrapper."""
-        for one in wrappers(wrapper.inner_optimizer):
-            if self._parts[id(one)].reduces:
+        for one in self.chain[self.chain.index(wrapper) + 1 :]:
+            if self.reduces(one):
                 size = self.groups(one, site).group_size
                 return reductions.checked(one.reduction).weight(size)
         return 1
-
-
-def _parts(optimizer: Any, around: _Part | None = None) -> Iterator[_Part]:
-    """Yields the parts of an optimizer's wrappers, outermost first."""
-    # `around` is the part of the nearest reducing wrapper around the optimizer.
-    if is_wrapper(optimizer):
-        part = _part(optimizer, around)
-        yield part
-        if part.reduces:
-            around = part
-        if optimizer.is_implicit or not optimizer.has_own_reducer:
-            _refuse_partial_reduction(optimizer.inner_optimizer)
-    for child in children(optimizer):
-        yield from _parts(child, around)
-
-
-def _part(wrapper: Any, around: _Part | None) -> _Part:
-    own = wrapper._given_group_assignment
-    if not wrapper.has_own_reducer:
-        return _Part(wrapper, False, own)
-    if wrapper.is_implicit:
-        if around is not None:
-            return _Part(wrapper, False, around.group_assignment)
-        # A MultiOptimizer may have created wrappers, which reduce instead.
-        if wrappers(wrapper.inner_optimizer):
-            return _Part(wrapper, False, own)
-    if around is not None and own is None and wrapper.follows_groups_around:
-        return _Part(wrapper, True, around.group_assignment)
-    return _Part(wrapper, True, own)
-
-
-def _setting(root: Any, name: str, default: Any) -> Any:
-    """Returns the one value of a setting in a stack."""
-    stack = wrappers(root)
-    given = {
-        one._given_settings[name]
-        for one in stack
-        if one._given_settings[name] is not None
-    }
-    if len(given) > 1:
-        raise ValueError(
-            f"Nested tf_xshard optimizers need one value of {name}, got"
-            f" {sorted(given)} in {[one.name for one in stack]}. Pass {name} to"
-            " only one of these optimizers."
-        )
-    return given.pop() if given else default
-
-
-def _refuse_partial_reduction(inner: Any) -> None:
-    """Checks that all or none of a MultiOptimizer's optimizers reduce."""
-    alone = _unreduced(inner)
-    if alone and wrappers(inner):
-        raise ValueError(
-            "Some of MultiOptimizer's optimizers reduce gradients over the"
-            f" replicas and others do not: {[one.name for one in alone]}. Wrap"
-            " each of them in a CrossShardOptimizer, or none."
-        )
-
-
-# The plan of the outermost optimizer that is running. Calls of inner optimizers
-# go through Keras's wrappers and MultiOptimizer, which do not pass a plan on.
-_running: contextvars.ContextVar[StackPlan | None] = contextvars.ContextVar(
-    "tf_xshard_stack_plan", default=None
-)
-
-
-@contextlib.contextmanager
-def running(wrapper: Any) -> Iterator[StackPlan]:
-    """Yields the plan of the outermost wrapper while a wrapper runs."""
-    plan = _running.get()
-    if plan is not None and plan.has(wrapper):
-        yield plan
-        return
-    plan = StackPlan(wrapper)
-    token = _running.set(plan)
-    try:
-        yield plan
-    finally:
-        _running.reset(token)

@@ -24,6 +24,7 @@ from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
 from tf_xshard.optimizers import commit
 from tf_xshard.optimizers import cross_shard
+from tf_xshard.optimizers import run as run_lib
 from tf_xshard.optimizers import saving
 from tf_xshard.optimizers import stack
 from tf_xshard.optimizers.fit import global_mean
@@ -34,7 +35,6 @@ from tf_xshard.private.tensorflow import autograph
 from tf_xshard.private.tensorflow import tracing
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import loss_records
-from tf_xshard.reduction import loss_scaling
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
@@ -176,8 +176,8 @@ class TowerOptimizer(base.GradientWrapper):
             return []
         return [commit.Count("tower", self._tower, is_common=True)]
 
-    def _create_state(self, variables: list) -> None:
-        super()._create_state(variables)
+    def _create_state(self, variables: list, plan: stack.StackPlan) -> None:
+        super()._create_state(variables, plan)
         if self._num_towers == 1:
             return
         with self._named():
@@ -193,17 +193,14 @@ class TowerOptimizer(base.GradientWrapper):
         self._touched = sums.touched
 
     def _step(
-        self,
-        batch: gradients_lib.GradientBatch,
-        site: site_lib.Site,
-        plan: stack.StackPlan,
+        self, batch: gradients_lib.GradientBatch, run: run_lib.Run
     ) -> None:
-        undo = plan.undo(self, site)
+        undo = run.plan.undo(self, run.site)
         if self._num_towers == 1:
-            self._apply_totals(_contribution(batch, undo), site, 1)
+            run.then(self, self._of_round(_contribution(batch, undo), 1))
             return
-        num_items = self._num_items(plan)
-        weight = plan.weight_inside(self, site)
+        num_items = self._num_items(run)
+        weight = run.plan.weight_inside(self, run.site)
         indices = optimizer_state.indices_of(self, batch.variables)
         factor = undo * weight
         if num_items is not None:
@@ -225,26 +222,26 @@ class TowerOptimizer(base.GradientWrapper):
             for variable, value in counted:
                 replica_variables.assign(variable, value)
 
+        def start_round() -> None:
+            sums.reset()
+            for variable, _ in counted:
+                replica_variables.assign(variable, 0)
+
         def complete_round() -> None:
             self._seen.note_update()
             self._note_restored(sums.note_restored)
             totals = gradients_lib.GradientBatch(
                 *sums.totals(gradients, indices)
             )
+            with recorder.labelled(every=self._num_towers):
+                behind.then(
+                    self,
+                    self._of_round(totals, count, num_items, weight),
+                    writes=[start_round],
+                )
 
-            def update() -> None:
-                with recorder.labelled(every=self._num_towers):
-                    self._apply_totals(totals, site, count, num_items, weight)
-
-            def writes() -> None:
-                sums.reset()
-                for variable, _ in counted:
-                    replica_variables.assign(variable, 0)
-
-            self._then(plan, update, writes)
-
-        # A file with more towers may have set `count` above `num_towers`.
-        with plan.commit.after([check]), plan.commit.writing():
+        with run.after([check]).behind_gate() as behind:
+            # A file with more towers may have set `count` above `num_towers`.
             replica_variables.cond(
                 count >= self._num_towers, complete_round, continue_round
             )
@@ -262,19 +259,19 @@ class TowerOptimizer(base.GradientWrapper):
             " round.",
         )
 
-    def _num_items(self, plan: stack.StackPlan) -> tf.Tensor | None:
+    def _num_items(self, run: run_lib.Run) -> tf.Tensor | None:
         """Returns the weight of a call in its round; None for equal weights."""
         if self._reduction is not reductions.MEAN:
             return None
-        num_items = loss_records.common_num_items(plan.losses)
+        num_items = loss_records.common_num_items(run.losses)
         if not recorder.is_recording():
-            self._check_same_weighting(plan, num_items is not None)
+            self._check_same_weighting(run, num_items is not None)
         if num_items is None:
             return None
         return tf.cast(num_items, self._create_items().dtype)
 
     def _check_same_weighting(
-        self, plan: stack.StackPlan, counts_items: bool
+        self, run: run_lib.Run, counts_items: bool
     ) -> None:
         if counts_items and optimizer_state.has_caller_of(
             keras.optimizers.Optimizer, stack.is_multi_optimizer
@@ -284,7 +281,7 @@ class TowerOptimizer(base.GradientWrapper):
                 " on the number of items of a GlobalMean. Put the"
                 " TowerOptimizer around the MultiOptimizer."
             )
-        if not counts_items and plan.other_call_has_losses:
+        if not counts_items and run.other_call_has_losses:
             raise ValueError(
                 f"{self.name} gets gradients without a GlobalMean, but another"
                 " call of apply() in the same tf.function took the number of"
@@ -292,7 +289,7 @@ class TowerOptimizer(base.GradientWrapper):
                 " you apply it, and use a GlobalMean for all losses."
             )
         if self._counts_items not in (None, counts_items):
-            names = [f"GlobalMean({one.name})" for one in plan.losses]
+            names = [f"GlobalMean({one.name})" for one in run.losses]
             raise ValueError(
                 f"{self.name} gets gradients of {names or 'another loss'},"
                 f" but its earlier gradients were"
@@ -324,20 +321,19 @@ class TowerOptimizer(base.GradientWrapper):
             self._items = replica_variables.make((), dtype, saving.ITEMS)
         return self._items
 
-    def _apply_totals(
+    def _of_round(
         self,
         totals: gradients_lib.GradientBatch,
-        site: site_lib.Site,
         num_towers: int | tf.Tensor,
         num_items: tf.Tensor | None = None,
         weight: int = 1,
-    ) -> None:
-        """Passes the mean or sum of several towers to the inner optimizer."""
+    ) -> gradients_lib.GradientBatch:
+        """Returns the mean or sum of several towers."""
         divisor = self._reduction.of_sum(num_towers)
         if num_items is not None:
             # A round without items has gradients of 0.
             divisor = tf.where(num_items > 0, num_items, 1)
-        values = [
+        return totals.with_values(
             indexed_slices.map_values(
                 functools.partial(
                     _divided,
@@ -349,37 +345,14 @@ class TowerOptimizer(base.GradientWrapper):
                 total,
             )
             for total, variable in totals.pairs()
-        ]
-        if stack.scales_loss_before_reduction(self.inner_optimizer):
-            # Otherwise, a replica would skip a reduction in which others wait.
-            groups = group_assignment_lib.GroupAssignment.single(
-                site.num_replicas
-            )
-            finite = loss_scaling.all_replicas_finite(
-                values, site, self._reducer.channel(groups)
-            )
-            values = loss_scaling.nan_unless(finite, values)
-        with reduction_guard.guarded(self.inner_optimizer):
-            self.inner_optimizer.apply(values, totals.variables)
+        )
 
-    @autograph.entry_point
-    def scale_loss(self, loss: Any) -> Any:
-        """See the base class; checks the losses of `fit`.
-
-        Args:
-          loss: A scalar tensor.
-
-        Returns:
-          The scaled loss.
-
-        Raises:
-          ValueError: If only some of the model's losses are a `GlobalMean`.
-        """
+    def _check_losses_of_fit(self) -> None:
+        """See the base class."""
         if self.weights_by_items:
             global_mean.refuse_beside_other_losses(
                 [one for one, *_ in fit_internals.losses_of_the_step()]
             )
-        return super().scale_loss(loss)
 
     @autograph.entry_point
     def apply_towers(
@@ -438,13 +411,13 @@ class TowerOptimizer(base.GradientWrapper):
         site = self._checked_site()
         for gradients in towers:
             variables = self._checked_variables(gradients, trainable_variables)
-        with stack.running(self) as plan, tf.name_scope(self.name):
-            plan.take_losses(self, site)
+        with reduction_guard.lifted(), tf.name_scope(self.name):
+            run = run_lib.begin(self, towers, site)
             if weights is None and is_mean:
                 weights = loss_records.num_items_of_towers(
-                    plan.losses, self._num_towers
+                    run.losses, self._num_towers
                 )
-            undo = plan.undo(self, site)
+            undo = run.plan.undo(self, site)
             contributions = [
                 _contribution(
                     gradients_lib.GradientBatch(
@@ -466,14 +439,14 @@ class TowerOptimizer(base.GradientWrapper):
                 ],
                 variables,
             )
-            site = self._begin(towers, site, plan)
-            with plan.commit.after([self._refuse_open_round()]):
-                self._apply_totals(
+            run.after([self._refuse_open_round()]).then(
+                self,
+                self._of_round(
                     summed,
-                    site,
                     self._num_towers,
                     tf.convert_to_tensor(sum(weights)) if weights else None,
-                )
+                ),
+            )
 
     def _refuse_open_round(self) -> tf.Operation | None:
         """Asserts that no round is open; returns a graph's assertion."""

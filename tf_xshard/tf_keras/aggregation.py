@@ -131,9 +131,11 @@ class GradientAggregator(tf_keras_optimizers.Aggregator):
             gradients_lib.standardized([g for g, _ in pairs], variables),
             variables,
         )
-        of_call = commit.of_call(arrived.values, [], [groups], site, _NAME)
+        site, waits_for = commit.begin(
+            arrived.values, [], [groups], site, _NAME
+        )
         batch, carry, finite = self._reduced(arrived, site, groups)
-        with of_call.after([*batch.values, finite]), of_call.writing():
+        with commit.gate([*waits_for, *batch.values, finite]):
             if self.residuals is not None:
                 self.residuals.keep(carry, finite)
             return apply(batch.pairs())
