@@ -249,14 +249,8 @@ class CrossShardOptimizer(base.GradientWrapper):
         reduced, loss_scale, carry = self._reduced(batch, run)
         scales_loss = stack.has_loss_scale_optimizer(run.plan.leaf)
         finite = None
-        if self._checks_finite(run):
-            finite = self._checked_finite(batch, reduced, run)
-        elif scales_loss:
-            finite = loss_scaling.all_replicas_finite(
-                [*batch.values, *reduced.values],
-                run.site,
-                self._reducer.channel(run.groups(self)),
-            )
+        if scales_loss or self._checks_finite(run):
+            finite = self._finite(batch, reduced, run)
         applied = reduced
         if scales_loss:
             # The LossScaleOptimizer skips the step, and lowers its scale.
@@ -322,34 +316,61 @@ class CrossShardOptimizer(base.GradientWrapper):
         batch = batch.joined(statistics).joined(local.multiplied(divisor))
         return batch, loss_scale, carry
 
-    def _checked_finite(
+    def _finite(
         self,
         arrived: gradients_lib.GradientBatch,
         reduced: gradients_lib.GradientBatch,
         run: run_lib.Run,
     ) -> tf.Tensor:
         """Returns whether all replicas take the step; reports why not."""
-        site = run.site
-        num_arrived, num_reduced = loss_scaling.votes(
-            [
-                tf.logical_not(loss_scaling.all_finite(one.values))
-                for one in (arrived, reduced)
-            ],
-            site,
-            self._reducer.channel(run.groups(self)),
+        arrived_finite = loss_scaling.all_finite(arrived.values)
+        finite = loss_scaling.all_finite(reduced.values)
+        reports_sum = True
+        if self._sum_shows_all(reduced, run):
+            # No replica knows whether a gradient of another one was bad, so one
+            # is enough to report the sum.
+            reports_sum = not run.site.replica_id
+        else:
+            num_arrived, num_reduced = loss_scaling.votes(
+                [tf.logical_not(arrived_finite), tf.logical_not(finite)],
+                run.site,
+                self._reducer.channel(run.groups(self)),
+            )
+            arrived_finite = tf.equal(num_arrived, 0)
+            finite = tf.equal(num_arrived + num_reduced, 0)
+        if self._checks_finite(run):
+            step = self._num_skipped_here() + tf.cast(
+                self.inner_optimizer.iterations, tf.int64
+            )
+            skipping.report(arrived, step, run.site)
+            skipping.report(
+                reduced,
+                step,
+                run.site,
+                what="reduced gradient",
+                when=tf.logical_and(arrived_finite, reports_sum),
+            )
+        return finite
+
+    def _sum_shows_all(
+        self, reduced: gradients_lib.GradientBatch, run: run_lib.Run
+    ) -> bool:
+        """Returns whether a nan of any replica is in this replica's sum.
+
+        Then replicas need no vote.
+        """
+        return (
+            run.groups(self).group_size == run.site.num_replicas
+            and not self._sharded
+            and not self._unreduced
+            and self._pre_hook.function is self._post_hook.function is None
+            and self.communication.dtype is None
+            and all(
+                self._unreduced.role_of(variable).has_loss_gradient
+                and not isinstance(value, tf.IndexedSlices)
+                for value, variable in reduced.pairs()
+            )
         )
-        step = self._num_skipped_here() + tf.cast(
-            self.inner_optimizer.iterations, tf.int64
-        )
-        skipping.report(arrived, step, site)
-        skipping.report(
-            reduced,
-            step,
-            site,
-            what="reduced gradient",
-            when=tf.equal(num_arrived, 0),
-        )
-        return tf.equal(num_arrived + num_reduced, 0)
 
     def _refuse_joint_norm(self) -> None:
         if self._unreduced and any(
