@@ -1,5 +1,7 @@
 """Processes exchange values outside of a step, and miss who is absent."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,6 +9,7 @@ import tensorflow as tf
 import tf_xshard
 from tf_xshard.collectives import process_gather
 from tf_xshard.collectives import silent_workers
+from tf_xshard.private.tensorflow import runtime
 
 
 class Store(dict):
@@ -27,12 +30,17 @@ class Store(dict):
     def worker(self, rank):
         return f"worker {rank}"
 
+    def cluster(self):
+        return 0, ["a:1", "b:1"]
+
 
 @pytest.fixture
 def gather(monkeypatch):
     """A ProcessGather of rank 0 of two."""
-    monkeypatch.setattr(process_gather, "runtime", Store())
-    monkeypatch.setattr(process_gather, "_rounds", {})
+    store = Store()
+    for name in ("publish", "lookup", "withdraw", "worker", "cluster"):
+        monkeypatch.setattr(runtime, name, getattr(store, name))
+    monkeypatch.setattr(runtime, "_rounds", {})
     one = process_gather.ProcessGather(
         tf.distribute.get_strategy(), tf_xshard.Communication(), "Saving"
     )
@@ -46,6 +54,15 @@ def test_texts_of_each_round(gather):
     for _ in range(2):  # It can be called again after a timeout.
         with pytest.raises(RuntimeError, match="Saving: worker 1 did not call"):
             gather.exchange("c")
+
+
+def test_an_interrupted_call_can_be_repeated(gather, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            runtime, "lookup", mock.Mock(side_effect=KeyboardInterrupt)
+        )
+        gather.exchange("a")
+    assert gather.exchange("b") == ["b", "round 0"]
 
 
 def test_payloads_of_any_length(gather, monkeypatch):

@@ -388,6 +388,23 @@ def _ended(ranks: Sequence[int]) -> list[int]:
     return ended
 
 
+def _rendezvous(
+    what: str, value: str, ranks: Sequence[int], seconds: float
+) -> list[str]:
+    scope = f"tf_xshard/mpi/{what}"
+    return runtime.rendezvous(
+        scope,
+        value,
+        ranks,
+        seconds,
+        lambda worker: TimeoutError(
+            f"{worker} did not reach this point ({scope}) within {seconds:g}"
+            " seconds (Communication.timeout_seconds). It has ended, hangs, or"
+            " runs different steps."
+        ),
+    )
+
+
 _lock = threading.Lock()
 _groups: dict[tuple[int, ...], _Group] = {}
 
@@ -400,8 +417,7 @@ def _group(members: tuple[int, ...], rank: int, seconds: float) -> _Group:
         if members not in _groups:
             # Creating a communicator blocks until all processes do so. Wait for
             # them here, with a timeout.
-            key = f"tf_xshard/mpi/group/{members}"
-            runtime.exchange(key, "", members, rank, seconds)
+            _rendezvous(f"group/{members}", "", members, seconds)
             mpi = _mpi()
             group = mpi.COMM_WORLD.Get_group().Incl(members)
             tag = zlib.crc32(str(members).encode()) % _MAX_TAG
@@ -461,12 +477,8 @@ def _reason_against(site: site_lib.Site, seconds: float) -> str | None:
     size = site.num_processes
     with _lock:
         if size not in _agreed:
-            answers = runtime.exchange(
-                "tf_xshard/mpi/reason",
-                json.dumps(own),
-                range(size),
-                site.rank,
-                seconds,
+            answers = _rendezvous(
+                "reason", json.dumps(own), range(size), seconds
             )
             reasons = [
                 f"rank {rank} says that {reason}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +15,6 @@ from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.tensorflow import runtime
-
-_rounds: dict[str, int] = {}
-_lock = threading.Lock()
 
 
 class ProcessGather:
@@ -70,34 +66,19 @@ class ProcessGather:
         """
         if self.num_processes == 1:
             return [text]
-        what = self._what
-        with _lock:
-            number = _rounds.get(what, 0)
-        prefix = f"tf_xshard/rendezvous/{what}"
-        own = f"{prefix}/{number}/{self.rank}"
-        runtime.publish(own, text)
-        timeout_seconds = self._communication.timeout_seconds
-        texts = []
-        for rank in range(self.num_processes):
-            try:
-                texts.append(
-                    runtime.lookup(f"{prefix}/{number}/{rank}", timeout_seconds)
-                )
-            except tf.errors.OpError as error:
-                runtime.withdraw(own)
-                raise RuntimeError(
-                    f"{what}: {runtime.worker(rank)} did not call this method"
-                    f" within {timeout_seconds} seconds (Communication."
-                    "timeout_seconds). It needs all workers, so call it on"
-                    " every worker, not only on the chief. If this worker has"
-                    " ended, see its output."
-                ) from error
-        with _lock:
-            _rounds[what] = number + 1
-        if number:
-            # All processes have left the previous round.
-            runtime.withdraw(f"{prefix}/{number - 1}/{self.rank}")
-        return texts
+        seconds = self._communication.timeout_seconds
+        return runtime.rendezvous(
+            f"tf_xshard/rendezvous/{self._what}",
+            text,
+            range(self.num_processes),
+            seconds,
+            lambda worker: RuntimeError(
+                f"{self._what}: {worker} did not call this method within"
+                f" {seconds} seconds (Communication.timeout_seconds). It needs"
+                " all workers, so call it on every worker, not only on the"
+                " chief. If this worker has ended, see its output."
+            ),
+        )
 
     def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Stacks the int64 numbers of all processes, by rank."""

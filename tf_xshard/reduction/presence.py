@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,9 +39,6 @@ class Entry(NamedTuple):
 Pattern = tuple[Entry, ...]  # one entry per variable
 # Maps variable names and this process's patterns to all replicas' patterns.
 KnownPatterns = dict[tuple, tuple[Pattern, ...]]
-
-_rounds: dict[int, int] = {}
-_lock = threading.Lock()
 
 
 class _Opaque:
@@ -247,50 +243,28 @@ def _exchange(
     timeout_seconds: float,
 ) -> tuple[Pattern, ...]:
     """Sends this process's patterns to all processes, and receives theirs."""
-    # A counter for each number of variables pairs the processes' exchanges.
-    with _lock:
-        number = _rounds[len(names)] = _rounds.get(len(names), -1) + 1
-    prefix = f"tf_xshard/gradient_pattern/{len(names)}"
-    runtime.publish(
-        f"{prefix}/{number}/{site.rank}", json.dumps([shapes, local])
+    first_names = f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+    answers = runtime.rendezvous(
+        # A scope for each number of variables pairs the processes' exchanges.
+        f"tf_xshard/gradient_pattern/{len(names)}",
+        json.dumps([shapes, local]),
+        range(site.num_processes),
+        timeout_seconds,
+        lambda worker: RuntimeError(
+            f"{worker} did not say within {timeout_seconds} seconds which of"
+            f" these variables it has gradients for: {first_names}. It ended,"
+            " hangs, or traces a different step than this worker. See its"
+            " output; all workers must run the same steps."
+        ),
     )
     patterns: list[Pattern] = []
-    for rank in range(site.num_processes):
-        patterns += _receive(
-            f"{prefix}/{number}/{rank}",
-            rank,
-            names,
-            shapes,
-            timeout_seconds,
-        )
-    if number:
-        # Workers that answered in this round have read the previous round.
-        runtime.withdraw(f"{prefix}/{number - 1}/{site.rank}")
+    for rank, answer in enumerate(answers):
+        their_shapes, theirs = json.loads(answer)
+        if their_shapes != shapes:
+            raise RuntimeError(
+                f"Worker {rank} applies gradients of shapes {their_shapes}, but"
+                f" this worker applies {shapes} ({', '.join(names[:5])}). All"
+                " workers must call their optimizers in the same order."
+            )
+        patterns += [tuple(Entry(*one) for one in each) for each in theirs]
     return tuple(patterns)
-
-
-def _receive(
-    key: str,
-    rank: int,
-    names: Sequence[str],
-    shapes: list,
-    timeout_seconds: float,
-) -> list[Pattern]:
-    try:
-        answer = runtime.lookup(key, timeout_seconds)
-    except tf.errors.OpError as error:
-        raise RuntimeError(
-            f"{runtime.worker(rank)} did not say within {timeout_seconds}"
-            " seconds which of these variables it has gradients for:"
-            f" {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. It"
-            " ended, hangs, or traces a different step than this worker. See"
-            " its output; all workers must run the same steps."
-        ) from error
-    their_shapes, patterns = json.loads(answer)
-    if their_shapes != shapes:
-        raise RuntimeError(
-            f"Worker {rank} applies gradients of shapes {their_shapes}, but"
-            f" this worker applies {shapes} ({', '.join(names[:5])}). All"
-            " workers must call their optimizers in the same order."
-        )
-    return [tuple(Entry(*entry) for entry in pattern) for pattern in patterns]

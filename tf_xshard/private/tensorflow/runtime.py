@@ -8,7 +8,7 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -83,34 +83,48 @@ def lookup(key: str, timeout_seconds: float) -> str:
                 raise
 
 
-def exchange(
-    key: str,
-    value: str,
-    ranks: Iterable[int],
-    own_rank: int,
-    timeout_seconds: float,
-) -> list[str]:
-    """Gives a value to some processes, once for a key; returns all values."""
-    # After a timeout, the value is still there.
-    with contextlib.suppress(tf.errors.AlreadyExistsError):
-        publish(f"{key}/{own_rank}", value)
-    values = []
-    for rank in ranks:
-        try:
-            values.append(lookup(f"{key}/{rank}", timeout_seconds))
-        except tf.errors.DeadlineExceededError as error:
-            raise TimeoutError(
-                f"{worker(rank)} did not reach this point ({key}) within"
-                f" {timeout_seconds:g} seconds (Communication."
-                "timeout_seconds). It has ended, hangs, or runs different"
-                " steps."
-            ) from error
-    return values
-
-
 def withdraw(key: str) -> None:
     """Removes a value from the cluster's key-value store."""
     _STORE.delete(_STORE.context(), key)
+
+
+_rounds: dict[str, int] = {}
+
+
+def rendezvous(
+    scope: str,
+    value: str,
+    ranks: Iterable[int],
+    timeout_seconds: float,
+    absence: Callable[[str], Exception],
+) -> list[str]:
+    """Gives a value to some processes; returns the values of all, by rank.
+
+    These processes must make the same calls for a `scope`, one after another.
+    Raises `absence(worker)` for a worker that does not call in time. Then this
+    process can call again.
+    """
+    number = _rounds.get(scope, 0)
+    own_rank, _ = cluster()
+    own = f"{scope}/{number}/{own_rank}"
+    publish(own, value)
+    values = []
+    try:
+        for rank in ranks:
+            key = f"{scope}/{number}/{rank}"
+            values.append(lookup(key, timeout_seconds))
+    except BaseException as error:
+        # The leader, which holds the store, may be gone.
+        with contextlib.suppress(tf.errors.OpError):
+            withdraw(own)
+        if isinstance(error, tf.errors.OpError):
+            raise absence(worker(rank)) from error
+        raise
+    _rounds[scope] = number + 1
+    if number:
+        # Processes that are in this round have left the previous round.
+        withdraw(f"{scope}/{number - 1}/{own_rank}")
+    return values
 
 
 _TIMEOUT = names.PrivateNames(
