@@ -177,12 +177,14 @@ def _all_reduce(gradient):
     return tf.distribute.get_replica_context().all_reduce("SUM", gradient)
 
 
-def _batch_reduce(gradient):
-    return tf.distribute.get_replica_context().merge_call(
-        lambda strategy, gradient: strategy.extended.batch_reduce_to(
-            "SUM", [(gradient, gradient)]
-        )[0],
-        args=(gradient,),
+def _all_gather(gradient):
+    return tf.distribute.get_replica_context().all_gather(gradient[None], 0)
+
+
+def _merging(function):
+    """Calls a function of the strategy and the gradients in merge_call."""
+    return lambda gradient: tf.distribute.get_replica_context().merge_call(
+        function, args=(gradient,)
     )
 
 
@@ -226,7 +228,18 @@ WRAPPERS = {
     "wrapper, kind, graph, reduce",
     [
         ("cross", "mirrored", True, _all_reduce),
-        ("cross", "mirrored", False, _batch_reduce),
+        ("cross", "mirrored", False, _all_gather),
+        *(
+            ("cross", "mirrored", False, _merging(function))
+            for function in (
+                lambda strategy, x: strategy.reduce("SUM", x, None),
+                lambda strategy, x: strategy.gather(x, 0),
+                lambda strategy, x: strategy.extended.reduce_to("SUM", x, x),
+                lambda strategy, x: strategy.extended.batch_reduce_to(
+                    "SUM", [(x, x)]
+                )[0],
+            )
+        ),
         ("cross", "multi_worker", False, _all_reduce),
         ("tower", "mirrored", True, _all_reduce),
         ("scale", "mirrored", True, _all_reduce),
@@ -237,6 +250,26 @@ WRAPPERS = {
 def test_an_inner_optimizer_that_reduces(wrapper, kind, graph, reduce):
     make = lambda: WRAPPERS[wrapper](_Reduces(reduce))
     _check_refused(make, T, "would be reduced twice", kind, graph)
+
+
+def test_an_inner_optimizer_that_updates_in_merge_call():
+    with replicas.mirrored(2).scope():
+        count = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def counted(gradient):
+        update = lambda strategy: strategy.extended.update(
+            count, lambda one: one.assign_add(1.0)
+        )
+        tf.distribute.get_replica_context().merge_call(update)
+        return gradient
+
+    [weights] = steps.stepped(
+        lambda: Cross(_Reduces(counted), **REPLICA),
+        lambda r: [tf.constant(1.0)],
+        [1.0],
+        num_replicas=2,
+    )
+    assert [float(count.numpy()), *weights] == [1.0, 0.0, 0.0]
 
 
 def _grouped_in_part(variable):

@@ -59,51 +59,24 @@ class _Guard:
             return context.merge_call(merge_fn, args=args, kwargs=kwargs)
 
 
-class _Extended:
-    """Replaces a strategy's `extended`, to raise on a reduction."""
+class _Refusing:
+    """Replaces a strategy and its `extended`, to raise on a reduction."""
 
-    def __init__(
-        self, extended: tf.distribute.StrategyExtended, culprit: Any
-    ) -> None:
-        self._extended = extended
+    def __init__(self, replaced: Any, culprit: Any) -> None:
+        self._replaced = replaced
         self._culprit = culprit
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._extended, name)
-
-    def reduce_to(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError."""
-        _refuse(self._culprit, "reduce_to")
-
-    def batch_reduce_to(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError."""
-        _refuse(self._culprit, "batch_reduce_to")
-
-
-class _Strategy:
-    """Replaces a strategy, to raise on a reduction."""
-
-    def __init__(self, strategy: tf.distribute.Strategy, culprit: Any) -> None:
-        self._strategy = strategy
-        self._culprit = culprit
-        self.extended = _Extended(strategy.extended, culprit)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._strategy, name)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError."""
-        _refuse(self._culprit, "reduce")
-
-    def gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError."""
-        _refuse(self._culprit, "gather")
+        if name in ("reduce", "gather", "reduce_to", "batch_reduce_to"):
+            return lambda *args, **kwargs: _refuse(self._culprit, name)
+        value = getattr(self._replaced, name)
+        return _Refusing(value, self._culprit) if name == "extended" else value
 
 
 def _guarded_function(merge_fn: Callable, culprit: Any) -> Callable:
     @functools.wraps(merge_fn)
     def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        return merge_fn(_Strategy(strategy, culprit), *args, **kwargs)
+        return merge_fn(_Refusing(strategy, culprit), *args, **kwargs)
 
     return call
 
@@ -143,25 +116,22 @@ def _guarded_class(base: Any) -> type:
 @contextlib.contextmanager
 def guarded(optimizer: Any) -> Iterator[None]:
     """Makes an optimizer raise if it reduces while a wrapper calls it."""
-    with wrapper_calls.inside(), _guarded(optimizer):
-        yield
-
-
-@contextlib.contextmanager
-def _guarded(optimizer: Any) -> Iterator[None]:
     current: Any = tf.distribute.get_replica_context()
-    if current is None or current.strategy.num_replicas_in_sync == 1:
-        yield
-        return
-    base: Any = getattr(current, "base", type(current))
-    guard: Any = _guarded_class(base)(current.strategy, _replica_id(current))
-    guard.culprit = optimizer
-    guard.lifted_sums = set()
-    before = _sums()
-    with guard:
-        yield
-    if _sums() - before - guard.lifted_sums:
-        _refuse(guard.culprit, "CrossReplicaSum")
+    with wrapper_calls.inside():
+        if current is None or current.strategy.num_replicas_in_sync == 1:
+            yield
+            return
+        base: Any = getattr(current, "base", type(current))
+        guard: Any = _guarded_class(base)(
+            current.strategy, _replica_id(current)
+        )
+        guard.culprit = optimizer
+        guard.lifted_sums = set()
+        before = _sums()
+        with guard:
+            yield
+        if _sums() - before - guard.lifted_sums:
+            _refuse(guard.culprit, "CrossReplicaSum")
 
 
 @contextlib.contextmanager
