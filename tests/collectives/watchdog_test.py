@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 
 import keras
 import pytest
@@ -100,10 +101,23 @@ def test_a_timeout_costs_no_threads():
     assert names.count("tf_xshard_watchdog") == 1
 
 
+def test_a_function_is_watched_until_it_is_gone():
+    make = lambda: tf_xshard.CrossShardOptimizer(keras.optimizers.SGD())
+    before = set(watchdog.WATCHDOG._waiting)
+    one = traced.Traced(make, [0.0], num_replicas=2)
+    one.step([1.0, 1.0])
+    [graph] = map(weakref.ref, {*watchdog.WATCHDOG._waiting} - before)
+    [first, second] = watchdog.WATCHDOG._waiting[graph()].values()
+    assert first.lane.device != second.lane.device
+    del one, first, second
+    gc.collect()
+    assert graph() is None
+
+
 def test_a_failed_call_does_not_count_for_the_next_one(monkeypatch):
     """Even if the watchdog looks before the call has reset the count."""
     waiting = object.__new__(watchdog._Waiting)
-    waiting._graph, waiting._count = object(), None
+    waiting._is_eager, waiting._count = False, None
     waiting._last, waiting._since = 0, 0.0
     monkeypatch.setattr(
         watchdog.runtime_variables, "read", lambda handle, dtype: 5

@@ -1,6 +1,6 @@
 """Creates and reads the variables that collectives need.
 
-A variable is created on first use, and lives until the process ends or
+A named variable is created on first use, and lives until the process ends or
 TensorFlow's runtime context is reset. (Tests of TensorFlow and Keras reset it.)
 After a reset, it is created again.
 """
@@ -33,6 +33,11 @@ def handle(
         if (device, name) not in _handles:
             _handles[device, name] = _created(device, name, dtype, shape)
         return _handles[device, name]
+
+
+def unnamed(device: str, dtype: tf.DType) -> tf.Tensor:
+    """Creates a scalar variable, zero, which lives as long as its handle."""
+    return _created(device, runtime.anonymous_name(), dtype, ())
 
 
 def read(handle: tf.Tensor, dtype: tf.DType) -> np.ndarray:

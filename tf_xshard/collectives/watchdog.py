@@ -10,7 +10,6 @@ collective waits, and one thread polls these variables.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
 import time
 import weakref
@@ -59,7 +58,6 @@ class _Lane:
     """Holds the counters and the timeout of one lane of one device."""
 
     counters: counters.Counters
-    name: str
     host: str
     device: str
     timeout_seconds: float
@@ -72,18 +70,14 @@ class _Waiting:
     A function runs a lane's collectives one after another, so at most one of
     them waits. Each adds 1 to a variable when it begins and when it ends. A
     step that fails may leave the variable odd. The function therefore makes the
-    variable even when it begins, and `is_overdue` ignores functions that do not
+    variable even when it begins, and `seconds` ignores functions that do not
     run.
     """
 
-    def __init__(
-        self, lane: _Lane, number: int, graph: tf.Graph | None
-    ) -> None:
+    def __init__(self, lane: _Lane, graph: tf.Graph | None) -> None:
         self.lane = lane
-        self._graph = weakref.ref(graph) if graph is not None else None
-        self._count = runtime_variables.handle(
-            lane.host, f"{lane.name}_{number}", tf.int64
-        )
+        self._is_eager = graph is None
+        self._count = runtime_variables.unnamed(lane.host, tf.int64)
         self._last = 0
         self._since = 0.0
         if graph is not None:
@@ -95,15 +89,6 @@ class _Waiting:
                     resource=self._count, dtype=tf.int64
                 )
                 self._add(tf.bitwise.bitwise_and(count, 1))
-
-    def is_of(self, lane: _Lane, graph: tf.Graph | None) -> bool:
-        """Returns True if this object tracks the lane in the graph."""
-        own = self._graph() if self._graph is not None else None
-        return self.lane is lane and own is graph
-
-    def is_alive(self) -> bool:
-        """Returns True if the function may still be called."""
-        return self._graph is None or self._graph() is not None
 
     def begin(self) -> tf.Operation | None:
         """Notes that a collective waits from now on."""
@@ -126,7 +111,7 @@ class _Waiting:
         # collectives, which leaves counts odd. The function that runs now may
         # be another function, or the next call of this function, which has not
         # yet made the count even.
-        runs = self._graph is None or runtime.a_function_uses(self._count)
+        runs = self._is_eager or runtime.a_function_uses(self._count)
         if count != self._last or not runs:
             self._last, self._since = count, now
         return now - self._since if count % 2 == 1 else 0.0
@@ -169,9 +154,11 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self.lanes: dict[tuple[str, str, float], _Lane] = {}
         self.batches: list[WatchedBatch] = []
-        # The keys are the lane's name and the function's number.
-        self._waiting: dict[tuple[str, int], _Waiting] = {}
-        self._numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # Maps the graphs of functions, and the context of eager code, to the
+        # state of each of their lanes.
+        self._waiting: weakref.WeakKeyDictionary[
+            object, dict[_Lane, _Waiting]
+        ] = weakref.WeakKeyDictionary()
 
     def waiting(
         self, device: str, lane: str, timeout_seconds: float
@@ -180,20 +167,10 @@ class Watchdog:
         found = self.lane(device, lane, timeout_seconds)
         graph = site_lib.function_graph()
         with self._lock:
-            number = 0
-            if graph is not None:
-                if graph not in self._numbers:
-                    used = set(self._numbers.values())
-                    self._numbers[graph] = next(
-                        n for n in itertools.count(1) if n not in used
-                    )
-                number = self._numbers[graph]
-            key = found.name, number
-            known = self._waiting.get(key)
-            # A graph that is gone may have had the same number.
-            if known is None or not known.is_of(found, graph):
-                self._waiting[key] = _Waiting(found, number, graph)
-            return self._waiting[key]
+            of_function = self._waiting.setdefault(graph or found.context, {})
+            if found not in of_function:
+                of_function[found] = _Waiting(found, graph)
+            return of_function[found]
 
     def lane(self, device: str, lane: str, timeout_seconds: float) -> _Lane:
         """Returns a lane, which is created on first use."""
@@ -202,12 +179,12 @@ class Watchdog:
         with self._lock:
             if key not in self.lanes or self.lanes[key].context is not context:
                 spec = tf.DeviceSpec.from_string(device)
-                host = spec.replace(device_type="CPU", device_index=0)
+                cpu = spec.replace(device_type="CPU", device_index=0)
+                host = cpu.to_string()
                 name = "tf_xshard_" + "_".join(map(str, key))
                 self.lanes[key] = _Lane(
-                    counters.Counters(host.to_string(), name),
-                    name,
-                    host.to_string(),
+                    counters.Counters(host, name),
+                    host,
                     device,
                     timeout_seconds,
                     context,
@@ -254,12 +231,12 @@ class Watchdog:
             context = runtime.context()
             with self._lock:
                 # Variables of a context that was reset can't be read anymore.
-                self._waiting = {
-                    key: one
-                    for key, one in self._waiting.items()
-                    if one.lane.context is context and one.is_alive()
-                }
-                waiting = list(self._waiting.values())
+                waiting = [
+                    one
+                    for of_function in self._waiting.values()
+                    for one in of_function.values()
+                    if one.lane.context is context
+                ]
                 lanes = [
                     one for one in self.lanes.values() if one.context is context
                 ]

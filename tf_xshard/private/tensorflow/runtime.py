@@ -131,6 +131,7 @@ _TIMEOUT = names.PrivateNames(
     "The timeout of collectives",
     {
         "context": _PYTHON + "eager.context.context",
+        "anonymous_name": _PYTHON + "eager.context.anonymous_name",
         # Ends collectives that wait for missing peers.
         "abort": _CONTEXT + "abort_collective_ops",
         # A thread is in this module while TensorFlow runs a function for it.
@@ -146,6 +147,11 @@ _INPUTS = "inputs"
 def context() -> object:
     """Returns TensorFlow's runtime context, another object after a reset."""
     return _TIMEOUT.context()
+
+
+def anonymous_name() -> str:
+    """Returns the name of a variable that lives as long as its handle."""
+    return _TIMEOUT.anonymous_name()
 
 
 def abort_collectives(message: str) -> None:
