@@ -69,7 +69,7 @@ def _with_feedback(tensors, site):
 class _AllToAll(subgroups.Subgroups):
     """A sum as all-to-all, additions and all-gather, not as a ring."""
 
-    def _sum(self, tensors):
+    def sum(self, tensors):
         size = self.groups.group_size
         rows = [tf.reshape(tensor, [size, -1]) for tensor in tensors]
         gathered = self.all_gather(self.reduce_scatter(rows))
@@ -82,7 +82,7 @@ class _AllToAll(subgroups.Subgroups):
 class _Gathered(subgroups.Subgroups):
     """A sum as all-gather and additions: as many bytes, in groups of two."""
 
-    def _sum(self, tensors):
+    def sum(self, tensors):
         size = self.groups.group_size
         return [
             tf.add_n(tf.unstack(one, num=size))

@@ -50,7 +50,8 @@ class OverAllReplicas(_CrossReplicaSum):
 
     name = "the strategy's all_reduce (CrossReplicaSum)"
 
-    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.sum`."""
         self._note_all(tensors)
         return tf.distribute.get_replica_context().all_reduce(
             tf.distribute.ReduceOp.SUM, list(tensors)
@@ -62,7 +63,8 @@ class InGroups(_CrossReplicaSum):
 
     name = "CrossReplicaSum with a group assignment"
 
-    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.sum`."""
         self._note_all(tensors)
         return [
             tf.raw_ops.CrossReplicaSum(

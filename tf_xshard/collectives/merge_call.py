@@ -24,7 +24,8 @@ class MergeCall(transport.Transport):
     spans_groups = True
     gathers = True
 
-    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.sum`."""
         return self._combined(recorder.ALL_REDUCE, tf.add_n, tensors)
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

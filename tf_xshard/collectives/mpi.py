@@ -69,7 +69,8 @@ class MPI(transport.Transport):
     packs = True
     gathers = True
 
-    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.sum`."""
         return [
             self._all_reduce(position, tensor)
             for position, tensor in enumerate(tensors)

@@ -26,7 +26,8 @@ class OneHot(transport.Transport):
     spans_groups = True
     packs = True
 
-    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.sum`."""
         index = self._group_index()
         mine = tf.equal(tf.range(self.groups.num_groups), index)
 

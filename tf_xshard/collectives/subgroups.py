@@ -78,7 +78,8 @@ class Subgroups(transport.Transport):
         # across processes have the number 0.
         self._number = self.channel.number if site.num_processes == 1 else 0
 
-    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """See `Transport.sum`."""
         return [
             self._all_reduce(position, tensor)
             for position, tensor in enumerate(tensors)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import tensorflow as tf
@@ -59,9 +58,6 @@ def number_for(holder: object) -> int:
     return number
 
 
-_observers: list[Callable[[Transport, Sequence[tf.Tensor]], None]] = []
-
-
 class Transport(abc.ABC):
     """Communicates on one path, for one replica and its groups.
 
@@ -89,15 +85,13 @@ class Transport(abc.ABC):
         self.groups = site_lib.ranked(channel.groups, site.strategy)
         self.communication = channel.communication
 
+    @abc.abstractmethod
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over this replica's group.
 
         All replicas of the group pass tensors of the same known shapes and
         dtypes, and get the same bits.
         """
-        for observer in tuple(_observers):
-            observer(self, tensors)
-        return self._sum(tensors)
 
     def reduce_scatter(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors over this replica's group, and returns one row of each.
@@ -179,10 +173,6 @@ class Transport(abc.ABC):
         num_bytes = tensor.dtype.size * num_elements
         return recorder.cost(operation, num_bytes, groups.group_size)
 
-    @abc.abstractmethod
-    def _sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See `sum`."""
-
 
 def sum_of_rows(rows: tf.Tensor) -> tf.Tensor:
     """Sums over the first dimension, in float32 for 16-bit dtypes."""
@@ -216,19 +206,3 @@ def _in_row(
     # Select instead of multiplying, since 0 * inf is nan.
     is_own = tf.equal(tf.range(num_rows), position)[:, tf.newaxis]
     return tf.where(is_own, tensor[tf.newaxis], tf.zeros_like(tensor))
-
-
-@contextlib.contextmanager
-def observed(
-    observer: Callable[[Transport, Sequence[tf.Tensor]], None],
-) -> Iterator[None]:
-    """Calls a function before every group sum, for tests and benchmarks.
-
-    The function is called on each replica when a sum is traced (in eager mode,
-    when a sum runs), in the same graph.
-    """
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
