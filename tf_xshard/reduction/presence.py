@@ -9,6 +9,7 @@ costs nothing at run time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -37,8 +38,9 @@ class Entry(NamedTuple):
 
 
 Pattern = tuple[Entry, ...]  # one entry per variable
+Patterns = tuple[Pattern, ...]  # one pattern per replica
 # Maps variable names and this process's patterns to all replicas' patterns.
-KnownPatterns = dict[tuple, tuple[Pattern, ...]]
+KnownPatterns = dict[tuple, Patterns]
 
 
 class _Opaque:
@@ -125,7 +127,7 @@ def agree(
     site: site_lib.Site,
     timeout_seconds: float,
     known: KnownPatterns,
-) -> tuple[Pattern, ...]:
+) -> Patterns:
     """Returns every replica's pattern, in the order of replica ids.
 
     A pattern in `known` was exchanged in an earlier trace and is not exchanged
@@ -142,21 +144,16 @@ def agree(
         # One program is traced for all replicas.
         return (own,) * site.num_replicas
 
-    def in_cross_replica_context(
-        strategy: tf.distribute.Strategy, pattern: Any
-    ) -> _Opaque:
-        local = tuple(
-            box.value for box in strategy.experimental_local_results(pattern)
-        )
+    def of_all(local: Patterns) -> Patterns:
         if site.num_processes == 1 or recorder.is_recording():
-            return _Opaque(local * site.num_processes)
+            return local * site.num_processes
         key = tuple(names), local
         if eager or key not in known:
             known[key] = _exchange(local, names, shapes, site, timeout_seconds)
-        return _Opaque(known[key])
+        return known[key]
 
     eager = tf.executing_eagerly()
-    patterns = _merge_call(in_cross_replica_context, _Opaque(own), site).value
+    patterns = _merged(own, of_all, site)
     _check_consistent(patterns)
     # Other processes may have named the same variables differently.
     first = site.rank * site.num_local_replicas
@@ -166,32 +163,30 @@ def agree(
 
 def local_patterns(
     gradients: Sequence, variables: Sequence, site: site_lib.Site
-) -> tuple[Pattern, ...]:
+) -> Patterns:
     """Returns the patterns of this process's replicas only."""
-
-    def in_cross_replica_context(
-        strategy: tf.distribute.Strategy, pattern: Any
-    ) -> _Opaque:
-        boxes = strategy.experimental_local_results(pattern)
-        return _Opaque(tuple(box.value for box in boxes))
-
     own = own_pattern(gradients, variables)
     if site.replica_id is None:
         return (own,)  # One program is traced for all replicas.
-    return _merge_call(in_cross_replica_context, _Opaque(own), site).value
+    return _merged(own, lambda local: local, site)
 
 
-def _merge_call(
-    fn: Callable, argument: _Opaque, site: site_lib.Site
-) -> _Opaque:
+def _merged(
+    own: Pattern, function: Callable[[Patterns], Patterns], site: site_lib.Site
+) -> Patterns:
+    """Calls a function once, with the patterns of this process's replicas."""
+
+    def in_cross_replica_context(strategy: Any, pattern: Any) -> _Opaque:
+        boxes = strategy.experimental_local_results(pattern)
+        return _Opaque(function(tuple(box.value for box in boxes)))
+
     context = tf.distribute.get_replica_context()
-    if site.graph is None:
-        return context.merge_call(fn, args=(argument,))
     # merge_call raises while a branch of tf.cond is traced, since the branch's
     # tensors belong to another graph. This call passes no tensors, so it can
     # run in the surrounding graph.
-    with site.graph.as_default():
-        return context.merge_call(fn, args=(argument,))
+    with site.graph.as_default() if site.graph else contextlib.nullcontext():
+        merged = context.merge_call(in_cross_replica_context, (_Opaque(own),))
+    return merged.value
 
 
 def _check_consistent(patterns: Sequence[Pattern]) -> None:
@@ -236,12 +231,12 @@ def _check_names(patterns: Sequence[Pattern]) -> None:
 
 
 def _exchange(
-    local: tuple[Pattern, ...],
+    local: Patterns,
     names: Sequence[str],
     shapes: list,
     site: site_lib.Site,
     timeout_seconds: float,
-) -> tuple[Pattern, ...]:
+) -> Patterns:
     """Sends this process's patterns to all processes, and receives theirs."""
     first_names = f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
     answers = runtime.rendezvous(
