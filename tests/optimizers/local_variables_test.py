@@ -83,6 +83,12 @@ WRAPS = {
     "loss_scale": (lambda: O.LossScaleOptimizer(_sgd()), {}),
     "hooks": (_sgd, {"pre_reduce": _CLIP, "post_reduce": _CLIP}),
 }
+if hasattr(O, "MultiOptimizer"):  # Keras 3.12 has not.
+    _by_path = lambda v: _sgd() if v.path.endswith("bias") else O.Lamb(0.1)
+    WRAPS["multi"] = (
+        lambda: O.MultiOptimizer(_by_path),
+        {"shard_update": True},
+    )
 
 
 @pytest.fixture(scope="module")

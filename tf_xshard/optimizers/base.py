@@ -541,7 +541,9 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         with (
             local_optimizers.tracked(),
             keras_shards.building(),
-            whole.changing_when_chosen(self, whole.make_local),
+            keras_shards.choosing(
+                stack.with_local_optimizers(self), whole.make_local
+            ),
         ):
             self._create_state(variables, plan)
             if plan.skip_nonfinite and plan.reduces(self):

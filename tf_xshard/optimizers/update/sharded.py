@@ -170,14 +170,13 @@ class ShardedUpdate:
 
     def build(self) -> None:
         """Builds the inner optimizer with the shards."""
-        with (
-            whole_update.changing_when_chosen(self._optimizer, kinds.check),
-            keras_shards.chosen(self._optimizer, self._divided) as chosen,
-        ):
-            self._divide(chosen)
-            self._optimizer.build(
-                [self._shards.get(_key(v), v) for v in self._variables]
-            )
+        # A MultiOptimizer's function may create optimizers of any class.
+        for one in keras_shards.chosen(self._optimizer, self._variables):
+            kinds.check(one)
+        self._divide(keras_shards.chosen(self._optimizer, self._divided))
+        self._optimizer.build(
+            [self._shards.get(_key(v), v) for v in self._variables]
+        )
         for one in stack.descendants(self._optimizer):
             self._divide_other_slots(one)
         self._bind_slots()
@@ -198,14 +197,11 @@ class ShardedUpdate:
     def _divide(self, optimizers: Sequence) -> None:
         """Makes shards or owners of variables, as their optimizers need."""
         for variable, optimizer in zip(self._divided, optimizers, strict=True):
-            cost = None
-            # Keras refuses what is not an optimizer.
-            if isinstance(optimizer, keras.optimizers.Optimizer):
-                cost = kinds.cost_of_owner(
-                    optimizer,
-                    tuple(variable.shape),
-                    replica_variables.path(variable),
-                )
+            cost = kinds.cost_of_owner(
+                optimizer,
+                tuple(variable.shape),
+                replica_variables.path(variable),
+            )
             if cost is not None:
                 self.costs[_key(variable)] = cost
         self.owner_of = ownership.balanced(self.costs, self._groups.group_size)
@@ -401,12 +397,7 @@ class ShardedUpdate:
 
 def _key(variable: Any) -> int:
     """Returns a weight's key, also for what stands for it in an update."""
-    if (
-        isinstance(variable, keras_shards.Sharded)
-        and variable.whole is not None
-    ):
-        variable = variable.whole
-    return replica_variables.key(variable)
+    return replica_variables.key(keras_shards.weight(variable))
 
 
 def _steps_per_update(optimizers: Sequence) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,7 +13,6 @@ from tf_xshard.distribute import indexed_slices
 from tf_xshard.distribute import reduction_guard
 from tf_xshard.optimizers import stack
 from tf_xshard.private.keras import local_optimizers
-from tf_xshard.private.keras import shards
 from tf_xshard.private.tensorflow import autograph
 from tf_xshard.reduction import gradients as gradients_lib
 
@@ -36,17 +33,6 @@ def _foreign(optimizer: Any) -> list[keras.optimizers.Optimizer]:
     return [
         one for one in stack.descendants(optimizer) if not stack.is_wrapper(one)
     ]
-
-
-@contextlib.contextmanager
-def changing_when_chosen(
-    optimizer: keras.optimizers.Optimizer, change: Callable
-) -> Iterator[None]:
-    """Calls `change` on each optimizer that a MultiOptimizer chooses inside."""
-    with contextlib.ExitStack() as contexts:
-        for one in stack.with_local_optimizers(optimizer):
-            contexts.enter_context(shards.changes_when_chosen(one, change))
-        yield
 
 
 def note_summed_rows(optimizer: keras.optimizers.Optimizer) -> None:

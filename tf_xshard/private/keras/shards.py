@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -350,6 +350,12 @@ def converted(
     return variable
 
 
+def weight(variable: Any) -> Any:
+    """Returns the weight that a variable stands for; other variables as is."""
+    stands = isinstance(variable, Sharded) and variable.whole is not None
+    return variable.whole if stands else variable
+
+
 _OPTIMIZER = "keras.optimizers.Optimizer."
 # Present in Keras 3.12 to 3.16.
 UPDATES = names.PrivateNames(
@@ -473,9 +479,7 @@ class UpdatesShards(TracksWholes):
             when_held(variable, step)
 
     def _var_key(self, variable: Any) -> Any:
-        if isinstance(variable, Sharded):
-            variable = variable.whole
-        return super()._var_key(variable)
+        return super()._var_key(weight(variable))
 
     def _clip_gradients(self, grads: Sequence) -> Sequence:
         clip = self.__dict__.get("_clip_shards")
@@ -489,9 +493,7 @@ def _of_wholes(variables: Sequence) -> Sequence:
     if not any(isinstance(one, Sharded) for one in variables):
         return variables
     tracked = tf.Module()
-    tracked.wholes = [
-        one.whole if isinstance(one, Sharded) else one for one in variables
-    ]
+    tracked.wholes = [weight(one) for one in variables]
     return tracked.wholes
 
 
@@ -501,32 +503,45 @@ def clip_with(optimizer: keras.optimizers.Optimizer, clip: Callable) -> None:
 
 
 @contextlib.contextmanager
-def chosen(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence
-) -> Iterator[list]:
-    """Yields the optimizer that will update each weight.
+def choosing(
+    optimizers: Iterable, change: Callable[[Any], None]
+) -> Iterator[None]:
+    """Makes MultiOptimizers call their functions once for each weight.
 
-    A MultiOptimizer's function, which may create optimizers, is called once for
-    each weight, before the MultiOptimizer is built in this context.
+    Such a function may create optimizers. Calls `change` with each of them
+    before the MultiOptimizer builds it.
     """
-    if hasattr(optimizer, "inner_optimizer"):
-        with chosen(optimizer.inner_optimizer, variables) as result:
-            yield result
-        return
-    choose = getattr(optimizer, "_optimizer_map", None)
-    if choose is None:
-        yield [optimizer] * len(variables)
-        return
-    result = [choose(one) for one in variables]
-    key = optimizer._var_key
-    by_key = {
-        key(one): leaf for one, leaf in zip(variables, result, strict=True)
-    }
-    object.__setattr__(optimizer, "_optimizer_map", lambda v: by_key[key(v)])
-    try:
-        yield result
-    finally:
-        object.__setattr__(optimizer, "_optimizer_map", choose)
+    with contextlib.ExitStack() as undo:
+        for one in optimizers:
+            given = getattr(one, "_optimizer_map", None)
+            if given is not None:
+                undo.callback(object.__setattr__, one, "_optimizer_map", given)
+                once = _once_for_each(given, one._var_key, change)
+                object.__setattr__(one, "_optimizer_map", once)
+        yield
+
+
+def _once_for_each(
+    choose: Callable, key: Callable, change: Callable[[Any], None]
+) -> Callable:
+    leaves: dict = {}
+
+    def chosen_once(variable: Any) -> Any:
+        if key(variable) not in leaves:
+            # The MultiOptimizer's function knows weights, not their shards.
+            leaves[key(variable)] = choose(weight(variable))
+            change(leaves[key(variable)])
+        return leaves[key(variable)]
+
+    return chosen_once
+
+
+def chosen(optimizer: Any, variables: Sequence) -> list:
+    """Returns each weight's optimizer, before `build` in `choosing`."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    choose = getattr(optimizer, "_optimizer_map", lambda variable: optimizer)
+    return [choose(one) for one in variables]
 
 
 def slots_by_variable(
@@ -547,30 +562,3 @@ def slots_by_variable(
             for variable, slot in zip(variables, value, strict=True):
                 if isinstance(slot, keras.Variable) and len(slot.shape):
                     yield variable, slot
-
-
-@contextlib.contextmanager
-def changes_when_chosen(
-    optimizer: keras.optimizers.Optimizer, change: Callable
-) -> Iterator[None]:
-    """Calls `change` with each optimizer that a MultiOptimizer chooses.
-
-    The MultiOptimizer's function is called with weights, not with their shards.
-    """
-    chosen = getattr(optimizer, "_optimizer_map", None)
-    if chosen is None:
-        yield
-        return
-
-    def choose(variable: Any) -> Any:
-        if isinstance(variable, Sharded):
-            variable = variable.whole
-        result = chosen(variable)
-        change(result)
-        return result
-
-    object.__setattr__(optimizer, "_optimizer_map", choose)
-    try:
-        yield
-    finally:
-        object.__setattr__(optimizer, "_optimizer_map", chosen)
