@@ -391,27 +391,24 @@ class CrossShardOptimizer(base.GradientWrapper):
 
     def _kinds_of_state(self) -> dict[int, str]:
         """See the base class; slots have their variable's path in the name."""
-        key = replica_variables.key
-        result = {key(one): "local" for one in self._unreduced}
-        if not result:
-            return result
-        trained = {
+        local, key = self._unreduced, replica_variables.key
+        starts = {
             f"{replica_variables.flat_name(one)}_": one
             for one in optimizer_state.trainable_variables(self)
         }
-        for slot in self.inner_optimizer.variables:
+        slots = []
+        for slot in self.inner_optimizer.variables if local else ():
             # "w_scale_momentum" is a slot of "w_scale", not of "w", and so is
             # Adafactor's "w_scale".
             name = slot.path.split("/")[-1] + "_"
-            found = [start for start in trained if name.startswith(start)]
-            if found and trained[max(found, key=len)] in self._unreduced:
-                result[key(slot)] = "local"
+            found = [start for start in starts if name.startswith(start)]
+            if found:
+                slots.append((starts[max(found, key=len)], slot))
         # Adafactor's means do not have their variable's path in the name.
         for optimizer in stack.descendants(self.inner_optimizer):
-            for variable, slot in keras_shards.slots_by_variable(optimizer):
-                if variable in self._unreduced:
-                    result[key(slot)] = "local"
-        return result
+            slots += keras_shards.slots_by_variable(optimizer)
+        found = [slot for variable, slot in slots if variable in local]
+        return {key(one): "local" for one in (*local, *found)}
 
     def _unsaved_state(self) -> str | None:
         if self._unreduced and self._strategy.num_replicas_in_sync > 1:

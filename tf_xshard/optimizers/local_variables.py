@@ -20,10 +20,8 @@ class LocalVariables:
     """Holds the `local` argument: variables, layers and patterns of paths."""
 
     def __init__(self, given: Any) -> None:
-        if given is None:
-            given = ()
-        elif not isinstance(given, (list, tuple)):
-            given = (given,)
+        if not isinstance(given, (list, tuple)):
+            given = () if given is None else (given,)
         for one in given:
             is_saved = isinstance(one, dict) and list(one) == [_PATH]
             if not is_saved and not isinstance(
@@ -57,13 +55,7 @@ class LocalVariables:
         """Finds the local variables among the variables to train."""
         found = {}
         for one in self._given:
-            matches = [v for v in variables if _matches(one, v)]
-            if isinstance(one, dict) and not matches:
-                matches = [
-                    v
-                    for v in variables
-                    if _differs_by_model_name(one[_PATH], v)
-                ]
+            matches = _matching(one, variables)
             if not matches:
                 raise ValueError(
                     f"local={one!r} is or contains none of the variables to"
@@ -85,11 +77,11 @@ class LocalVariables:
         for one in self._given:
             if isinstance(one, (str, dict)):
                 result.append(one)
-            elif isinstance(one, keras.Layer):
+            elif found := _matching(one, list(self)):
                 # A layer also owns variables that are not trained.
-                found = [v for v in self if _matches(one, v)]
-                name = f"(^|/){re.escape(one.name)}/"
-                result += [{_PATH: _path(v)} for v in found] or [name]
+                result += [{_PATH: _path(v)} for v in found]
+            elif isinstance(one, keras.Layer):
+                result.append(f"(^|/){re.escape(one.name)}/")
             else:
                 result.append({_PATH: _path(one)})
         return result
@@ -104,27 +96,28 @@ def _compiled(pattern: str) -> re.Pattern:
         ) from error
 
 
-def _differs_by_model_name(path: str, variable: Any) -> bool:
-    """Compares paths, of which only one begins with the model's name."""
-    # A path has the model's name or not, depending on how the model was made.
-    here = _path(variable)
-    return (
-        path.endswith(here)
-        and path.count("/") == here.count("/") + 1
-        or (here.endswith(path) and here.count("/") == path.count("/") + 1)
-    )
-
-
-def _matches(given: Any, variable: Any) -> bool:
-    if isinstance(given, dict):
-        return given[_PATH] == _path(variable)
+def _matching(given: Any, variables: Sequence) -> list:
+    """Returns the variables that an element of the argument means."""
     if isinstance(given, str):
-        return bool(re.search(given, _path(variable)))
+        return [v for v in variables if re.search(given, _path(v))]
+    if isinstance(given, dict):
+        path = given[_PATH]
+        # A path has the model's name or not, depending on how the model was
+        # made.
+        return [v for v in variables if _path(v) == path] or [
+            v
+            for v in variables
+            if _path(v) == _inside_model(path)
+            or _inside_model(_path(v)) == path
+        ]
     owned = given.variables if isinstance(given, keras.Layer) else [given]
-    return any(
-        replica_variables.key(one) == replica_variables.key(variable)
-        for one in owned
-    )
+    keys = {replica_variables.key(one) for one in owned}
+    return [v for v in variables if replica_variables.key(v) in keys]
+
+
+def _inside_model(path: str) -> str:
+    """Returns a path without the model's name at its beginning."""
+    return path.partition("/")[2]
 
 
 def _path(variable: Any) -> str:
