@@ -36,6 +36,7 @@ from tf_xshard.collectives import recorder
 from tf_xshard.distribute import ownership
 from tf_xshard.distribute import reduction_guard
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import shards as shards_lib
 from tf_xshard.distribute import site as site_lib
 from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import stack
@@ -54,89 +55,6 @@ from tf_xshard.reduction import reducer as reducer_lib
 _ELEMENTS_PER_BLOCK = 1 << 14
 
 
-def use(
-    optimizer: keras.optimizers.Optimizer,
-    reducer: reducer_lib.GradientReducer,
-    groups: group_assignment_lib.GroupAssignment,
-) -> None:
-    """Makes an optimizer clip by the norms of whole gradients."""
-    num_variables = len(optimizer_state.trainable_variables(optimizer))
-
-    keras_shards.clip_with(
-        optimizer,
-        functools.partial(
-            _clipped,
-            functools.partial(_sum_over_group, reducer, groups, num_variables),
-        ),
-    )
-
-
-def _sum_over_group(
-    reducer: reducer_lib.GradientReducer,
-    groups: group_assignment_lib.GroupAssignment,
-    num_variables: int,
-    squares: tf.Tensor,
-) -> tf.Tensor:
-    """Returns the group's sums of squares, of shape [number of gradients]."""
-    count = squares.shape[0]
-    # Groups may have different gradients, but take part in one operation.
-    padded = tf.pad(squares, [[0, num_variables - count]])
-    labelled = recorder.labelled("norms", counts=[count])
-    with reduction_guard.lifted(), labelled:
-        [total] = reducer.transport(site_lib.current(), groups).sum([padded])
-    return total[:count]
-
-
-def _clipped(
-    sum_over_group: Callable[[tf.Tensor], tf.Tensor],
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence[tf.Tensor],
-    variables: Sequence,
-) -> list[tf.Tensor]:
-    """Clips shards as Keras clips whole gradients."""
-    gradients = [tf.convert_to_tensor(one) for one in gradients]
-    if optimizer.clipnorm and optimizer.clipnorm > 0:
-        norm = optimizer.clipnorm
-        squares = _squares(gradients, variables, sum_over_group)
-        return [
-            gradient
-            * tf.cast(norm / tf.maximum(tf.sqrt(square), norm), gradient.dtype)
-            for gradient, square in zip(gradients, squares, strict=True)
-        ]
-    if optimizer.global_clipnorm and optimizer.global_clipnorm > 0:
-        norm = optimizer.global_clipnorm
-        squares = _squares(gradients, variables, sum_over_group)
-        total = tf.sqrt(tf.add_n(squares))
-        # `total - total` makes the scale NaN if the norm is not finite.
-        scale = norm * tf.minimum(1.0 / total, 1.0 / norm) + (total - total)
-        return [
-            gradient * tf.cast(scale, gradient.dtype) for gradient in gradients
-        ]
-    bound = optimizer.clipvalue
-    if bound and bound > 0:
-        return [tf.clip_by_value(one, -bound, bound) for one in gradients]
-    return gradients
-
-
-def _squares(
-    gradients: Sequence[tf.Tensor],
-    variables: Sequence,
-    sum_over_group: Callable[[tf.Tensor], tf.Tensor],
-) -> list[tf.Tensor]:
-    """Returns the squared norms of whole gradients, in at least float32."""
-    dtype = tf.float32
-    if any(one.dtype == tf.float64 for one in gradients):
-        dtype = tf.float64
-    own = tf.stack(
-        [tf.reduce_sum(tf.square(tf.cast(one, dtype))) for one in gradients]
-    )
-    # A local variable's gradient is whole on each replica.
-    is_divided = [isinstance(v, keras_shards.Sharded) for v in variables]
-    return tf.unstack(
-        tf.where(is_divided, sum_over_group(own), own), len(gradients)
-    )
-
-
 class ShardedUpdate:
     """Divides one optimizer's variables among replicas, and updates them."""
 
@@ -153,7 +71,7 @@ class ShardedUpdate:
         self._reducer = reducer
         self._groups = site_lib.ranked(groups, strategy)
         self._variables = list(variables)
-        self._store = slots.WholeSlots(strategy, groups, reducer.communication)
+        self._store = slots.WholeSlots(strategy, reducer.communication)
         roles = [role_of(one) for one in variables]
         self._divided = [
             variable
@@ -170,20 +88,26 @@ class ShardedUpdate:
 
     def build(self) -> None:
         """Builds the inner optimizer with the shards."""
-        # A MultiOptimizer's function may create optimizers of any class.
-        for one in keras_shards.chosen(self._optimizer, self._variables):
-            kinds.check(one)
-        self._divide(keras_shards.chosen(self._optimizer, self._divided))
+        self._divide()
         self._optimizer.build(
             [self._shards.get(_key(v), v) for v in self._variables]
         )
-        for one in stack.descendants(self._optimizer):
+        leaves = stack.updating(self._optimizer)
+        for one in leaves:
             self._divide_other_slots(one)
-        self._bind_slots()
+        self._bind_slots(
+            [
+                slot
+                for one in leaves
+                for slot in one.variables
+                if isinstance(slot, keras_shards.Owned)
+            ]
+        )
+        whole = [v for v in self._variables if _key(v) not in self._shards]
+        for one in leaves:
+            _check_slots(one, whole)
+            keras_shards.clip_with(one, self._clipped)
         for one in stack.descendants(self._optimizer):
-            _check_slots(
-                one, [v for v in self._variables if _key(v) not in self._shards]
-            )
             moving_averages.refuse_swapped_averages(
                 one,
                 "SwapEMAWeights can't be used with shard_update=True, since"
@@ -191,12 +115,14 @@ class ShardedUpdate:
                 " ema_overwrite_frequency, or evaluate after fit. At the end of"
                 " fit, the model gets the averages.",
             )
-            if not any(stack.children(one)):
-                use(one, self._reducer, self._groups)
 
-    def _divide(self, optimizers: Sequence) -> None:
+    def _divide(self) -> None:
         """Makes shards or owners of variables, as their optimizers need."""
-        for variable, optimizer in zip(self._divided, optimizers, strict=True):
+        # A MultiOptimizer's function may create optimizers of any class.
+        for one in keras_shards.chosen(self._optimizer, self._variables):
+            kinds.check(one)
+        chosen = keras_shards.chosen(self._optimizer, self._divided)
+        for variable, optimizer in zip(self._divided, chosen, strict=True):
             cost = kinds.cost_of_owner(
                 optimizer,
                 tuple(variable.shape),
@@ -206,22 +132,31 @@ class ShardedUpdate:
                 self.costs[_key(variable)] = cost
         self.owner_of = ownership.balanced(self.costs, self._groups.group_size)
         for variable in self._divided:
-            owner = self.owner_of.get(_key(variable))
-            self._shards[_key(variable)] = (
-                _shards_of(variable, self._store)
-                if owner is None
-                else self._owned(variable, owner)
+            self._shards[_key(variable)] = self._divided_into(
+                variable, self.owner_of.get(_key(variable))
             )
 
-    def _owned(self, variable: Any, owner: int) -> keras_shards.Sharded:
-        layout = ownership.Owned(tuple(variable.shape), self._groups, owner)
-        return keras_shards.weight_of(
-            _untrained(0, variable.dtype),
+    def _divided_into(
+        self, variable: Any, owner: int | None
+    ) -> keras_shards.Sharded:
+        """Returns what stands for a variable in an update."""
+        shape = tuple(int(n) for n in variable.shape)
+        layout: Any = shards_lib.Layout(shape, self._groups)
+        size, kind = layout.size, keras_shards.Sharded
+        if owner is not None:
+            layout = ownership.Owned(shape, self._groups, owner)
+            size, kind = 0, keras_shards.Owned
+        result = keras_shards.weight_of(
+            _untrained(size, variable.dtype),
             variable,
             layout,
             self._store,
-            keras_shards.Owned,
+            kind,
         )
+        if owner is None:
+            # The slot variables of some optimizers start with its value.
+            self._store.fill(result, variable)
+        return result
 
     def _divide_other_slots(
         self, optimizer: keras.optimizers.Optimizer
@@ -233,15 +168,8 @@ class ShardedUpdate:
                 layout = ownership.Owned(tuple(slot.shape), self._groups, owner)
                 keras_shards.owned(slot, layout, self._store)
 
-    def _bind_slots(self) -> None:
+    def _bind_slots(self, found: Sequence[keras_shards.Owned]) -> None:
         """Creates the blocks of owned slot variables."""
-        found = [
-            slot
-            for one in stack.descendants(self._optimizer)
-            if not any(stack.children(one))
-            for slot in one.variables
-            if isinstance(slot, keras_shards.Owned)
-        ]
         for pack in ownership.packs(
             [one.layout.owner for one in found],
             [one.layout.shape for one in found],
@@ -258,6 +186,72 @@ class ShardedUpdate:
                         dataclasses.replace(slot.layout, offset=offset),
                     )
 
+    def _clipped(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[tf.Tensor],
+        variables: Sequence,
+    ) -> list[tf.Tensor]:
+        """Clips shards as Keras clips whole gradients."""
+        gradients = [tf.convert_to_tensor(one) for one in gradients]
+        if optimizer.clipnorm and optimizer.clipnorm > 0:
+            norm = optimizer.clipnorm
+            squares = self._squares(optimizer, gradients, variables)
+            return [
+                gradient
+                * tf.cast(
+                    norm / tf.maximum(tf.sqrt(square), norm), gradient.dtype
+                )
+                for gradient, square in zip(gradients, squares, strict=True)
+            ]
+        if optimizer.global_clipnorm and optimizer.global_clipnorm > 0:
+            norm = optimizer.global_clipnorm
+            squares = self._squares(optimizer, gradients, variables)
+            total = tf.sqrt(tf.add_n(squares))
+            # `total - total` makes the scale NaN if the norm is not finite.
+            scale = norm * tf.minimum(1.0 / total, 1.0 / norm) + (total - total)
+            return [one * tf.cast(scale, one.dtype) for one in gradients]
+        bound = optimizer.clipvalue
+        if bound and bound > 0:
+            return [tf.clip_by_value(one, -bound, bound) for one in gradients]
+        return gradients
+
+    def _squares(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[tf.Tensor],
+        variables: Sequence,
+    ) -> list[tf.Tensor]:
+        """Returns the squared norms of whole gradients, in at least float32."""
+        dtype = tf.float32
+        if any(one.dtype == tf.float64 for one in gradients):
+            dtype = tf.float64
+        own = tf.stack(
+            [tf.reduce_sum(tf.square(tf.cast(one, dtype))) for one in gradients]
+        )
+        # A local variable's gradient is whole on each replica.
+        is_divided = [isinstance(v, keras_shards.Sharded) for v in variables]
+        return tf.unstack(
+            tf.where(is_divided, self._sum_over_group(optimizer, own), own),
+            len(gradients),
+        )
+
+    def _sum_over_group(
+        self, optimizer: keras.optimizers.Optimizer, squares: tf.Tensor
+    ) -> tf.Tensor:
+        """Returns the group's sums of squares, of shape [num_gradients]."""
+        count = squares.shape[0]
+        # Groups may have different gradients, but take part in one operation.
+        num_variables = len(optimizer_state.trainable_variables(optimizer))
+        padded = tf.pad(squares, [[0, num_variables - count]])
+        labelled = recorder.labelled("norms", counts=[count])
+        with reduction_guard.lifted(), labelled:
+            transport = self._reducer.transport(
+                site_lib.current(), self._groups
+            )
+            [total] = transport.sum([padded])
+        return total[:count]
+
     def balance(self) -> ownership.Balance | None:
         """Returns how evenly owners divide the update; None without owners."""
         found = ownership.balance_of(
@@ -265,7 +259,7 @@ class ShardedUpdate:
         )
         if found is None:
             return None
-        [variable] = [v for v in self._divided if _key(v) == found.variable]
+        variable = self._shards[found.variable].whole
         return found._replace(variable=replica_variables.path(variable))
 
     def own_shards(
@@ -303,49 +297,48 @@ class ShardedUpdate:
         is_applied: tf.Tensor | None,
     ) -> None:
         """Updates this replica's shards, and gathers the variables."""
-        variables = batch.variables
-        optimizers = list(stack.descendants(self._optimizer))
-        refreshed = variables
-        if any(one.use_ema for one in optimizers):
+        leaves = stack.updating(self._optimizer)
+        has_gradient = {
+            _key(v) for gradient, v in batch.pairs() if gradient is not None
+        }
+        refreshed = gathered = batch.variables
+        changed = has_gradient
+        if any(one.use_ema for one in leaves):
             # An update changes the moving averages of all variables.
             refreshed = self._variables
+        steps = _steps_per_update(leaves)
+        if any(getattr(v, "constraint", None) for v in gathered):
+            # Plain Keras constrains variables between updates, too.
+            steps = 1
+        if any(one.ema_overwrite_frequency for one in leaves):
+            # Plain Keras overwrites all variables, also between updates.
+            gathered, changed, steps = refreshed, set(map(_key, refreshed)), 1
+        # A MultiOptimizer does not call an optimizer that gets no gradient.
+        is_update = steps > 1 and tf.reduce_any(
+            [
+                (optimizer_state.num_calls(one) + 1) % steps == 0
+                for one in leaves
+            ]
+        )
         position = self._position(site)
-        for variable in refreshed:
-            if self._is_split(variable):
-                replica_variables.assign(
-                    self._shards[_key(variable)],
-                    self._own(
-                        variable, replica_variables.read(variable), position
-                    ),
-                )
-        steps = _steps_per_update(optimizers)
-        is_update = _ends_accumulation(optimizers, steps)
+        for variable in filter(self._is_split, refreshed):
+            whole = replica_variables.read(variable)
+            replica_variables.assign(
+                self._shards[_key(variable)],
+                self._own(variable, whole, position),
+            )
         with keras_shards.at(position):
             whole_update.apply(
                 self._optimizer,
                 gradients_lib.GradientBatch(
                     batch.values,
-                    [self._shards.get(_key(v), v) for v in variables],
+                    [self._shards.get(_key(v), v) for v in batch.variables],
                 ),
             )
-        has_gradient = {
-            _key(v) for gradient, v in batch.pairs() if gradient is not None
-        }
-        overwritten = any(one.ema_overwrite_frequency for one in optimizers)
         gather = functools.partial(
-            self._gather,
-            refreshed if overwritten else variables,
-            has_gradient,
-            overwritten,
-            site,
-            is_applied,
+            self._gather, gathered, changed, has_gradient, site, is_applied
         )
-        # Plain Keras overwrites and constrains variables between updates, too.
-        if (
-            is_update is None
-            or overwritten
-            or any(getattr(v, "constraint", None) for v in variables)
-        ):
+        if steps == 1:
             gather()
             return
         with recorder.labelled(every=steps):
@@ -354,8 +347,8 @@ class ShardedUpdate:
     def _gather(
         self,
         variables: Sequence,
+        changed: set[int],
         has_gradient: set[int],
-        overwritten: bool,
         site: site_lib.Site,
         is_applied: tf.Tensor | None,
     ) -> None:
@@ -363,22 +356,18 @@ class ShardedUpdate:
         split = [v for v in variables if self._is_split(v)]
         owned = [v for v in variables if _key(v) in self.owner_of]
         shards = [self._shards[_key(v)] for v in split]
-
-        def is_changed(variable: Any) -> bool:
-            return overwritten or _key(variable) in has_gradient
-
         wholes = self._reducer.all_gather(
             [replica_variables.read(one) for one in shards],
             [one.layout for one in shards],
             site,
             self._groups,
-            [is_changed(v) for v in split],
+            [_key(v) in changed for v in split],
         ) + self._reducer.gather_from_owners(
             [replica_variables.read(v) for v in owned],
             [self.owner_of[_key(v)] for v in owned],
             site,
             self._groups,
-            [is_changed(v) for v in owned],
+            [_key(v) in changed for v in owned],
         )
         pairs = zip([*split, *owned], wholes, strict=True)
         for variable, whole in pairs:
@@ -400,38 +389,16 @@ def _key(variable: Any) -> int:
     return replica_variables.key(keras_shards.weight(variable))
 
 
-def _steps_per_update(optimizers: Sequence) -> int:
+def _steps_per_update(leaves: Sequence) -> int:
     """Returns after how many steps variables change; 1 if they may always."""
-    leaves = [one for one in optimizers if not any(stack.children(one))]
     steps = {one.gradient_accumulation_steps or 1 for one in leaves}
     return steps.pop() if len(steps) == 1 else 1
-
-
-def _ends_accumulation(optimizers: Sequence, steps: int) -> tf.Tensor | None:
-    """Returns whether this step updates variables; None if each step does."""
-    if steps == 1:
-        return None
-    leaves = [one for one in optimizers if not any(stack.children(one))]
-    # A MultiOptimizer does not call an optimizer that gets no gradient.
-    return tf.reduce_any(
-        [(optimizer_state.num_calls(one) + 1) % steps == 0 for one in leaves]
-    )
 
 
 def _untrained(size: int, dtype: str) -> keras.Variable:
     return keras.Variable(
         tf.zeros([size], dtype), dtype=dtype, trainable=False, autocast=False
     )
-
-
-def _shards_of(variable: Any, store: slots.WholeSlots) -> keras_shards.Sharded:
-    layout = store.layout(variable)
-    shards = keras_shards.weight_of(
-        _untrained(layout.size, variable.dtype), variable, layout, store
-    )
-    # The slot variables of some optimizers start with the variable's value.
-    slots.copy_into(variable, shards)
-    return shards
 
 
 def _check_slots(

@@ -13,11 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_xshard import communication as communication_lib
-from tf_xshard import group_assignment as group_assignment_lib
 from tf_xshard.collectives import process_gather
 from tf_xshard.distribute import replica_variables
-from tf_xshard.distribute import shards as shards_lib
-from tf_xshard.distribute import site as site_lib
 from tf_xshard.private.keras import shards as keras_shards
 
 _WHAT = "Reading (saving) the state of an optimizer with shard_update=True"
@@ -29,19 +26,12 @@ class WholeSlots:
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        groups: group_assignment_lib.GroupAssignment,
         communication: communication_lib.Communication,
     ) -> None:
-        self._groups = site_lib.ranked(groups, strategy)
         self._processes = process_gather.ProcessGather(
             strategy, communication, _WHAT
         )
-
-    def layout(self, variable: Any) -> shards_lib.Layout:
-        """Returns the split of a variable."""
-        return shards_lib.Layout(
-            tuple(int(n) for n in variable.shape), self._groups
-        )
+        self._local_ids = self._processes.local_ids
 
     def read(self, slot: keras_shards.Sharded) -> tf.Tensor:
         """Returns the whole value of the group of the first local replica."""
@@ -49,12 +39,14 @@ class WholeSlots:
 
     def write(self, slot: keras_shards.Sharded, value: Any) -> None:
         """Writes a whole value to all replicas of this process."""
-        assign(slot, [value] * len(self._processes.local_ids), self.local_ids)
+        assign(slot, [value] * len(self._local_ids), self._local_ids)
 
-    @property
-    def local_ids(self) -> tuple[int, ...]:
-        """The ids of the replicas that this process drives."""
-        return self._processes.local_ids
+    def fill(self, shards: keras_shards.Sharded, weight: Any) -> None:
+        """Fills a weight's shards from the weight, on each local replica."""
+        values = replica_variables.copies(weight)
+        if len(values) == 1:
+            values *= len(self._local_ids)
+        assign(shards, values, self._local_ids)
 
     def write_into(self, slot: keras_shards.Sharded, variable: Any) -> None:
         """Writes each replica's whole value to its copy of a variable."""
@@ -84,7 +76,7 @@ class WholeSlots:
         every = np.concatenate([np.frombuffer(p, dtype) for p in payloads])
         return joined(
             layout,
-            self.local_ids,
+            self._local_ids,
             lambda r: every[r * size : (r + 1) * size],
         )
 
@@ -122,12 +114,3 @@ def assign(
             held = layout.stored(copy, whole, layout.position_of(r))
         if held is not copy:
             copy.assign(held)
-
-
-def copy_into(variable: Any, shards: keras_shards.Sharded) -> None:
-    """Fills a weight's shards from the weight, on each local replica."""
-    strategy = replica_variables.strategy_of(shards)
-    ids = site_lib.local_replica_ids(strategy)
-    copies = replica_variables.copies(variable)
-    values = copies if len(copies) == len(ids) else copies * len(ids)
-    assign(shards, values, ids)
