@@ -52,32 +52,45 @@ class Store(Protocol):
         """Writes each replica's whole value to its copy of a variable."""
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    """Holds what Keras's calls of optimizers and variables do not pass on."""
+
+    # Whether an optimizer is being built for all replicas at once.
+    is_building = False
+    # This replica's position in its group; a tensor if only the device knows.
+    position: Any = None
+    # Whether the code runs on the owner of a variable only.
+    is_held = False
+    # The variables whose gradients an optimizer clips.
+    variables: Any = None
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
-def building() -> Iterator[None]:
+def _setting(**values: Any) -> Iterator[None]:
+    """Sets attributes of `_thread` in this context."""
+    before = {name: getattr(_thread, name) for name in values}
+    vars(_thread).update(values)
+    try:
+        yield
+    finally:
+        vars(_thread).update(before)
+
+
+def building() -> contextlib.AbstractContextManager[None]:
     """Marks code that builds an optimizer for all replicas at once.
 
     The first step may build an optimizer inside `strategy.run`.
     """
-    before = is_building()
-    _thread.is_building = True
-    try:
-        yield
-    finally:
-        _thread.is_building = before
-
-
-def is_building() -> bool:
-    """Returns True if this code runs in a `building` context."""
-    return getattr(_thread, "is_building", False)
+    return _setting(is_building=True)
 
 
 def is_outside() -> bool:
     """Returns True outside of `strategy.run` and in a `building` context."""
     return (
-        is_building()
+        _thread.is_building
         or not tf.distribute.has_strategy()
         or tf.distribute.in_cross_replica_context()
     )
@@ -139,10 +152,6 @@ class Sharded(keras.Variable):
     def ndim(self) -> int:
         """The rank of `value`."""
         return len(self.shape)
-
-    def numpy(self) -> np.ndarray:
-        """Returns the value as an array."""
-        return np.asarray(self.value)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         # Reading the value makes a copy.
@@ -207,9 +216,8 @@ class Owned(Sharded):
             resource=self._value.handle, dtype=self._value.dtype
         )
         own = tf.reshape(self.layout.held(block), self.layout.shape)
-        position = _thread_position()
-        if tf.is_tensor(position) and not _is_held():
-            is_owner = tf.equal(position, self.layout.owner)
+        if tf.is_tensor(_thread.position) and not _thread.is_held:
+            is_owner = tf.equal(_thread.position, self.layout.owner)
             own = tf.where(is_owner, own, tf.zeros_like(own))
         return own
 
@@ -251,55 +259,37 @@ class Owned(Sharded):
         return self._path
 
 
-@contextlib.contextmanager
-def at(position: int | tf.Tensor) -> Iterator[None]:
+def at(position: int | tf.Tensor) -> contextlib.AbstractContextManager[None]:
     """Tells `Owned` variables this replica's position in its group."""
-    before = _thread_position()
-    _thread.position = position
-    try:
-        yield
-    finally:
-        _thread.position = before
-
-
-def _thread_position() -> Any:
-    return getattr(_thread, "position", None)
-
-
-def _is_held() -> bool:
-    return getattr(_thread, "is_held", False)
+    return _setting(position=position)
 
 
 def is_elsewhere(variable: Any) -> bool:
     """Returns True if another replica surely owns a variable."""
-    position = _thread_position()
     return (
         isinstance(variable, Owned)
-        and isinstance(position, int)
-        and position != variable.layout.owner
+        and isinstance(_thread.position, int)
+        and _thread.position != variable.layout.owner
         and not is_outside()
     )
 
 
 def when_held(variable: Any, function: Callable[[], Any]) -> None:
     """Calls a function, but not where another replica owns the variable."""
-    position = _thread_position()
     if is_elsewhere(variable):
         return
+    position = _thread.position
     if (
         not isinstance(variable, Owned)
         or not tf.is_tensor(position)
-        or _is_held()
+        or _thread.is_held
     ):
         function()
         return
 
     def on_owner() -> tf.Tensor:
-        _thread.is_held = True
-        try:
+        with _setting(is_held=True):
             function()
-        finally:
-            _thread.is_held = False
         return tf.constant(True)
 
     # One program for all replicas, as on TPUs, finds out when it runs.
@@ -437,7 +427,7 @@ class UpdatesShards(TracksWholes):
         copies = getattr(getattr(variable, "value", None), "values", None)
         if isinstance(variable, Sharded) and is_outside():
             variable.assign(value)
-        elif is_building() and copies:
+        elif _thread.is_building and copies:
             for copy in copies:
                 copy.assign(tf.cast(value, copy.dtype))
         elif isinstance(variable, Owned):
@@ -462,12 +452,8 @@ class UpdatesShards(TracksWholes):
     def _backend_apply_gradients(
         self, grads: Sequence, trainable_variables: Sequence
     ) -> Any:
-        before = getattr(_thread, "variables", None)
-        _thread.variables = list(trainable_variables)
-        try:
+        with _setting(variables=list(trainable_variables)):
             return super()._backend_apply_gradients(grads, trainable_variables)
-        finally:
-            _thread.variables = before
 
     def _backend_update_step(
         self, grads: Sequence, trainable_variables: Sequence, learning_rate: Any
