@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_xshard.distribute import site as site_lib
+from tf_xshard.distribute import shards
 
 
 class Balance(NamedTuple):
@@ -62,37 +62,22 @@ def balanced(costs: Mapping[Any, float], num_owners: int) -> dict[Any, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Owned:
-    """Places a whole tensor of `shape` in its owner's part of a block.
+class Owned(shards.Division):
+    """Places a whole tensor in its owner's part of a block.
 
     Has the interface of `shards.Layout`. The owner's block is a vector that may
     hold several tensors.
     """
 
-    shape: tuple[int, ...]
-    groups: site_lib.RankedGroups
     owner: int
     offset: int = 0
-
-    @property
-    def num_elements(self) -> int:
-        """The number of elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    def position_of(self, replica_id: int) -> int:
-        """Returns a replica's position in its group."""
-        return self.members_of(replica_id).index(replica_id)
-
-    def members_of(self, replica_id: int) -> tuple[int, ...]:
-        """Returns the replicas of a group, in the order of their positions."""
-        return tuple(self.groups)[self.groups.group_of(replica_id)]
 
     def holders_of(self, replica_id: int) -> tuple[int, ...]:
         """Returns the replica of the group that holds the value."""
         return (self.members_of(replica_id)[self.owner],)
 
     @property
-    def held_size(self) -> int:
+    def size(self) -> int:
         """The number of elements that the owner holds."""
         return self.num_elements
 

@@ -19,8 +19,8 @@ from tf_xshard.distribute import site as site_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Splits a tensor of `shape` over the replicas of each group."""
+class Division:
+    """Divides a tensor of `shape` over the replicas of each group."""
 
     shape: tuple[int, ...]
     groups: site_lib.RankedGroups
@@ -30,27 +30,26 @@ class Layout:
         """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
+    def position_of(self, replica_id: int) -> int:
+        """Returns a replica's position in its group."""
+        return self.members_of(replica_id).index(replica_id)
+
+    def members_of(self, replica_id: int) -> tuple[int, ...]:
+        """Returns the replicas of a group, in the order of their positions."""
+        return tuple(self.groups)[self.groups.group_of(replica_id)]
+
+
+class Layout(Division):
+    """Splits a tensor evenly, element by element."""
+
     @property
     def size(self) -> int:
         """The number of elements of a shard, at least 1."""
         return max(1, -(-self.num_elements // self.groups.group_size))
 
-    def position_of(self, replica_id: int) -> int:
-        """Returns the position of a replica's shard."""
-        return self.members_of(replica_id).index(replica_id)
-
-    def members_of(self, replica_id: int) -> tuple[int, ...]:
-        """Returns the replicas of a group, in the order of their shards."""
-        return tuple(self.groups)[self.groups.group_of(replica_id)]
-
     def holders_of(self, replica_id: int) -> tuple[int, ...]:
         """Returns the replicas of a group that hold a part of its value."""
         return self.members_of(replica_id)
-
-    @property
-    def held_size(self) -> int:
-        """The number of elements that each replica holds."""
-        return self.size
 
     def held(self, shard: Any) -> Any:
         """Returns what a replica holds of the value."""

@@ -251,7 +251,7 @@ def refuse_several_values(variable: Any, values: Sequence) -> None:
 def _shape_of_copies(variable: Any) -> tuple[int, ...]:
     """Returns the shape of each of `ReplicaValues._copies`."""
     if isinstance(variable, keras_shards.Sharded):
-        return (variable.layout.held_size,)
+        return (variable.layout.size,)
     return tuple(replica_variables.copies(variable)[0].shape)
 
 
