@@ -103,18 +103,13 @@ def refuse_own_reductions(
     optimizers: Iterable[keras.optimizers.Optimizer],
 ) -> None:
     """Raises TypeError if an optimizer overrides Keras's sum over replicas."""
+    sums = _TFOptimizer._all_reduce_sum_gradients
     for one in optimizers:
-        _refuse_own_reduction(one)
-
-
-def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
-    own = type(optimizer)
-    if issubclass(own, _Local):
-        return
-    # distribute.reduction_guard notices other reductions when they are called.
-    if own._all_reduce_sum_gradients is not (
-        _TFOptimizer._all_reduce_sum_gradients
-    ):
+        own: Any = type(one)
+        if issubclass(own, _Local) or own._all_reduce_sum_gradients is sums:
+            # distribute.reduction_guard notices other reductions when they are
+            # called.
+            continue
         raise TypeError(
             f"{own.__name__} overrides _all_reduce_sum_gradients. The gradients"
             " of an inner optimizer are reduced across replicas already and"
@@ -147,37 +142,31 @@ def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
         object.__setattr__(optimizer, "__class__", _local_class(own, mixin))
 
 
-def _refuse_call_by_others(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises RuntimeError if no wrapper calls an optimizer under a strategy."""
-    num_replicas = optimizer._distribution_strategy.num_replicas_in_sync
-    if num_replicas > 1 and not wrapper_calls.is_inside():
-        name = optimizer.__class__.__name__
-        raise RuntimeError(
-            f"The {name} {optimizer.name!r} is inside a tf_xshard optimizer,"
-            f" so it no longer sums gradients over the {num_replicas} replicas."
-            " A direct call would let the replicas diverge."
-            f" Call the tf_xshard optimizer, or create another {name}."
-        )
-
-
-class _Local(
-    keras_saving.SavedElsewhere,
-    moving_averages.Averages,
-    keras_shards.UpdatesShards,
-    keras.optimizers.Optimizer,
-):
-    """Mixes in between an optimizer's class and `keras.optimizers.Optimizer`.
-
-    As the last class before the base in the method resolution order, it
-    preserves a subclass's overrides (Nadam and Muon have some).
-    """
+class _InWrapper(keras_saving.SavedElsewhere, keras.optimizers.Optimizer):
+    """An optimizer that a wrapper calls, saves and loads."""
 
     def apply(
         self, grads: Sequence, trainable_variables: Sequence | None = None
     ) -> Any:
         """Applies gradients as Keras does; only a wrapper may call it."""
-        _refuse_call_by_others(self)
+        num_replicas = self._distribution_strategy.num_replicas_in_sync
+        if num_replicas > 1 and not wrapper_calls.is_inside():
+            name = self.__class__.__name__
+            raise RuntimeError(
+                f"The {name} {self.name!r} is inside a tf_xshard optimizer,"
+                f" so it no longer sums gradients over the {num_replicas}"
+                " replicas. A direct call would let the replicas diverge."
+                f" Call the tf_xshard optimizer, or create another {name}."
+            )
         return super().apply(grads, trainable_variables)
+
+
+class _Local(_InWrapper, moving_averages.Averages, keras_shards.UpdatesShards):
+    """Mixes in between an optimizer's class and `keras.optimizers.Optimizer`.
+
+    As the last class before the base in the method resolution order, it
+    preserves a subclass's overrides (Nadam and Muon have some).
+    """
 
     def _all_reduce_sum_gradients(
         self, grads_and_vars: Iterable[tuple]
@@ -233,9 +222,7 @@ class _Local(
 
 
 class _LocalLossScale(
-    keras_saving.SavedElsewhere,
-    keras_shards.TracksWholes,
-    keras.optimizers.LossScaleOptimizer,
+    _InWrapper, keras_shards.TracksWholes, keras.optimizers.LossScaleOptimizer
 ):
     """Makes a LossScaleOptimizer decide on each replica separately.
 
@@ -245,13 +232,6 @@ class _LocalLossScale(
     """
 
     _model_variables_moving_average = moving_averages.FORWARDED
-
-    def apply(
-        self, grads: Sequence, trainable_variables: Sequence | None = None
-    ) -> Any:
-        """Applies gradients as Keras does; only a wrapper may call it."""
-        _refuse_call_by_others(self)
-        return super().apply(grads, trainable_variables)
 
     def _tf_apply(
         self, grads: Sequence, trainable_variables: Sequence | None = None
