@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import types
 from typing import Any, TypeVar
 
 import keras
@@ -149,14 +149,6 @@ def _mark(decorator: str, optimizer_class: Any, mark: str) -> None:
     setattr(optimizer_class, mark, True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    """Describes a variable to an optimizer that chooses by shape and path."""
-
-    shape: tuple[int, ...]
-    path: str
-
-
 def cost_of_owner(
     optimizer: keras.optimizers.Optimizer, shape: tuple[int, ...], path: str
 ) -> float | None:
@@ -169,7 +161,8 @@ def cost_of_owner(
     if _MUON is None or kind is not _MUON:
         is_owned = kind in _PER_VARIABLE or _PER_VARIABLE_MARK in vars(kind)
         return size if is_owned else None
-    if optimizer_state.MUON.uses_adamw(optimizer, _Spec(shape, path)):
+    variable = types.SimpleNamespace(shape=shape, path=path)
+    if optimizer_state.MUON.uses_adamw(optimizer, variable):
         return None
     # Each step of the iteration multiplies three pairs of matrices.
     small, large = sorted(shape[-2:])
