@@ -37,11 +37,9 @@ def _foreign(optimizer: Any) -> list[keras.optimizers.Optimizer]:
 
 def note_summed_rows(optimizer: keras.optimizers.Optimizer) -> None:
     """Logs once per class that embeddings train differently in plain Keras."""
-    for one in stack.descendants(optimizer):
+    for one in stack.updating(optimizer):
         # SGD is linear in the gradient, so summing first changes nothing.
-        if not any(stack.children(one)) and not isinstance(
-            one, keras.optimizers.SGD
-        ):
+        if not isinstance(one, keras.optimizers.SGD):
             _log_summed_rows(type(one).__name__)
 
 

@@ -69,14 +69,14 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def _setting(**values: Any) -> Iterator[None]:
-    """Sets attributes of `_thread` in this context."""
-    before = {name: getattr(_thread, name) for name in values}
-    vars(_thread).update(values)
+def _setting(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes in this context; Keras and TensorFlow do not notice."""
+    before = {name: getattr(owner, name) for name in values}
+    owner.__dict__.update(values)
     try:
         yield
     finally:
-        vars(_thread).update(before)
+        owner.__dict__.update(before)
 
 
 def building() -> contextlib.AbstractContextManager[None]:
@@ -84,7 +84,7 @@ def building() -> contextlib.AbstractContextManager[None]:
 
     The first step may build an optimizer inside `strategy.run`.
     """
-    return _setting(is_building=True)
+    return _setting(_thread, is_building=True)
 
 
 def is_outside() -> bool:
@@ -106,17 +106,9 @@ class Sharded(keras.Variable):
     layout: Any
     store: Store
     whole: Any = None
-    _is_reference = False
-
-    @contextlib.contextmanager
-    def as_reference(self) -> Iterator[None]:
-        """Gives the variable a shard's shape, to create slot variables."""
-        # A slot variable then never takes more memory than a shard.
-        self.__dict__["_is_reference"] = True
-        try:
-            yield
-        finally:
-            del self.__dict__["_is_reference"]
+    # Whether the variable has a shard's shape, to create slot variables. A slot
+    # variable then never takes more memory than a shard.
+    is_reference = False
 
     @property
     def shards(self) -> tf.Variable:
@@ -126,15 +118,12 @@ class Sharded(keras.Variable):
     @property
     def value(self) -> Any:
         """This replica's shard; outside of `strategy.run`, the whole value."""
-        if not self._is_whole():
-            return self._value
-        return self._read() if self.whole is None else self._whole_value()
+        return self._read() if self._is_whole() else self._value
 
-    def _read(self) -> tf.Tensor:
-        """Returns the whole value of a slot variable."""
-        return self.store.read(self)
-
-    def _whole_value(self) -> Any:
+    def _read(self) -> Any:
+        """Returns the whole value."""
+        if self.whole is None:
+            return self.store.read(self)
         is_of_keras = isinstance(self.whole, keras.Variable)
         return self.whole.value if is_of_keras else self.whole
 
@@ -146,7 +135,7 @@ class Sharded(keras.Variable):
         return tf.TensorShape([self.layout.size])
 
     def _is_whole(self) -> bool:
-        return is_outside() and not self._is_reference
+        return is_outside() and not self.is_reference
 
     @property
     def ndim(self) -> int:
@@ -198,13 +187,12 @@ class Owned(Sharded):
     @property
     def value(self) -> Any:
         """The value on the owner, and zeros on other replicas of the group."""
-        if self.whole is not None:
-            return self._whole_value()
-        return self._read() if self._is_whole() else self._own()
+        is_whole = self.whole is not None or self._is_whole()
+        return self._read() if is_whole else self._own()
 
-    def _read(self) -> tf.Tensor:
-        if self._is_bound:
-            return self.store.read(self)
+    def _read(self) -> Any:
+        if self.whole is not None or self._is_bound:
+            return super()._read()
         if self._first is None:
             return tf.zeros(self.layout.shape, self.dtype)
         return tf.constant(self._first, self.dtype)
@@ -224,7 +212,7 @@ class Owned(Sharded):
     @property
     def shape(self) -> tf.TensorShape:
         """The shape of the whole value."""
-        if self._is_reference:
+        if self.is_reference:
             return tf.TensorShape([0])  # The block holds the numbers.
         return tf.TensorShape(self.layout.shape)
 
@@ -261,7 +249,7 @@ class Owned(Sharded):
 
 def at(position: int | tf.Tensor) -> contextlib.AbstractContextManager[None]:
     """Tells `Owned` variables this replica's position in its group."""
-    return _setting(position=position)
+    return _setting(_thread, position=position)
 
 
 def is_elsewhere(variable: Any) -> bool:
@@ -288,7 +276,7 @@ def when_held(variable: Any, function: Callable[[], Any]) -> None:
         return
 
     def on_owner() -> tf.Tensor:
-        with _setting(is_held=True):
+        with _setting(_thread, is_held=True):
             function()
         return tf.constant(True)
 
@@ -390,6 +378,10 @@ class UpdatesShards(TracksWholes):
     same key.
     """
 
+    # The reference variable and the initializer of the slot variable that is
+    # being created.
+    _slot_of: tuple[Any, Any] = (None, None)
+
     def add_variable_from_reference(
         self,
         reference_variable: Any,
@@ -400,15 +392,14 @@ class UpdatesShards(TracksWholes):
         add = super().add_variable_from_reference
         if not isinstance(reference_variable, Sharded):
             return add(reference_variable, name=name, initializer=initializer)
-        self.__dict__["_slot_of"] = reference_variable, initializer
-        try:
-            with reference_variable.as_reference():
-                return add(reference_variable, name=name)
-        finally:
-            del self.__dict__["_slot_of"]
+        with (
+            _setting(self, _slot_of=(reference_variable, initializer)),
+            _setting(reference_variable, is_reference=True),
+        ):
+            return add(reference_variable, name=name)
 
     def _track_variable(self, variable: Any) -> None:
-        reference, initializer = self.__dict__.get("_slot_of", (None, None))
+        reference, initializer = self._slot_of
         if reference is not None:
             # Convert the variable before Keras assigns a checkpoint's value.
             slot = converted(
@@ -452,7 +443,7 @@ class UpdatesShards(TracksWholes):
     def _backend_apply_gradients(
         self, grads: Sequence, trainable_variables: Sequence
     ) -> Any:
-        with _setting(variables=list(trainable_variables)):
+        with _setting(_thread, variables=list(trainable_variables)):
             return super()._backend_apply_gradients(grads, trainable_variables)
 
     def _backend_update_step(
