@@ -137,12 +137,14 @@ class Pack:
         """All values of the pack."""
         return [index for row in self.rows for index in row]
 
-    def offsets(self, owner: int) -> dict[int, int]:
+    def offsets(self) -> dict[int, int]:
         """Returns where each value begins in its owner's row."""
-        result, end = {}, 0
-        for index in self.rows[owner]:
-            result[index] = end
-            end += self._size(index)
+        result = {}
+        for row in self.rows:
+            end = 0
+            for index in row:
+                result[index] = end
+                end += self._size(index)
         return result
 
     def row(self, values: Sequence[tf.Tensor], owner: int) -> tf.Tensor:

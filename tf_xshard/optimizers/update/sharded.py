@@ -23,7 +23,6 @@ Clipping by a norm needs the norms of whole gradients, one small sum per group.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,11 +71,10 @@ class ShardedUpdate:
         self._groups = site_lib.ranked(groups, strategy)
         self._variables = list(variables)
         self._store = slots.WholeSlots(strategy, reducer.communication)
-        roles = [role_of(one) for one in variables]
         self._divided = [
-            variable
-            for variable, role in zip(variables, roles, strict=True)
-            if role.has_loss_gradient and role.is_reduced
+            v
+            for v in variables
+            if (role := role_of(v)).has_loss_gradient and role.is_reduced
         ]
         # Maps keys of variables to what stands for them in an update.
         self._shards: dict[int, keras_shards.Sharded] = {}
@@ -146,17 +144,12 @@ class ShardedUpdate:
         if owner is not None:
             layout = ownership.Owned(shape, self._groups, owner)
             size, kind = 0, keras_shards.Owned
-        result = keras_shards.weight_of(
-            _untrained(size, variable.dtype),
-            variable,
-            layout,
-            self._store,
-            kind,
-        )
+        own = _untrained(size, variable.dtype)
+        keras_shards.weight_of(own, variable, layout, self._store, kind)
         if owner is None:
             # The slot variables of some optimizers start with its value.
-            self._store.fill(result, variable)
-        return result
+            self._store.fill(own, variable)
+        return own
 
     def _divide_other_slots(
         self, optimizer: keras.optimizers.Optimizer
@@ -178,13 +171,8 @@ class ShardedUpdate:
             _ELEMENTS_PER_BLOCK,
         ):
             block = _untrained(pack.row_size, found[pack.members[0]].dtype)
-            for owner in range(self._groups.group_size):
-                for index, offset in pack.offsets(owner).items():
-                    slot = found[index]
-                    slot.bind(
-                        block.value,
-                        dataclasses.replace(slot.layout, offset=offset),
-                    )
+            for index, offset in pack.offsets().items():
+                found[index].bind(block.value, offset)
 
     def _clipped(
         self,

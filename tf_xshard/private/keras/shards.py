@@ -11,6 +11,7 @@ are saved and assigned. Files and checkpoints therefore do not show the split.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -97,7 +98,7 @@ def is_outside() -> bool:
 
 
 class Sharded(keras.Variable):
-    """Splits a variable over replicas; `shard_of` makes it.
+    """Splits a variable over replicas; `weight_of` or `converted` makes it.
 
     `layout` is a `tf_xshard.distribute.shards.Layout`. `whole` is the weight
     for the shards of a weight, and None for a slot variable.
@@ -177,8 +178,9 @@ class Owned(Sharded):
     _first: Any = None
     _is_bound = False
 
-    def bind(self, block: tf.Variable, layout: Any) -> None:
+    def bind(self, block: tf.Variable, offset: int) -> None:
         """Moves the value into a block of all replicas."""
+        layout = dataclasses.replace(self.layout, offset=offset)
         self.__dict__.update(_value=block, layout=layout, _is_bound=True)
         if self._first is not None:
             self.store.write(self, self._first)
@@ -416,13 +418,13 @@ class UpdatesShards(TracksWholes):
     def assign(self, variable: Any, value: Any) -> None:
         """Assigns a value; on all replicas while the optimizer is built."""
         copies = getattr(getattr(variable, "value", None), "values", None)
-        if isinstance(variable, Sharded) and is_outside():
+        if isinstance(variable, Owned) or (
+            isinstance(variable, Sharded) and is_outside()
+        ):
             variable.assign(value)
         elif _thread.is_building and copies:
             for copy in copies:
                 copy.assign(tf.cast(value, copy.dtype))
-        elif isinstance(variable, Owned):
-            variable.assign(value)
         else:
             super().assign(variable, value)
 
