@@ -91,11 +91,12 @@ def make_local(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
     found = list(optimizers)
     refuse_own_reductions(found)
     for one in found:
-        if isinstance(one, keras.optimizers.LossScaleOptimizer):
-            _change_class(one, _LocalLossScale)
-            continue
-        _change_class(one, _Local)
-        if type(one._iterations) is keras.Variable:
+        own: Any = type(one)
+        scales_loss = isinstance(one, keras.optimizers.LossScaleOptimizer)
+        mixin = _LocalLossScale if scales_loss else _Local
+        if not issubclass(own, mixin):
+            object.__setattr__(one, "__class__", _local_class(own, mixin))
+        if not scales_loss and type(one._iterations) is keras.Variable:
             one._iterations.__class__ = _ReplicaLocalVariable
 
 
@@ -136,14 +137,18 @@ def _local_class(base: Any, mixin: Any) -> type:
     )
 
 
-def _change_class(optimizer: keras.optimizers.Optimizer, mixin: type) -> None:
-    own: Any = type(optimizer)
-    if not issubclass(own, mixin):
-        object.__setattr__(optimizer, "__class__", _local_class(own, mixin))
-
-
-class _InWrapper(keras_saving.SavedElsewhere, keras.optimizers.Optimizer):
+class _InWrapper(keras.optimizers.Optimizer):
     """An optimizer that a wrapper calls, saves and loads."""
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the optimizer's variables, or what a wrapper saves instead."""
+        if not keras_saving.saves_something_else(self, store):
+            super().save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the optimizer's variables, unless a wrapper has done so."""
+        if not keras_saving.skips_this_load(self, store):
+            super().load_own_variables(store)
 
     def apply(
         self, grads: Sequence, trainable_variables: Sequence | None = None

@@ -136,17 +136,3 @@ def saved_variables(optimizer: Any) -> list[Any]:
     while getattr(inner, "is_tf_xshard_wrapper", False):
         inner = getattr(inner, "local_optimizer", inner.inner_optimizer)
     return optimizer._variables + saved_variables(inner)
-
-
-class SavedElsewhere:
-    """Lets an outer wrapper save and load an optimizer's state instead."""
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves the optimizer's variables, or what a wrapper saves instead."""
-        if not saves_something_else(self, store):
-            super().save_own_variables(store)  # type: ignore[misc]
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads the optimizer's variables, unless a wrapper has done so."""
-        if not skips_this_load(self, store):
-            super().load_own_variables(store)  # type: ignore[misc]

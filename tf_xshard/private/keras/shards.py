@@ -368,8 +368,13 @@ class TracksWholes(keras.optimizers.Optimizer):
     def _track_trackable(
         self, trackable: Any, name: str, overwrite: bool = False
     ) -> Any:
-        if name == "_trainable_variables":
-            trackable = _of_wholes(trackable)
+        if name == "_trainable_variables" and any(
+            isinstance(one, Sharded) for one in trackable
+        ):
+            # A module makes a list that can be tracked.
+            module = tf.Module()
+            module.weights = [weight(one) for one in trackable]
+            trackable = module.weights
         return super()._track_trackable(trackable, name, overwrite)
 
 
@@ -465,15 +470,6 @@ class UpdatesShards(TracksWholes):
         if clip is None:
             return super()._clip_gradients(grads)
         return clip(self, grads, _thread.variables)
-
-
-def _of_wholes(variables: Sequence) -> Sequence:
-    """Replaces shards by their weights, in a list that can be tracked."""
-    if not any(isinstance(one, Sharded) for one in variables):
-        return variables
-    tracked = tf.Module()
-    tracked.wholes = [weight(one) for one in variables]
-    return tracked.wholes
 
 
 def clip_with(optimizer: keras.optimizers.Optimizer, clip: Callable) -> None:
