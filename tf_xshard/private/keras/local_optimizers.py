@@ -178,15 +178,11 @@ class _Local(_InWrapper, moving_averages.Averages, keras_shards.UpdatesShards):
     ) -> list[tuple]:
         return list(grads_and_vars)
 
-    def _apply_weight_decay(self, variables: Sequence) -> Any:
-        return _BaseOptimizer._apply_weight_decay(self, variables)
-
-    def _backend_increment_gradient_accumulators(
-        self, grads: Sequence, acc_grads: Sequence
-    ) -> Any:
-        return _BaseOptimizer._backend_increment_gradient_accumulators(
-            self, grads, acc_grads
-        )
+    # TensorFlow's versions of these methods use merge_call.
+    _apply_weight_decay = _BaseOptimizer._apply_weight_decay
+    _backend_increment_gradient_accumulators = (
+        _BaseOptimizer._backend_increment_gradient_accumulators
+    )
 
     def _backend_maybe_overwrite_model_variables(
         self, trainable_variables: Sequence
