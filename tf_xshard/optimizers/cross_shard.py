@@ -407,8 +407,8 @@ class CrossShardOptimizer(base.GradientWrapper):
         # Adafactor's means do not have their variable's path in the name.
         for optimizer in stack.descendants(self.inner_optimizer):
             slots += keras_shards.slots_by_variable(optimizer)
-        found = [slot for variable, slot in slots if variable in local]
-        return {key(one): "local" for one in (*local, *found)}
+        own = [slot for variable, slot in slots if variable in local]
+        return {key(one): "local" for one in (*local, *own)}
 
     def _unsaved_state(self) -> str | None:
         if self._unreduced and self._strategy.num_replicas_in_sync > 1:
