@@ -6,14 +6,11 @@ flight overlap with the backward pass.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tf_xshard import wire_formats
 from tf_xshard.collectives import recorder
 from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import shards
@@ -24,69 +21,50 @@ from tf_xshard.reduction import wire
 # time than plain Keras with 16 MiB buckets, and 39% less with 4 MB tensors that
 # were not packed. Across processes, packing saves time. The sharded step took
 # 17% less time than the unsharded step with buckets, and as much time without.
-# Large tensors are quantized before they are packed.
+# Before quantization, packing would copy four times the bytes that are sent, so
+# quantized tensors of this size are not packed, also across processes.
 _BYTES_NOT_PACKED = 1 << 20
-
-
-class Reduced(NamedTuple):
-    """Holds reduced tensors, and the errors of this replica's tensors.
-
-    `lost` is None without `Communication.error_feedback`.
-    """
-
-    values: list[tf.Tensor]
-    lost: list[tf.Tensor] | None
 
 
 def sum_dense(
     tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
-) -> Reduced:
+) -> wire.Reduced:
     """Sums dense tensors over this replica's group."""
     if not tensors:
-        return Reduced([], None)
+        return wire.Reduced([], None)
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     buckets = _buckets(tensors, sizes, transport)
-    packs = [_packs(bucket, tensors, sizes, transport) for bucket in buckets]
-
-    def num_zeros(pack: Sequence[int]) -> int:
-        return wire.padding(sum(sizes[i] for i in pack), transport)
-
-    with recorder.labelled(counts=[len(bucket) for bucket in buckets]):
-        sums, lost = wire.summed(
-            [
-                [_packed([tensors[i] for i in p], num_zeros(p)) for p in ps]
-                for ps in packs
-            ],
-            transport,
+    packed = [
+        _packed(
+            [tensors[i] for i in bucket],
+            wire.padding(sum(sizes[i] for i in bucket), transport),
         )
+        for bucket in buckets
+    ]
+    with recorder.labelled(counts=[len(bucket) for bucket in buckets]):
+        sums, lost = wire.summed(packed, transport)
 
-    def unpacked(totals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        result: list[tf.Tensor] = [None] * len(tensors)
-        for pack, total in zip(
-            itertools.chain.from_iterable(packs), totals, strict=True
-        ):
-            total = tf.cast(total, tensors[pack[0]].dtype)
-            shapes = [tensors[i].shape for i in pack]
-            parts = _unpacked(total, shapes, num_zeros(pack))
-            for i, part in zip(pack, parts, strict=True):
-                result[i] = part
-        return result
+    def unpacked(bucket: Sequence[int], total: tf.Tensor) -> list[tf.Tensor]:
+        total = tf.cast(total, tensors[bucket[0]].dtype)
+        return _unpacked(total, [tensors[i].shape for i in bucket])
 
-    return Reduced(unpacked(sums), lost and unpacked(lost))
+    return wire.Reduced(
+        _in_order(buckets, sums, unpacked),
+        lost and _in_order(buckets, lost, unpacked),
+    )
 
 
 def scatter_dense(
     tensors: Sequence[tf.Tensor],
     transport: transport_lib.Transport,
     counts: Sequence[int] | None = None,
-) -> Reduced:
+) -> wire.Reduced:
     """Returns this replica's shards of the group sums of dense tensors.
 
     `counts` are the numbers of variables in the tensors; None for one each.
     """
     if not tensors:
-        return Reduced([], None)
-    counts = counts or [1] * len(tensors)
+        return wire.Reduced([], None)
     layouts = [
         shards.Layout(tuple(tensor.shape), transport.groups)
         for tensor in tensors
@@ -97,33 +75,22 @@ def scatter_dense(
     ]
     sizes = [one.num_elements for one in layouts]
     buckets = _buckets(tensors, sizes, transport, _bytes_not_packed(transport))
-    packs = [_packs(bucket, tensors, sizes, transport) for bucket in buckets]
+    packed = [_concatenated([rows[i] for i in b]) for b in buckets]
     with recorder.labelled(counts=_totals(counts, buckets)):
-        sums, lost = wire.scattered(
-            [
-                [_concatenated([rows[i] for i in p], 1) for p in ps]
-                for ps in packs
-            ],
-            transport,
-        )
+        sums, lost = wire.scattered(packed, transport)
 
-    def split(totals: Sequence[tf.Tensor], axis: int) -> list[tf.Tensor]:
-        result: list[tf.Tensor] = [None] * len(tensors)
-        for pack, total in zip(
-            itertools.chain.from_iterable(packs), totals, strict=True
-        ):
-            total = tf.cast(total, tensors[pack[0]].dtype)
-            parts = _split(total, [layouts[i].size for i in pack], axis)
-            for i, part in zip(pack, parts, strict=True):
-                result[i] = part
-        return result
+    def split(bucket: Sequence[int], total: tf.Tensor) -> list[tf.Tensor]:
+        total = tf.cast(total, tensors[bucket[0]].dtype)
+        return _split(total, [layouts[i].size for i in bucket])
 
-    return Reduced(
-        split(sums, 0),
+    return wire.Reduced(
+        _in_order(buckets, sums, split),
         lost
         and [
             layout.join(one)
-            for layout, one in zip(layouts, split(lost, 1), strict=True)
+            for layout, one in zip(
+                layouts, _in_order(buckets, lost, split), strict=True
+            )
         ],
     )
 
@@ -134,33 +101,36 @@ def gather_dense(
     transport: transport_lib.Transport,
     counts: Sequence[int] | None = None,
 ) -> list[tf.Tensor]:
-    """Joins the shards of a group's replicas; see `scatter_dense`."""
+    """Joins the shards of a group's replicas; see `scatter_dense`.
+
+    `transport` must communicate values unchanged.
+    """
     if not parts:
         return []
-    counts = counts or [1] * len(parts)
     for part in parts:
         transport.check_dtype(part.dtype)
-    buckets = _buckets(
-        parts,
-        [one.num_elements for one in layouts],
-        transport,
-        _bytes_not_packed(transport),
-    )
-    packed = [
-        _concatenated([parts[i] for i in bucket], 0) for bucket in buckets
-    ]
+    sizes = [one.num_elements for one in layouts]
+    buckets = _buckets(parts, sizes, transport, _bytes_not_packed(transport))
+    packed = [_concatenated([parts[i] for i in b]) for b in buckets]
     with recorder.labelled("variables", counts=_totals(counts, buckets)):
         stacks = transport.all_gather(packed)
-    result: list[tf.Tensor] = [None] * len(parts)
-    for bucket, stack in zip(buckets, stacks, strict=True):
-        rows = _split(stack, [layouts[i].size for i in bucket], 1)
-        for i, one in zip(bucket, rows, strict=True):
-            result[i] = layouts[i].join(one)
-    return result
+
+    def split(bucket: Sequence[int], stack: tf.Tensor) -> list[tf.Tensor]:
+        return _split(stack, [layouts[i].size for i in bucket])
+
+    return [
+        layout.join(rows)
+        for layout, rows in zip(
+            layouts, _in_order(buckets, stacks, split), strict=True
+        )
+    ]
 
 
-def _totals(counts: Sequence[int], buckets: Sequence) -> list[int]:
-    return [sum(counts[i] for i in bucket) for bucket in buckets]
+def _totals(counts: Sequence[int] | None, buckets: Sequence) -> list[int]:
+    return [
+        len(one) if counts is None else sum(counts[i] for i in one)
+        for one in buckets
+    ]
 
 
 def _bytes_not_packed(transport: transport_lib.Transport) -> float:
@@ -181,9 +151,12 @@ def _buckets(
     order = reversed(range(len(tensors)))
     buckets: list[list[int]] = []
     open_bucket: dict[tf.DType, tuple[list[int], int]] = {}
+    num_bytes = [
+        size * tensor.dtype.size
+        for size, tensor in zip(sizes, tensors, strict=True)
+    ]
     for position in order:
-        dtype = tensors[position].dtype
-        size = sizes[position] * dtype.size
+        dtype, size = tensors[position].dtype, num_bytes[position]
         if size >= bytes_not_packed:
             buckets.append([position])
             continue
@@ -194,28 +167,27 @@ def _buckets(
             buckets.append(bucket)
         bucket.append(position)
         open_bucket[dtype] = (bucket, filled + size)
-    return buckets
+    if not wire.is_quantized(transport):
+        return buckets
+    # Large tensors leave their bucket, but they count for its size.
+    is_large = [size >= _BYTES_NOT_PACKED for size in num_bytes]
+    divided: list[list[int]] = []
+    for bucket in buckets:
+        divided += [[i] for i in bucket if is_large[i]]
+        divided.append([i for i in bucket if not is_large[i]])
+    return [bucket for bucket in divided if bucket]
 
 
-def _packs(
-    bucket: Sequence[int],
-    tensors: Sequence[tf.Tensor],
-    sizes: Sequence[int],
-    transport: transport_lib.Transport,
-) -> list[list[int]]:
-    """Splits a bucket into lists of positions that are packed together.
-
-    A large tensor is quantized alone; packing then copies a quarter of its
-    bytes.
-    """
-    if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
-        return [list(bucket)]
-    is_large = [
-        sizes[i] * tensors[i].dtype.size >= _BYTES_NOT_PACKED for i in bucket
-    ]
-    small = [i for i, large in zip(bucket, is_large, strict=True) if not large]
-    packs = [[i] for i, large in zip(bucket, is_large, strict=True) if large]
-    return [*packs, small] if small else packs
+def _in_order(
+    buckets: Sequence[Sequence[int]],
+    packed: Sequence[tf.Tensor],
+    unpacked: Callable[[Sequence[int], tf.Tensor], Sequence[tf.Tensor]],
+) -> list[tf.Tensor]:
+    """Unpacks the tensors of buckets; returns the parts by their positions."""
+    found: dict[int, tf.Tensor] = {}
+    for bucket, tensor in zip(buckets, packed, strict=True):
+        found.update(zip(bucket, unpacked(bucket, tensor), strict=True))
+    return [found[position] for position in range(len(found))]
 
 
 def _packed(tensors: Sequence[tf.Tensor], num_zeros: int) -> tf.Tensor:
@@ -229,22 +201,21 @@ def _packed(tensors: Sequence[tf.Tensor], num_zeros: int) -> tf.Tensor:
 
 
 def _unpacked(
-    total: tf.Tensor, shapes: Sequence[tf.TensorShape], num_zeros: int
+    total: tf.Tensor, shapes: Sequence[tf.TensorShape]
 ) -> list[tf.Tensor]:
     """Reverses `_packed`."""
     if len(shapes) == 1 and total.shape == shapes[0]:
         return [total]
-    sizes = [math.prod(shape) for shape in shapes]
-    *parts, _ = tf.split(total, [*sizes, num_zeros])
+    *parts, _ = tf.split(total, [*map(math.prod, shapes), -1])
     return [
         tf.reshape(part, shape)
         for part, shape in zip(parts, shapes, strict=True)
     ]
 
 
-def _concatenated(tensors: Sequence[tf.Tensor], axis: int) -> tf.Tensor:
-    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis)
+def _concatenated(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, -1)
 
 
-def _split(tensor: tf.Tensor, sizes: Sequence[int], axis: int) -> list:
-    return [tensor] if len(sizes) == 1 else tf.split(tensor, sizes, axis)
+def _split(tensor: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
+    return [tensor] if len(sizes) == 1 else tf.split(tensor, sizes, -1)

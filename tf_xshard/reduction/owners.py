@@ -18,20 +18,21 @@ from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.distribute import ownership
 from tf_xshard.distribute import shards
 from tf_xshard.reduction import buckets
+from tf_xshard.reduction import wire
 
 
 def sum_to_owners(
     tensors: Sequence[tf.Tensor],
     owners: Sequence[int],
     transport: transport_lib.Transport,
-) -> buckets.Reduced:
+) -> wire.Reduced:
     """Returns group sums on the owners, and zeros elsewhere."""
     if not tensors:
-        return buckets.Reduced([], None)
+        return wire.Reduced([], None)
     position = transport.position()
     if tf.is_tensor(position):
         sums, lost = buckets.sum_dense(tensors, transport)
-        return buckets.Reduced(
+        return wire.Reduced(
             [
                 ownership.only_for_owner(value, owner, position)
                 for value, owner in zip(sums, owners, strict=True)
@@ -51,55 +52,43 @@ def sum_to_owners(
     for pack, row in zip(packs, rows, strict=True):
         for index, value in pack.unpacked_row(row, position).items():
             result[index] = value
-    if lost_of_packs is None:
-        return buckets.Reduced(result, None)
-    return buckets.Reduced(result, _unpacked(packs, lost_of_packs))
+    return wire.Reduced(
+        result, lost_of_packs and _unpacked(packs, lost_of_packs)
+    )
 
 
 def gather_from_owners(
     tensors: Sequence[tf.Tensor],
     owners: Sequence[int],
     transport: transport_lib.Transport,
-    wanted: Sequence[bool],
-) -> list:
-    """Returns the owners' values of tensors; None for what is not wanted.
+) -> list[tf.Tensor]:
+    """Returns the owners' values of tensors.
 
     `transport` must communicate values unchanged.
     """
-    # Groups that share an operation may want different tensors.
-    indices = [
-        i for i, want in enumerate(wanted) if want or transport.spans_groups
-    ]
-    sent = [tensors[i] for i in indices]
-    owners = [owners[i] for i in indices]
-    for one in sent:
+    for one in tensors:
         transport.check_dtype(one.dtype)
     position = transport.position()
     if tf.is_tensor(position):
         with recorder.labelled("variables"):
-            wholes, _ = buckets.sum_dense(
+            return buckets.sum_dense(
                 [
                     ownership.only_for_owner(value, owner, position)
-                    for value, owner in zip(sent, owners, strict=True)
+                    for value, owner in zip(tensors, owners, strict=True)
                 ],
                 transport,
-            )
-    else:
-        packs = _packs(sent, owners, transport)
-        flat = buckets.gather_dense(
-            [pack.row(sent, position) for pack in packs],
-            [
-                shards.Layout((len(p.rows) * p.row_size,), transport.groups)
-                for p in packs
-            ],
-            transport,
-            [len(pack.members) for pack in packs],
-        )
-        wholes = _unpacked(packs, flat)
-    result: list = [None] * len(tensors)
-    for index, whole in zip(indices, wholes, strict=True):
-        result[index] = whole if wanted[index] else None
-    return result
+            ).values
+    packs = _packs(tensors, owners, transport)
+    flat = buckets.gather_dense(
+        [pack.row(tensors, position) for pack in packs],
+        [
+            shards.Layout((len(p.rows) * p.row_size,), transport.groups)
+            for p in packs
+        ],
+        transport,
+        [len(pack.members) for pack in packs],
+    )
+    return _unpacked(packs, flat)
 
 
 def _packs(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from tf_xshard.reduction import error_feedback
 from tf_xshard.reduction import gradients as gradients_lib
 from tf_xshard.reduction import owners as owners_lib
 from tf_xshard.reduction import presence
+from tf_xshard.reduction import wire
 
 
 def sum_rows(
@@ -96,6 +97,25 @@ def part_of_rows(
     return ownership.only_for_owner(
         indexed_slices.dense(rows, variable), owner, position
     )
+
+
+def _gathered(
+    gather: Callable[..., list[tf.Tensor]],
+    values: Sequence[tf.Tensor],
+    places: Sequence,
+    transport: transport_lib.Transport,
+    wanted: Sequence[bool],
+) -> list:
+    """Gathers the wanted values from their places; None for the others."""
+    # Groups that share an operation may want different tensors.
+    indices = [
+        i for i, want in enumerate(wanted) if want or transport.spans_groups
+    ]
+    wholes = gather(
+        [values[i] for i in indices], [places[i] for i in indices], transport
+    )
+    found = dict(zip(indices, wholes, strict=True))
+    return [found[i] if want else None for i, want in enumerate(wanted)]
 
 
 Carry = error_feedback.Carry
@@ -228,25 +248,25 @@ class GradientReducer:
         parts: _Parts,
         owners: Sequence[Any],
         transport: transport_lib.Transport,
-    ) -> buckets.Reduced:
+    ) -> wire.Reduced:
         """Scatters dense gradients by shards, or packed by owners."""
-        owned = [n for n, i in enumerate(parts.dense) if owners[i] is not None]
-        split = [n for n, i in enumerate(parts.dense) if owners[i] is None]
-        results = [
-            buckets.scatter_dense([parts.tensors[n] for n in split], transport),
-            owners_lib.sum_to_owners(
-                [parts.tensors[n] for n in owned],
-                [owners[parts.dense[n]] for n in owned],
-                transport,
-            ),
-        ]
+        owners = [owners[i] for i in parts.dense]
+        owned = [n for n, owner in enumerate(owners) if owner is not None]
+        split = [n for n, owner in enumerate(owners) if owner is None]
+        of_split = buckets.scatter_dense(
+            [parts.tensors[n] for n in split], transport
+        )
+        of_owned = owners_lib.sum_to_owners(
+            [parts.tensors[n] for n in owned],
+            [owners[n] for n in owned],
+            transport,
+        )
         order = np.argsort([*split, *owned])
-        values = [*results[0].values, *results[1].values]
-        lost = None
-        if transport.communication.error_feedback:
-            lost = [one for result in results for one in result.lost or ()]
-        return buckets.Reduced(
-            [values[n] for n in order], lost and [lost[n] for n in order]
+        values = of_split.values + of_owned.values
+        lost = (of_split.lost or []) + (of_owned.lost or [])
+        return wire.Reduced(
+            [values[n] for n in order],
+            [lost[n] for n in order] if lost else None,
         )
 
     def all_gather(
@@ -258,20 +278,10 @@ class GradientReducer:
         wanted: Sequence[bool],
     ) -> list:
         """Joins the shards of a group's replicas."""
-        transport = self.transport(site, groups)
-        # Groups that share an operation may want different tensors.
-        indices = [
-            i for i, want in enumerate(wanted) if want or transport.spans_groups
-        ]
-        wholes = buckets.gather_dense(
-            [shards[i] for i in indices],
-            [layouts[i] for i in indices],
-            transport,
+        transport = self.transport(site, groups, exact=True)
+        return _gathered(
+            buckets.gather_dense, shards, layouts, transport, wanted
         )
-        result: list = [None] * len(shards)
-        for index, whole in zip(indices, wholes, strict=True):
-            result[index] = whole if wanted[index] else None
-        return result
 
     def gather_from_owners(
         self,
@@ -283,7 +293,9 @@ class GradientReducer:
     ) -> list:
         """Returns the values that the owners in a group have."""
         transport = self.transport(site, groups, exact=True)
-        return owners_lib.gather_from_owners(tensors, owners, transport, wanted)
+        return _gathered(
+            owners_lib.gather_from_owners, tensors, owners, transport, wanted
+        )
 
     def channel(
         self, groups: group_assignment_lib.GroupAssignment

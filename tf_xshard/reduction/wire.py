@@ -12,53 +12,50 @@ from tf_xshard.collectives import transport as transport_lib
 from tf_xshard.reduction import quantization
 
 
-class Received(NamedTuple):
-    """Holds group sums, and the errors of this replica's tensors.
+class Reduced(NamedTuple):
+    """Holds reduced tensors, and the errors of this replica's tensors.
 
     `lost` is None without `Communication.error_feedback`.
     """
 
-    sums: list[tf.Tensor]
+    values: list[tf.Tensor]
     lost: list[tf.Tensor] | None
+
+
+def is_quantized(transport: transport_lib.Transport) -> bool:
+    """Returns True if tensors are sent as integers with scales."""
+    return wire_formats.TABLE[transport.communication.dtype].is_quantized
 
 
 def padding(num_elements: int, transport: transport_lib.Transport) -> int:
     """Returns the number of zeros that `summed` needs at a tensor's end."""
-    if not wire_formats.TABLE[transport.communication.dtype].is_quantized:
+    if not is_quantized(transport):
         return 0
     return quantization.padding(num_elements, transport.groups.group_size)
 
 
 def summed(
-    buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
-) -> Received:
-    """Sums tensors, which end with `padding` zeros, over the group.
-
-    A bucket has one tensor unless the format is quantized.
-    """
-    if wire_formats.TABLE[transport.communication.dtype].is_quantized:
-        return Received(*quantization.summed(buckets, transport))
-    tensors = [tensor for [tensor] in buckets]
+    tensors: Sequence[tf.Tensor], transport: transport_lib.Transport
+) -> Reduced:
+    """Sums tensors, which end with `padding` zeros, over the group."""
+    if is_quantized(transport):
+        return Reduced(*quantization.summed(tensors, transport))
     sent = [_cast(tensor, transport) for tensor in tensors]
-    return Received(
-        transport.sum(sent), _lost_by_cast(tensors, sent, transport)
-    )
+    return Reduced(transport.sum(sent), _lost_by_cast(tensors, sent, transport))
 
 
 def scattered(
-    buckets: Sequence[Sequence[tf.Tensor]], transport: transport_lib.Transport
-) -> Received:
+    rows: Sequence[tf.Tensor], transport: transport_lib.Transport
+) -> Reduced:
     """Returns the rows of group sums at this replica's position in its group.
 
-    Tensors have the shapes [group_size, size], and their sums [size]. A bucket
-    has one tensor unless the format is quantized. Raises ValueError if the
-    transport can't sum a dtype.
+    Tensors have the shapes [group_size, size], and their sums [size]. Raises
+    ValueError if the transport can't sum a dtype.
     """
-    if wire_formats.TABLE[transport.communication.dtype].is_quantized:
-        return Received(*quantization.scattered(buckets, transport))
-    rows = [tensor for [tensor] in buckets]
+    if is_quantized(transport):
+        return Reduced(*quantization.scattered(rows, transport))
     sent = [_cast(tensor, transport) for tensor in rows]
-    return Received(
+    return Reduced(
         transport.reduce_scatter(sent), _lost_by_cast(rows, sent, transport)
     )
 
