@@ -62,7 +62,7 @@ def _with_feedback(tensors, site):
         GROUPS,
         residuals.read(1),
     )
-    residuals.keep(carry, 1, None)
+    residuals.keep(carry, None)
     return sums.values
 
 
@@ -99,9 +99,9 @@ class _MPIsOwn(mpi.MPI):
         )
 
 
-def _mpis_own(comm, array):
+def _mpis_own(comm, array, wait):
     total = np.empty_like(array)
-    yield [comm.Iallreduce(array, total)]
+    wait([comm.Iallreduce(array, total)])
     return total
 
 

@@ -30,7 +30,7 @@ class WireFormat:
 
     @property
     def is_quantized(self) -> bool:
-        """True if tensors shrink before they are packed and sent."""
+        """True if tensors are sent as integers with scales."""
         return self.path == "quantize"
 
     def dtype_of_sum(self, own: str, group_size: int) -> str:

@@ -93,9 +93,7 @@ def count_in_python(cost: recorder.Cost) -> None:
     """Counts a collective that runs in Python, where no collective waits."""
     global _in_python
     with _lock:
-        _in_python = added(
-            [_in_python, Totals(1, cost.num_bytes, cost.bytes_sent)]
-        )
+        _in_python = added([_in_python, Totals(1, *cost)])
 
 
 def counted_in_python() -> Totals:

@@ -31,7 +31,7 @@ import threading
 import time
 import types
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,30 +71,19 @@ class MPI(transport.Transport):
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.sum`."""
-        return [
-            self._all_reduce(position, tensor)
-            for position, tensor in enumerate(tensors)
-        ]
+        return [self._all_reduce(*one) for one in enumerate(tensors)]
 
     def reduce_scatter(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.reduce_scatter`."""
-        return [
-            self._reduce_scatter(position, one)
-            for position, one in enumerate(rows)
-        ]
+        return [self._reduce_scatter(*one) for one in enumerate(rows)]
 
     def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_gather`."""
-        return [
-            self._all_gather(position, shard)
-            for position, shard in enumerate(shards)
-        ]
+        return [self._all_gather(*one) for one in enumerate(shards)]
 
     def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_to_all`."""
-        return [
-            self._all_to_all(position, one) for position, one in enumerate(rows)
-        ]
+        return [self._all_to_all(*one) for one in enumerate(rows)]
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.gather`."""
@@ -152,7 +141,7 @@ class MPI(transport.Transport):
         kind: str,
         position: int,
         tensor: tf.Tensor,
-        collective: Callable[[Any, np.ndarray], _Collective],
+        collective: _Collective,
         shape: Sequence[int | None] | tf.TensorShape,
     ) -> tf.Tensor:
         """Adds a collective to the graph, or runs it in eager mode."""
@@ -188,65 +177,65 @@ def _has_16_bits(tensor: tf.Tensor) -> bool:
     return tensor.dtype in (tf.bfloat16, tf.float16)
 
 
-# Each collective yields requests to wait for, and returns its result.
+# Each collective sends and receives messages, and returns its result. It calls
+# `wait` with requests that must be completed before it goes on.
 
-_Collective = Generator[list[Any], None, np.ndarray]
+_Wait = Callable[[list[Any]], None]
+_Collective = Callable[[Any, np.ndarray, _Wait], np.ndarray]
 # One array for each process of the group.
 _Arrays = Sequence[np.ndarray] | np.ndarray
 
 
-def _sum(comm: Any, array: np.ndarray) -> _Collective:
+def _sum(comm: Any, array: np.ndarray, wait: _Wait) -> np.ndarray:
     total = _empty(array.shape, array.dtype)
     if array.nbytes < _SMALL_BYTES:
-        yield [comm.Iallreduce(array, total)]
+        wait([comm.Iallreduce(array, total)])
         return total
     bounds = [array.size * k // comm.size for k in range(comm.size + 1)]
     parts = _split(array.reshape(-1), bounds)
     sums = _split(total.reshape(-1), bounds)
-    yield from _add(comm, parts, sums[comm.rank])
-    yield _exchange(comm, [sums[comm.rank]] * comm.size, sums)
+    _add(comm, parts, sums[comm.rank], wait)
+    wait(_exchange(comm, [sums[comm.rank]] * comm.size, sums))
     return total
 
 
-def _reduce_scatter(comm: Any, rows: np.ndarray) -> _Collective:
+def _reduce_scatter(comm: Any, rows: np.ndarray, wait: _Wait) -> np.ndarray:
     total = _empty(rows.shape[1:], rows.dtype)
-    yield from _add(comm, rows, total)
+    _add(comm, rows, total, wait)
     return total
 
 
-def _all_to_all(comm: Any, rows: np.ndarray) -> _Collective:
+def _all_to_all(comm: Any, rows: np.ndarray, wait: _Wait) -> np.ndarray:
     received = _empty(rows.shape, rows.dtype)
     received[comm.rank] = rows[comm.rank]
-    yield _exchange(comm, rows, received)
+    wait(_exchange(comm, rows, received))
     return received
 
 
-def _all_gather(comm: Any, shard: np.ndarray) -> _Collective:
+def _all_gather(comm: Any, shard: np.ndarray, wait: _Wait) -> np.ndarray:
     gathered = _empty([comm.size, *shard.shape], shard.dtype)
     gathered[comm.rank] = shard
-    yield _exchange(comm, [shard] * comm.size, gathered)
+    wait(_exchange(comm, [shard] * comm.size, gathered))
     return gathered
 
 
-def _gather(comm: Any, array: np.ndarray) -> _Collective:
+def _gather(comm: Any, array: np.ndarray, wait: _Wait) -> np.ndarray:
     """Gathers rows, whose number may differ between processes."""
     num_rows = np.empty(comm.size, np.int64)
-    yield [comm.Iallgather(np.array([len(array)], np.int64), num_rows)]
+    wait([comm.Iallgather(np.array([len(array)], np.int64), num_rows)])
     bounds = [0, *np.cumsum(num_rows).tolist()]
     gathered = _empty([bounds[-1], *array.shape[1:]], array.dtype)
     parts = _split(gathered, bounds)
     parts[comm.rank][...] = array
-    yield _exchange(comm, [array] * comm.size, parts)
+    wait(_exchange(comm, [array] * comm.size, parts))
     return gathered
 
 
-def _add(
-    comm: Any, parts: _Arrays, total: np.ndarray
-) -> Generator[list[Any], None, None]:
+def _add(comm: Any, parts: _Arrays, total: np.ndarray, wait: _Wait) -> None:
     """Sends each process its part, and adds up this process's parts."""
     received = [np.empty_like(total) for _ in range(comm.size)]
     received[comm.rank] = parts[comm.rank]
-    yield _exchange(comm, parts, received)
+    wait(_exchange(comm, parts, received))
     # Add in the order of the ranks, so that each run gets the same bits.
     np.add(received[0], received[1], out=total)
     for one in received[2:]:
@@ -279,7 +268,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _run(
-    collective: Callable[[Any, np.ndarray], _Collective],
+    collective: _Collective,
     what: str,
     members: tuple[int, ...],
     rank: int,
@@ -293,13 +282,11 @@ def _run(
     if _failures:
         raise TimeoutError(_failures[0])
     found.num_started += 1
-    steps = collective(found.comm, array)
-    while True:
-        try:
-            requests = next(steps)
-        except StopIteration as end:
-            return end.value
-        found.wait(requests, what, seconds)
+    return collective(
+        found.comm,
+        array,
+        functools.partial(found.wait, what=what, seconds=seconds),
+    )
 
 
 # Errors after which this process can't communicate. MPI may still write to the
@@ -322,6 +309,7 @@ class _Group:
         num_polls = 0
         next_question = _SECONDS_BETWEEN_QUESTIONS_WHO_ENDED
         is_told = False
+        key = f"tf_xshard/mpi/waits/{self._members}/{self.num_started}"
         test_all = _mpi().Request.Testall
         while not test_all(requests):
             num_polls += 1
@@ -333,7 +321,7 @@ class _Group:
             last = now
             if waited > seconds / 2 and not is_told:
                 # The processes that time out first then know who else waits.
-                silent_workers.say_waits(self._key, self._rank)
+                silent_workers.say_waits(key, self._rank)
                 is_told = True
             if waited > next_question:
                 next_question += _SECONDS_BETWEEN_QUESTIONS_WHO_ENDED
@@ -345,7 +333,7 @@ class _Group:
                         " program.",
                     )
             if waited > seconds:
-                missing = silent_workers.silent(self._key, self._members)
+                missing = silent_workers.silent(key, self._members)
                 self._fail(
                     requests,
                     f"MPI's {what} waited longer than {seconds:g} seconds"
@@ -361,10 +349,6 @@ class _Group:
         atexit.register(_end_the_job)
         _failures.append(message)
         raise TimeoutError(message)
-
-    @property
-    def _key(self) -> str:
-        return f"tf_xshard/mpi/waits/{self._members}/{self.num_started}"
 
 
 _ENDED = "tf_xshard/mpi/ended"

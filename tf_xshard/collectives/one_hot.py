@@ -28,27 +28,17 @@ class OneHot(transport.Transport):
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.sum`."""
-        index = self._group_index()
-        mine = tf.equal(tf.range(self.groups.num_groups), index)
-
-        def stack(tensor: tf.Tensor) -> tf.Tensor:
-            # Select instead of multiplying. 0 * inf is nan, so one group's
-            # overflow would reach the weights of all other groups.
-            slots = tf.reshape(mine, [-1] + [1] * tensor.shape.rank)
-            return tf.where(slots, tensor[tf.newaxis], tf.zeros_like(tensor))
-
-        sums = self._all_reduce([stack(tensor) for tensor in tensors])
-        return [tf.gather(total, index) for total in sums]
-
-    def _group_index(self) -> tf.Tensor:
-        site, groups = self.site, self.groups
-        if site.replica_id is not None:
-            return tf.constant(groups.group_of(site.replica_id))
-        group_of = [groups.group_of(r) for r in range(groups.num_replicas)]
-        context = tf.distribute.get_replica_context()
-        return tf.gather(
-            tf.constant(group_of), context.replica_id_in_sync_group
+        groups = self.groups
+        index = self._own(
+            [groups.group_of(r) for r in range(groups.num_replicas)]
         )
+        sums = self._all_reduce(
+            [
+                transport.in_slot(one, index, groups.num_groups)
+                for one in tensors
+            ]
+        )
+        return [tf.gather(total, index) for total in sums]
 
     def _all_reduce(self, stacks: list[tf.Tensor]) -> list[tf.Tensor]:
         context = tf.distribute.get_replica_context()

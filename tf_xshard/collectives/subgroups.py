@@ -56,6 +56,15 @@ def _hash(*parts: Any) -> int:
     return zlib.crc32("|".join(map(str, parts)).encode())
 
 
+def _instance_key(kind: str, *parts: Any) -> int:
+    if kind == recorder.ALL_GATHER:
+        key = _hash(*parts) % _GATHER_KEYS << _EXPONENT_BITS
+        return _FIRST_GATHER_KEY + key
+    if kind == recorder.REDUCE_SCATTER:
+        parts = "all_to_all", *parts
+    return _hash(*parts) % _FIRST_GATHER_KEY
+
+
 class Subgroups(transport.Transport):
     """Communicates in this replica's group, in a `tf.function`."""
 
@@ -80,10 +89,7 @@ class Subgroups(transport.Transport):
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.sum`."""
-        return [
-            self._all_reduce(position, tensor)
-            for position, tensor in enumerate(tensors)
-        ]
+        return [self._all_reduce(*one) for one in enumerate(tensors)]
 
     def reduce_scatter(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.reduce_scatter`."""
@@ -92,17 +98,11 @@ class Subgroups(transport.Transport):
 
     def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_to_all`."""
-        return [
-            self._all_to_all(position, tensor)
-            for position, tensor in enumerate(rows)
-        ]
+        return [self._all_to_all(*one) for one in enumerate(rows)]
 
     def all_gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.all_gather`."""
-        return [
-            self._stack(position, shard)
-            for position, shard in enumerate(shards)
-        ]
+        return [self._stack(*one) for one in enumerate(shards)]
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Transport.gather`."""
@@ -133,20 +133,11 @@ class Subgroups(transport.Transport):
                 functools.partial(self._all_to_all, position),
                 functools.partial(self._stack, position),
             )
+        add = functools.partial(
+            tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id"
+        )
         return self._run(
-            functools.partial(
-                tf.raw_ops.CollectiveReduceV2,
-                merge_op="Add",
-                final_op="Id",
-                **self._between(self._members),
-            ),
-            recorder.ALL_REDUCE,
-            position,
-            tensor,
-            lambda lane: (
-                _hash(lane, tensor.dtype.name, tensor.shape.as_list())
-                % _FIRST_GATHER_KEY
-            ),
+            add, recorder.ALL_REDUCE, position, tensor, self._members
         )
 
     def _all_to_all(self, position: int, rows: tf.Tensor) -> tf.Tensor:
@@ -177,16 +168,11 @@ class Subgroups(transport.Transport):
     ) -> tf.Tensor:
         """Sends row i to `members[i]`."""
         received = self._run(
-            functools.partial(
-                tf.raw_ops.CollectiveAllToAllV2, **self._between(members)
-            ),
+            tf.raw_ops.CollectiveAllToAllV2,
             recorder.REDUCE_SCATTER,
             position,
             rows,
-            lambda lane: (
-                _hash("all_to_all", lane, rows.dtype.name, rows.shape.as_list())
-                % _FIRST_GATHER_KEY
-            ),
+            members,
         )
         return tf.ensure_shape(received, rows.shape)
 
@@ -195,34 +181,20 @@ class Subgroups(transport.Transport):
 
     def _all_gather(self, position: int, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates tensors; an unknown number of rows is a power of two."""
-        name, shape = tensor.dtype.name, tensor.shape.as_list()
         exponent = 0
-        if shape[0] is None:
+        if tensor.shape[0] is None:
             rows = tf.cast(tf.shape(tensor)[0], tf.float32)
             exponent = tf.cast(
                 tf.math.round(tf.math.log(rows) / tf.math.log(2.0)), tf.int32
             )
 
-        def instance_key(lane: str) -> Any:
-            key = _hash(lane, name, shape) % _GATHER_KEYS << _EXPONENT_BITS
-            return _FIRST_GATHER_KEY + key + exponent
-
-        operation = functools.partial(
-            tf.raw_ops.CollectiveGatherV2, **self._between(self._members)
-        )
         return self._run(
-            operation, recorder.ALL_GATHER, position, tensor, instance_key
-        )
-
-    def _between(self, members: Sequence[int]) -> dict[str, Any]:
-        """Returns the arguments of a collective between some replicas."""
-        devices = [self._devices[r] for r in members]
-        return dict(
-            group_size=len(members),
-            group_key=_FIRST_GROUP_KEY + _hash(*devices) % _GROUP_KEYS,
-            communication_hint=_hint(self.site),
-            # The watchdog has the timeout.
-            timeout_seconds=0,
+            tf.raw_ops.CollectiveGatherV2,
+            recorder.ALL_GATHER,
+            position,
+            tensor,
+            self._members,
+            exponent,
         )
 
     def _run(
@@ -231,8 +203,10 @@ class Subgroups(transport.Transport):
         kind: str,
         position: int,
         tensor: tf.Tensor,
-        instance_key: Callable[[str], Any],
+        members: Sequence[int],
+        exponent: int | tf.Tensor = 0,
     ) -> tf.Tensor:
+        """Runs a collective between some replicas."""
         cost = self._note(kind, tensor, position)
         dtype = tensor.dtype
         # TensorFlow sums bfloat16 (on CPUs), but does not move it.
@@ -249,11 +223,18 @@ class Subgroups(transport.Transport):
         token = runtime_variables.handle(
             device, f"tf_xshard_ordering_token_{token_lane}", tf.float32
         )
+        devices = [self._devices[r] for r in members]
+        key = _instance_key(kind, lane, dtype.name, tensor.shape.as_list())
         result = watchdog.run(
             lambda: operation(
                 input=tensor,
-                instance_key=instance_key(lane),
+                group_size=len(members),
+                group_key=_FIRST_GROUP_KEY + _hash(*devices) % _GROUP_KEYS,
+                instance_key=key + exponent,
                 ordering_token=[token],
+                communication_hint=_hint(self.site),
+                # The watchdog has the timeout.
+                timeout_seconds=0,
             ),
             [tensor, *filter(None, [self.site.check])],
             device,

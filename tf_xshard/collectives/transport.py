@@ -111,7 +111,7 @@ class Transport(abc.ABC):
         """
         position = self.position()
         return self.sum(
-            [_in_row(t, position, self.groups.group_size) for t in shards]
+            [in_slot(t, position, self.groups.group_size) for t in shards]
         )
 
     def all_to_all(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -130,17 +130,12 @@ class Transport(abc.ABC):
 
     def position(self) -> int | tf.Tensor:
         """Returns this replica's position in its group; see `site.ranked`."""
-        groups, replica_id = self.groups, self.site.replica_id
-        if replica_id is not None:
-            return list(groups)[groups.group_of(replica_id)].index(replica_id)
         positions = {
-            r: position for group in groups for position, r in enumerate(group)
+            r: position
+            for group in self.groups
+            for position, r in enumerate(group)
         }
-        context = tf.distribute.get_replica_context()
-        return tf.gather(
-            tf.constant([positions[r] for r in range(groups.num_replicas)]),
-            context.replica_id_in_sync_group,
-        )
+        return self._own([positions[r] for r in range(len(positions))])
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Concatenates tensors over this replica's group, by positions."""
@@ -148,6 +143,13 @@ class Transport(abc.ABC):
 
     def check_dtype(self, dtype: tf.DType) -> None:  # noqa: B027
         """Raises ValueError for a dtype that this path can't sum."""
+
+    def _own(self, numbers: Sequence[int]) -> int | tf.Tensor:
+        """Returns this replica's number, of one for each replica id."""
+        if self.site.replica_id is not None:
+            return numbers[self.site.replica_id]
+        context = tf.distribute.get_replica_context()
+        return tf.gather(tf.constant(numbers), context.replica_id_in_sync_group)
 
     @functools.cached_property
     def _participants(self) -> group_assignment_lib.GroupAssignment:
@@ -199,10 +201,12 @@ def sum_by_parts(
     return tf.reshape(tf.reshape(parts, [-1])[:num_elements], tensor.shape)
 
 
-def _in_row(
-    tensor: tf.Tensor, position: int | tf.Tensor, num_rows: int
+def in_slot(
+    tensor: tf.Tensor, index: int | tf.Tensor, num_slots: int
 ) -> tf.Tensor:
-    """Returns zeros of shape [num_rows, size] with a tensor in one row."""
-    # Select instead of multiplying, since 0 * inf is nan.
-    is_own = tf.equal(tf.range(num_rows), position)[:, tf.newaxis]
+    """Returns zeros of shape [num_slots, ...] with a tensor in one slot."""
+    is_own = tf.equal(tf.range(num_slots), index)
+    is_own = tf.reshape(is_own, [-1] + [1] * tensor.shape.rank)
+    # Select instead of multiplying. 0 * inf is nan, so one group's overflow
+    # would reach the weights of all other groups.
     return tf.where(is_own, tensor[tf.newaxis], tf.zeros_like(tensor))
