@@ -26,10 +26,8 @@ def converted(gradient: Any, variable: Any) -> Gradient:
         return tf.convert_to_tensor(gradient)
     values, indices = gradient.values, gradient.indices
     shape = gradient.dense_shape
-    if (
-        tf.is_tensor(values)
-        and tf.is_tensor(indices)
-        and (shape is None or tf.is_tensor(shape))
+    if all(
+        one is None or tf.is_tensor(one) for one in (values, indices, shape)
     ):
         return gradient
     return tf.IndexedSlices(
@@ -68,10 +66,8 @@ def map_values(function: Callable, gradient: Gradient) -> Gradient:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        kind = tf.IndexedSlices
-        if isinstance(gradient, UniqueSlices):
-            kind = UniqueSlices
-        return kind(
+        is_unique = isinstance(gradient, UniqueSlices)
+        return (UniqueSlices if is_unique else tf.IndexedSlices)(
             function(gradient.values), gradient.indices, gradient.dense_shape
         )
     return function(gradient)

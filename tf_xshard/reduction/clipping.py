@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -28,9 +28,15 @@ class _Clipping:
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
         """Clips a list of (gradient, variable) pairs."""
-        return self._clipped(grads_and_vars)
+        present = [g for g, _ in grads_and_vars if g is not None]
+        clip = self._clip_for(present)
+        return [
+            (indexed_slices.map_values(clip, gradient), variable)
+            for gradient, variable in grads_and_vars
+        ]
 
-    def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
+    def _clip_for(self, present: Sequence) -> Callable[[tf.Tensor], tf.Tensor]:
+        """Returns a function that clips each of the gradients."""
         raise NotImplementedError
 
     def get_config(self) -> dict:
@@ -85,20 +91,11 @@ class clip_by_global_norm(_Clipping):
             "clip_by_global_norm(norm=...)", norm
         )
 
-    def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
-        present = [g for g, _ in grads_and_vars if g is not None]
+    def _clip_for(self, present: Sequence) -> Callable[[tf.Tensor], tf.Tensor]:
         if not present:
-            return list(grads_and_vars)
+            return tf.identity
         ratio = _ratio(tf.linalg.global_norm(present), self.norm)
-        return [
-            (
-                indexed_slices.map_values(
-                    lambda x: x * tf.cast(ratio, x.dtype), gradient
-                ),
-                variable,
-            )
-            for gradient, variable in grads_and_vars
-        ]
+        return lambda x: x * tf.cast(ratio, x.dtype)
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
@@ -130,14 +127,8 @@ class clip_by_norm(_Clipping):
     def __init__(self, norm: float) -> None:
         self.norm = checks.positive_number("clip_by_norm(norm=...)", norm)
 
-    def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
-        return [
-            (indexed_slices.map_values(self._clip, gradient), variable)
-            for gradient, variable in grads_and_vars
-        ]
-
-    def _clip(self, x: tf.Tensor) -> tf.Tensor:
-        return x * _ratio(tf.norm(x), self.norm)
+    def _clip_for(self, present: Sequence) -> Callable[[tf.Tensor], tf.Tensor]:
+        return lambda x: x * _ratio(tf.norm(x), self.norm)
 
 
 @keras.saving.register_keras_serializable("tf_xshard")
@@ -178,12 +169,9 @@ class clip_by_value(_Clipping):
             )
         self.low, self.high = float(low), float(high)
 
-    def _clipped(self, grads_and_vars: GradientsAndVariables) -> list[tuple]:
-        return [
-            (indexed_slices.map_values(self._clip, gradient), variable)
-            for gradient, variable in grads_and_vars
-        ]
+    def _clip_for(self, present: Sequence) -> Callable[[tf.Tensor], tf.Tensor]:
+        def clip(x: tf.Tensor) -> tf.Tensor:
+            clipped = tf.clip_by_value(x, self.low, self.high)
+            return tf.where(tf.math.is_finite(x), clipped, x)
 
-    def _clip(self, x: tf.Tensor) -> tf.Tensor:
-        clipped = tf.clip_by_value(x, self.low, self.high)
-        return tf.where(tf.math.is_finite(x), clipped, x)
+        return clip

@@ -31,10 +31,6 @@ class _Place:
     shape: tf.TensorShape
     dtype: None = None
 
-    @property
-    def path(self) -> str:
-        return self.name
-
 
 @autograph.entry_point
 def group_reduce(

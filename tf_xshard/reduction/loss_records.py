@@ -51,31 +51,22 @@ _lock = threading.Lock()
 
 
 class _OfReplica:
-    """Holds the records of one replica."""
+    """Holds functions that return the records of one replica.
+
+    A function returns None if the record's graph does not exist anymore.
+    """
 
     def __init__(self) -> None:
-        self._records: collections.deque[Callable[[], LossRecord | None]] = (
+        self.held: collections.deque[Callable[[], LossRecord | None]] = (
             collections.deque(maxlen=_MOST_RECORDS)
         )
-        # The outermost function in which the last records were taken.
+        # Returns the outermost function in which the last records were taken.
         self.taken_in: Callable[[], tf.Graph | None] = lambda: None
 
     def records(self) -> list[LossRecord]:
         """Returns the records whose graphs still exist."""
-        found = (held() for held in self._records)
+        found = (held() for held in self.held)
         return [one for one in found if one is not None]
-
-    def append(self, record: LossRecord) -> None:
-        """Adds a record, which a graph keeps as long as its gradient."""
-        if record.outermost is None:
-            self._records.append(lambda: record)
-        else:
-            # A record that no optimizer takes must not keep its graph.
-            self._records.append(weakref.ref(record))
-
-    def clear(self) -> None:
-        """Removes all records."""
-        self._records.clear()
 
 
 _replicas: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -95,11 +86,15 @@ def add(record: LossRecord, site: site_lib.Site) -> None:
         records = own.records()
         # Records of another graph belong to a step that was never applied.
         if records and records[-1].outermost is not record.outermost:
-            own.clear()
+            own.held.clear()
             records = []
         # A persistent tape may differentiate one loss several times.
-        if not any(one is record for one in records):
-            own.append(record)
+        if any(one is record for one in records):
+            return
+        # A graph keeps a record as long as its gradient. A record that no
+        # optimizer takes must not keep its graph.
+        in_graph = record.outermost is not None
+        own.held.append(weakref.ref(record) if in_graph else lambda: record)
 
 
 def take(site: site_lib.Site) -> list[LossRecord]:
@@ -111,7 +106,7 @@ def take(site: site_lib.Site) -> list[LossRecord]:
         found = [
             one for one in own.records() if outermost in (None, one.outermost)
         ]
-        own.clear()
+        own.held.clear()
         if found and outermost is not None:
             own.taken_in = weakref.ref(outermost)
     return found
@@ -159,7 +154,7 @@ def _asserted_equal(rows: Sequence) -> list:
     """Asserts that losses have the same number of rows, except in XLA."""
     if tracing.in_xla():
         return []
-    checks = [
+    return [
         tf.debugging.assert_equal(
             tf.cast(one, tf.int64),
             tf.cast(rows[0], tf.int64),
@@ -169,7 +164,6 @@ def _asserted_equal(rows: Sequence) -> list:
         )
         for one in rows[1:]
     ]
-    return [one for one in checks if one is not None]
 
 
 def num_items_of_towers(
