@@ -58,12 +58,7 @@ class MergeCall(transport.Transport):
             strategy: tf.distribute.Strategy, *per_replica: Any
         ) -> list:
             return [
-                self._distributed(
-                    strategy,
-                    combine,
-                    strategy.experimental_local_results(values),
-                )
-                for values in per_replica
+                self._distributed(strategy, combine, one) for one in per_replica
             ]
 
         return tf.distribute.get_replica_context().merge_call(
@@ -77,8 +72,9 @@ class MergeCall(transport.Transport):
         self,
         strategy: tf.distribute.Strategy,
         combine: Callable,
-        values: Sequence[tf.Tensor],
+        per_replica: Any,
     ) -> Any:
+        values = strategy.experimental_local_results(per_replica)
         combined = [
             combine([values[r] for r in members]) for members in self.groups
         ]

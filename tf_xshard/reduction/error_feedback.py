@@ -22,19 +22,12 @@ from tf_xshard.distribute import replica_variables
 Carry = dict[int, tf.Tensor] | None
 
 
-def added(
-    gradients: Sequence[tf.Tensor], variables: Sequence, carry: Carry
-) -> list[tf.Tensor]:
-    """Adds the carry of its variable to each dense gradient."""
-    if carry is None:
-        return list(gradients)
-    return [
-        gradient
-        + tf.cast(carry[replica_variables.key(variable)], gradient.dtype)
-        if replica_variables.key(variable) in carry
-        else gradient
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
+def added(gradient: tf.Tensor, variable: Any, carry: Carry) -> tf.Tensor:
+    """Adds the carry of its variable to a dense gradient."""
+    lost = (carry or {}).get(replica_variables.key(variable))
+    return (
+        gradient if lost is None else gradient + tf.cast(lost, gradient.dtype)
+    )
 
 
 def left(variables: Sequence, lost: Sequence[tf.Tensor] | None) -> Carry:

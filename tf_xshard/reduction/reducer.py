@@ -125,32 +125,25 @@ Carry = error_feedback.Carry
 class _Parts:
     """Holds a batch, split by how its gradients are communicated.
 
-    `tensors` are communicated for the variables at the positions in `dense`,
-    `slices` (IndexedSlices) for the variables at the positions in `sparse`.
+    `dense` has tensors, and `sparse` has IndexedSlices, by the positions of
+    their variables. Results are in the order of `dense`, then of `sparse`.
     """
 
     batch: gradients_lib.GradientBatch
     presences: list[presence.Presence]
-    dense: list[int]
-    tensors: list[tf.Tensor]
-    sparse: list[int]
-    slices: list[tf.IndexedSlices]
+    dense: dict[int, tf.Tensor]
+    sparse: dict[int, tf.IndexedSlices]
 
-    def joined(
-        self, of_dense: Sequence, of_sparse: Sequence
-    ) -> gradients_lib.GradientBatch:
+    def joined(self, results: Sequence) -> gradients_lib.GradientBatch:
         """Returns the batch of results; None if the group has no gradient."""
-        values: list = [None] * len(self.presences)
-        for position, value in (
-            *zip(self.dense, of_dense, strict=True),
-            *zip(self.sparse, of_sparse, strict=True),
-        ):
-            if self.presences[position].in_group:
-                values[position] = value
-        return self.batch.with_values(values)
+        found = dict(zip([*self.dense, *self.sparse], results, strict=True))
+        return self.batch.with_values(
+            found.get(i) if one.in_group else None
+            for i, one in enumerate(self.presences)
+        )
 
     def left(self, lost: Sequence[tf.Tensor] | None) -> Carry:
-        """Makes a carry of the errors of communicating `tensors`."""
+        """Makes a carry of the errors of communicating `dense`."""
         return error_feedback.left(
             [self.batch.variables[i] for i in self.dense], lost
         )
@@ -202,9 +195,9 @@ class GradientReducer:
             return batch, None  # Nothing is communicated, so nothing is lost.
         transport = self.transport(site, groups, exact=exact)
         parts = self._parts(batch, transport, carry)
-        sums, lost = buckets.sum_dense(parts.tensors, transport)
-        rows = sum_rows(parts.slices, transport)
-        return parts.joined(sums, rows), parts.left(lost)
+        sums, lost = buckets.sum_dense([*parts.dense.values()], transport)
+        rows = sum_rows([*parts.sparse.values()], transport)
+        return parts.joined([*sums, *rows]), parts.left(lost)
 
     def reduce_scatter(
         self,
@@ -235,11 +228,11 @@ class GradientReducer:
             )
             for i, rows in zip(
                 parts.sparse,
-                sum_rows(parts.slices, transport),
+                sum_rows([*parts.sparse.values()], transport),
                 strict=True,
             )
         ]
-        reduced = parts.joined(shards, of_rows)
+        reduced = parts.joined([*shards, *of_rows])
         divisor = reduction.of_sum(groups.group_size)
         return reduced.multiplied(divisor), parts.left(lost)
 
@@ -250,15 +243,14 @@ class GradientReducer:
         transport: transport_lib.Transport,
     ) -> wire.Reduced:
         """Scatters dense gradients by shards, or packed by owners."""
-        owners = [owners[i] for i in parts.dense]
-        owned = [n for n, owner in enumerate(owners) if owner is not None]
-        split = [n for n, owner in enumerate(owners) if owner is None]
+        owned = [i for i in parts.dense if owners[i] is not None]
+        split = [i for i in parts.dense if owners[i] is None]
         of_split = buckets.scatter_dense(
-            [parts.tensors[n] for n in split], transport
+            [parts.dense[i] for i in split], transport
         )
         of_owned = owners_lib.sum_to_owners(
-            [parts.tensors[n] for n in owned],
-            [owners[n] for n in owned],
+            [parts.dense[i] for i in owned],
+            [owners[i] for i in owned],
             transport,
         )
         order = np.argsort([*split, *owned])
@@ -326,27 +318,23 @@ class GradientReducer:
         presences = presence.agreed(
             batch.values, batch.variables, transport, self._known_patterns
         )
-        dense, tensors, sparse, slices = [], [], [], []
+        dense, sparse = {}, {}
         for position, (found, (value, variable)) in enumerate(
             zip(presences, batch.pairs(), strict=True)
         ):
             if found.kind == presence.DENSE:
-                dense.append(position)
                 if value is None:
                     value = tf.zeros(variable.shape, found.dtype)
                 elif isinstance(value, tf.IndexedSlices):
                     value = indexed_slices.dense(value, variable)
-                tensors.append(value)
+                if transport.communication.error_feedback:
+                    value = error_feedback.added(value, variable, carry)
+                dense[position] = value
             elif found.kind == presence.SPARSE:
-                sparse.append(position)
                 if value is None:
                     value = without_rows(variable, found.dtype)
-                slices.append(value)
-        if transport.communication.error_feedback:
-            tensors = error_feedback.added(
-                tensors, [batch.variables[i] for i in dense], carry
-            )
-        return _Parts(batch, presences, dense, tensors, sparse, slices)
+                sparse[position] = value
+        return _Parts(batch, presences, dense, sparse)
 
 
 class ReducerOfEachFunction:
