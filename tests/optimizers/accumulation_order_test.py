@@ -276,17 +276,32 @@ def test_a_moving_average_of_the_center_reaches_all_replicas(wrap):
         np.testing.assert_allclose(values, [7.0] * 2)
 
 
-def test_the_end_of_many_fits_warns_of_no_retracing(monkeypatch):
-    one, logged = traced.Traced(_agn, [10.0], num_replicas=2), []
-    for _ in range(6):
-        one.step([0.5, 0.5])
+def test_the_ends_of_many_fits_trace_once(monkeypatch):
+    """Whatever number of steps is pending; TensorFlow warns of no retracing."""
+    one = traced.Traced(lambda: _agn(period=4), [10.0], num_replicas=2)
+    logged, traces = [], []
+    exchange = tf_xshard.AGNOptimizer._exchange
+    expected = 10.0
+    for fit in range(6):
+        num_steps = 1 + fit % 2
+        for _ in range(num_steps):
+            one.step([0.25, 0.75])
         # Not in `step`: TensorFlow counts the traces of all tests' steps there.
         with monkeypatch.context() as patch:
             patch.setattr(
                 tf.get_logger(), "warning", lambda *args: logged.append(args)
             )
+            patch.setattr(
+                tf_xshard.AGNOptimizer,
+                "_exchange",
+                lambda *args: traces.append(1) or exchange(*args),
+            )
             one.optimizer.finalize_variable_values(one.weights)
+        # Each early exchange applies the mean gradient of both replicas.
+        expected -= 1.0
+        np.testing.assert_allclose(one.values()[0], [expected] * 2)
     assert one.optimizer.exchanges.numpy() == 6
+    assert len(traces) == 2  # One for each replica.
     assert not logged
 
 

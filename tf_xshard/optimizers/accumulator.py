@@ -41,6 +41,10 @@ class SeenVariables:
     def __len__(self) -> int:
         return len(self._seen)
 
+    def state(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the indices that were seen, and those of dense gradients."""
+        return frozenset(self._seen), frozenset(self._dense)
+
     def is_sparse(self, index: int) -> bool:
         """Returns whether all gradients of a variable were IndexedSlices."""
         return index not in self._dense

@@ -229,6 +229,8 @@ class AGNOptimizer(base.GradientWrapper):
         self._accumulate = accumulate
         self._normalize = normalize
         self._set_untracked("_seen", accumulator.SeenVariables(name))
+        # What an early exchange was traced for, and its function.
+        self._set_untracked("_exchange_of_fits", None)
 
     # Attributes for users.
 
@@ -453,6 +455,8 @@ class AGNOptimizer(base.GradientWrapper):
         replica_variables.assign(self._pending, pending + 1)
 
         def exchange() -> None:
+            self._seen.note_update()
+            self._note_restored(self._note_restored_changes)
             with recorder.labelled("exchange", every=self._period):
                 self._exchange(pending + 1, indices, run)
 
@@ -501,8 +505,6 @@ class AGNOptimizer(base.GradientWrapper):
     ) -> None:
         """Applies the accumulation of `num_steps` local steps to the center."""
         site, groups = run.site, run.groups(self)
-        self._seen.note_update()
-        self._note_restored(self._note_restored_changes)
         local = optimizer_state.trainable_variables(self)
         weight = self._reduction.weight(groups.group_size)
         # Skip variables that are frozen and not among the call's variables.
@@ -624,26 +626,48 @@ class AGNOptimizer(base.GradientWrapper):
         [pending, *_] = strategy.experimental_local_results(self._pending.value)
         pending = int(pending)
 
-        def on_replica() -> None:
-            self._exchange(
-                pending,
-                optimizer_state.indices_of(self, var_list),
-                run_lib.Run(plan, site_lib.current()),
-            )
+        indices = optimizer_state.indices_of(self, var_list)
 
+        def on_replica(num_steps: int | tf.Tensor) -> None:
+            run = run_lib.Run(plan, site_lib.current())
+            self._exchange(num_steps, indices, run)
+
+        if pending:
+            self._note_restored_changes()
         if pending and strategy.num_replicas_in_sync == 1:
-            on_replica()
+            on_replica(pending)
         elif pending:
-            with strategy.scope():
-                exchange = tf.function(
-                    lambda: strategy.run(on_replica), autograph=False
-                )
-                # Do not call `exchange`, since TensorFlow would warn of
-                # retracing in later fits.
-                exchange.get_concrete_function()()
+            self._early_exchange(on_replica, plan, indices)(
+                tf.constant(pending, tf.int64)
+            )
         self.inner_optimizer.finalize_variable_values(self._center)
         if any(one.use_ema for one in stack.descendants(self.inner_optimizer)):
             self._center_pairs.copy_into_model()
+
+    def _early_exchange(
+        self,
+        on_replica: Callable[[tf.Tensor], None],
+        plan: stack.StackPlan,
+        indices: Sequence[int],
+    ) -> Callable[[tf.Tensor], Any]:
+        """Returns the traced exchange of all replicas, of this or another fit."""
+        key = (
+            plan.chain,
+            indices,
+            self._seen.state(),
+            [getattr(one, "trainable", True) for one, _ in self._center_pairs],
+        )
+        if self._exchange_of_fits is None or self._exchange_of_fits[0] != key:
+            with self._strategy.scope():
+                exchange = tf.function(
+                    lambda num_steps: self._strategy.run(
+                        on_replica, args=(num_steps,)
+                    ),
+                    autograph=False,
+                    input_signature=[tf.TensorSpec([], tf.int64)],
+                ).get_concrete_function()
+            self._set_untracked("_exchange_of_fits", (key, exchange))
+        return self._exchange_of_fits[1]
 
     def reset(self) -> None:
         """Starts a new period from the center, on all replicas.
