@@ -17,7 +17,7 @@ replicas that you choose.
         v
     optimizers      post_reduce                 your hook, unscaled gradients
         |
-        |           finite vote                 with a LossScaleOptimizer: on an
+        |           finite check                with a LossScaleOptimizer: on an
         |                                       overflow anywhere, all skip
         v
     update.whole    no second reduction         (or `update.sharded`: a reduce-

@@ -180,3 +180,13 @@ def test_a_tower_follows_the_groups_around_it(make):
     )
     assert weights == [-1, -10]
     assert tf_xshard.GroupState({"optimizer": made[0]}).num_groups == 2
+
+
+def test_a_multi_optimizer_that_makes_wrappers_is_refused_unbuilt():
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has no MultiOptimizer")
+    multi = keras.optimizers.MultiOptimizer(lambda variable: _grouped())
+    optimizer = tf_xshard.TowerOptimizer(multi, 2)
+    with pytest.raises(ValueError, match="a MultiOptimizer that contains"):
+        optimizer.build([keras.Variable(0.0)])
+    assert not multi.built and not multi.optimizers

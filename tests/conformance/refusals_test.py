@@ -63,6 +63,14 @@ def _scaled():
     return Cross(Scale(SGD()))
 
 
+class _Container(SGD):
+    """A user's optimizer that contains another one."""
+
+    def __init__(self, inner_optimizer):
+        super().__init__()
+        self.inner_optimizer = inner_optimizer
+
+
 def _partly_reducing():
     return O.MultiOptimizer(
         O.OptimizerMap(SGD(name="plain"), {"a": Cross(SGD())})
@@ -81,6 +89,11 @@ def _overwritten():
 
 
 ARGUMENTS = [
+    (
+        V,
+        "a _Container that contains",
+        lambda: Tower(_Container(Cross(SGD())), 2),
+    ),
     (T, "unknown argument 'nonsense'", _cross(nonsense=1)),
     (T, "pre_reduce must be a callable", _cross(pre_reduce=1.0)),
     (T, "post_reduce must be a callable", _cross(post_reduce="clip")),
@@ -141,7 +154,7 @@ if HAS_MULTI:
             lambda: Tower(_partly_reducing(), 2),
         ),
         (V, "would not scale the loss", lambda: _built(_multi(_scaled))),
-        (V, "would not scale the loss", lambda: _built(Cross(_multi(_scaled)))),
+        (V, "a Multi.* that contains", lambda: _built(Cross(_multi(_scaled)))),
     ]
 
 

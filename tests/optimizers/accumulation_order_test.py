@@ -305,6 +305,34 @@ def test_the_ends_of_many_fits_trace_once(monkeypatch):
     assert not logged
 
 
+class _Quarter(O.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return tf.constant(0.25)
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        # Two early exchanges, each of a mean gradient of 1: 10 - 1, and then
+        ("clipnorm", 0.1, 8.9),
+        ("learning_rate", _Quarter(), 8.75),
+        ("learning_rate", 0.5, 8.5),
+        ("weight_decay", 0.5, 3.5),
+    ],
+)
+def test_the_end_of_fit_has_the_settings_of_now(name, value, expected):
+    one = traced.Traced(lambda: _agn(period=4), [10.0], num_replicas=2)
+    one.step([0.5, 0.5])
+    one.optimizer.finalize_variable_values(one.weights)
+    setattr(one.optimizer.inner_optimizer, name, value)
+    one.step([0.5, 0.5])
+    one.optimizer.finalize_variable_values(one.weights)
+    np.testing.assert_allclose(one.values()[0], [expected] * 2, rtol=1e-6)
+
+
 def test_an_inner_optimizer_that_is_built_or_can_not_be_copied():
     inner = O.Adam(0.1)
     inner.build([keras.Variable(0.0)])

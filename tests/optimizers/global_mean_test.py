@@ -205,6 +205,9 @@ CASES = {
     "round_inside": ROUND._replace(
         optimizer=lambda: tf_xshard.CrossShardOptimizer(_tower(4))
     ),
+    "round_in_round": ROUND._replace(
+        optimizer=lambda: tf_xshard.TowerOptimizer(_tower(2), 2)
+    ),
     # Neither towers nor replicas have equally many tokens, and one has none.
     "towers": Case(
         [[training.joined(_tokens(1, n) for n in (10, 1, 4)), _tokens(1, 7)]],

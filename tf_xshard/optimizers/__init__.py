@@ -16,7 +16,7 @@ of its class in named stages; the arithmetic is in `reduction`. May import
 - `skipping`: counts, limits and reports steps that are skipped.
 - `arguments`: checks the arguments that all three take.
 - `accumulator`: sums gradients over calls, before communication (tower, agn).
-- `run`: what a call hands on from wrapper to wrapper, and writes at its end.
+- `run`: what a call passes from wrapper to wrapper, and writes at its end.
 - `commit`: lets a call write after its gradients and reductions exist.
 - `update`: updates variables with the inner optimizer, whole or sharded.
 - `saving`: nested optimizers in Keras's files, and the warning of lost state.

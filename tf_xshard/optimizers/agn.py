@@ -551,7 +551,7 @@ class AGNOptimizer(base.GradientWrapper):
             of_center,
             finite,
             carry,
-            update=None if any(present) else _nothing,
+            update=None if any(present) else lambda: None,
             writes=[start_period],
         )
 
@@ -650,12 +650,21 @@ class AGNOptimizer(base.GradientWrapper):
         plan: stack.StackPlan,
         indices: Sequence[int],
     ) -> Callable[[tf.Tensor], Any]:
-        """Returns the traced exchange of all replicas, of this or another fit."""
+        """Returns the traced exchange of all replicas, or of a fit before."""
         key = (
             plan.chain,
             indices,
             self._seen.state(),
             [getattr(one, "trainable", True) for one, _ in self._center_pairs],
+            [
+                (
+                    optimizer_state.settings(one),
+                    optimizer_state.excluded_from_weight_decay(
+                        one, self._center
+                    ),
+                )
+                for one in stack.descendants(self.inner_optimizer)
+            ],
         )
         if self._exchange_of_fits is None or self._exchange_of_fits[0] != key:
             with self._strategy.scope():
@@ -859,7 +868,3 @@ def _refuse_inside(optimizer: Any) -> None:
                 " (the dtype policy mixed_bfloat16), which needs no loss"
                 " scaling."
             )
-
-
-def _nothing() -> None:
-    pass

@@ -360,7 +360,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
     def _step(
         self, batch: gradients_lib.GradientBatch, run: run_lib.Run
     ) -> None:
-        """Takes this replica's gradients, and hands on what comes of them."""
+        """Takes this replica's gradients, and passes a batch to `run.then`."""
         raise NotImplementedError
 
     def _then(
@@ -374,7 +374,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
         update: Callable[[], Any] | None = None,
         writes: Sequence[Callable[[], Any]] = (),
     ) -> None:
-        """Hands on what a reduction returned, and keeps what remains of it.
+        """Passes on a reduced batch, with the writes of its reduction.
 
         Args:
           run: The call.
@@ -542,7 +542,7 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             local_optimizers.tracked(),
             keras_shards.building(),
             keras_shards.choosing(
-                stack.with_local_optimizers(self), whole.make_local
+                stack.with_local_optimizers(self), self._make_chosen_local
             ),
         ):
             self._create_state(variables, plan)
@@ -570,6 +570,12 @@ class GradientWrapper(wrapper_internals.WrapperInternals):
             pending = self._pending_weights
             self._set_untracked("_pending_weights", None)
             self.set_weights(pending)
+
+    def _make_chosen_local(self, multi_optimizer: Any, chosen: Any) -> None:
+        """Changes an optimizer that a MultiOptimizer inside has chosen."""
+        if inside := stack.wrappers(chosen):
+            stack.refuse_between(self, multi_optimizer, inside[0])
+        whole.make_local(chosen)
 
     def _create_state(self, variables: list, plan: stack.StackPlan) -> None:
         """Creates this optimizer's variables; builds the inner optimizer."""

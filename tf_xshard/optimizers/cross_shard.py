@@ -17,6 +17,7 @@ from tf_xshard import reductions
 from tf_xshard.collectives import recorder
 from tf_xshard.distribute import ownership
 from tf_xshard.distribute import replica_variables
+from tf_xshard.distribute import variable_role
 from tf_xshard.optimizers import arguments
 from tf_xshard.optimizers import base
 from tf_xshard.optimizers import hooks
@@ -81,8 +82,9 @@ class CrossShardOptimizer(base.GradientWrapper):
         `skipped_steps`, and makes a TowerOptimizer discard its round. Each
         replica with such a gradient prints the first variable that has one,
         except in programs that XLA compiles, such as all programs on TPUs. The
-        check sums two numbers over all replicas. None (default) means False, or
-        the setting of another wrapper in the stack.
+        check sums two numbers over all replicas, unless the gradients' own sum
+        shows every nan. None (default) means False, or the setting of another
+        wrapper in the stack.
       max_consecutive_skips: The number of steps that may be skipped in a row,
         an int >= 1. The next step that would be skipped raises
         tf.errors.InvalidArgumentError. Raises ValueError under TPUStrategy.
@@ -325,11 +327,12 @@ class CrossShardOptimizer(base.GradientWrapper):
         """Returns whether all replicas take the step; reports why not."""
         arrived_finite = loss_scaling.all_finite(arrived.values)
         finite = loss_scaling.all_finite(reduced.values)
-        reports_sum = True
+        reports_sum, consequence = True, "All replicas skip the step."
         if self._sum_shows_all(reduced, run):
-            # No replica knows whether a gradient of another one was bad, so one
-            # is enough to report the sum.
+            # A replica doesn't know whether another one got a bad gradient.
             reports_sum = not run.site.replica_id
+            consequence += " Unless a replica reports a gradient, the sum is"
+            consequence += " the cause."
         else:
             num_arrived, num_reduced = loss_scaling.votes(
                 [tf.logical_not(arrived_finite), tf.logical_not(finite)],
@@ -348,6 +351,7 @@ class CrossShardOptimizer(base.GradientWrapper):
                 step,
                 run.site,
                 what="reduced gradient",
+                consequence=consequence,
                 when=tf.logical_and(arrived_finite, reports_sum),
             )
         return finite
@@ -363,10 +367,11 @@ class CrossShardOptimizer(base.GradientWrapper):
             run.groups(self).group_size == run.site.num_replicas
             and not self._sharded
             and not self._unreduced
-            and self._pre_hook.function is self._post_hook.function is None
+            and self._pre_hook.function is None
+            and self._post_hook.function is None
             and self.communication.dtype is None
             and all(
-                self._unreduced.role_of(variable).has_loss_gradient
+                variable_role.role_of(variable).has_loss_gradient
                 and not isinstance(value, tf.IndexedSlices)
                 for value, variable in reduced.pairs()
             )

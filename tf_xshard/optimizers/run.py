@@ -1,13 +1,13 @@
-"""Defines `Run`, what one call of an outermost optimizer hands on.
+"""Defines `Run`, which one call passes from wrapper to wrapper.
 
 ```
 batch -> TowerOptimizer -> CrossShardOptimizer -> leaf     `then`
             writes            reduced, writes      update  the gate opens
 ```
 
-Each wrapper hands on a batch, the reductions that writes wait for, and what it
-wants written. The leaf's update and these writes enter the commit together,
-behind one no-op. See `commit`.
+Each wrapper passes on a batch, the reductions that writes wait for, and
+functions that write. The leaf's update and these functions stand behind one
+no-op. See `commit`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Run:
       losses: The losses of the gradients that the call applies.
       other_call_has_losses: True if an earlier call of the traced function took
         its losses.
+      num_items: The number of items in a round of a TowerOptimizer around. None
+        if no round is around, or its calls count equally.
       waits_for: What the call's writes wait for.
       writes: Functions that write, of the wrappers so far.
     """
@@ -49,6 +51,7 @@ class Run:
     site: site_lib.Site
     losses: Sequence[loss_records.LossRecord] = ()
     other_call_has_losses: bool = False
+    num_items: tf.Tensor | None = None
     waits_for: tuple = ()
     writes: tuple[Callable[[], Any], ...] = ()
 
@@ -57,7 +60,7 @@ class Run:
         return self.plan.groups(wrapper, self.site)
 
     def after(self, values: Sequence) -> Run:
-        """Returns a run whose writes wait for these values, too."""
+        """Returns a run whose writes also wait for these values."""
         return dataclasses.replace(self, waits_for=(*self.waits_for, *values))
 
     def then(
@@ -67,10 +70,11 @@ class Run:
         *,
         update: Callable[[], Any] | None = None,
         finite: tf.Tensor | None = None,
+        num_items: tf.Tensor | None = None,
         waits_for: Sequence = (),
         writes: Sequence[Callable[[], Any]] = (),
     ) -> None:
-        """Hands a wrapper's batch to the next wrapper, or to the leaf.
+        """Passes a wrapper's batch to the next wrapper, or to the leaf.
 
         Args:
           wrapper: The wrapper whose batch this is.
@@ -79,11 +83,14 @@ class Run:
             leaf's whole update.
           finite: A scalar bool. If it is False, the batch is not applied, but
             `writes` are written. None (default) to apply the batch.
+          num_items: The number of items of a round that the wrapper ends.
           waits_for: What all writes wait for, such as reduced values.
           writes: Functions that write after the update.
         """
         run = dataclasses.replace(
-            self.after(waits_for), writes=(*writes, *self.writes)
+            self.after(waits_for),
+            num_items=self.num_items if num_items is None else num_items,
+            writes=(*writes, *self.writes),
         )
         inside = self.plan.chain[self.plan.chain.index(wrapper) + 1 :]
         if not inside:
@@ -102,10 +109,10 @@ class Run:
 
     @contextlib.contextmanager
     def behind_gate(self) -> Iterator[Run]:
-        """Makes all operations of this context wait, also the reductions.
+        """Makes all operations of this context wait, including reductions.
 
-        For branches, in which the call may go on. Yields the run to use there.
-        After the context, writes wait for its updates.
+        A branch in which the call continues waits as a whole. Yields the run to
+        use in it. After the context, writes wait for its updates.
         """
         with commit.gate(self.waits_for):
             yield dataclasses.replace(self, waits_for=(), writes=())
@@ -131,7 +138,7 @@ def begin(root: Any, gradients: Sequence, site: site_lib.Site) -> Run:
     site, waits_for = commit.begin(
         gradients, root.counts_of_stack(), groups, site, root.name
     )
-    return Run(plan, site, losses, other_call_has_losses, waits_for)
+    return Run(plan, site, losses, other_call_has_losses, waits_for=waits_for)
 
 
 def _step(wrapper: Any, batch: gradients_lib.GradientBatch, run: Run) -> None:

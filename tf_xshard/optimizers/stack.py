@@ -10,7 +10,7 @@ plan, since an optimizer inside a TowerOptimizer may later be used alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
@@ -91,24 +91,32 @@ def has_loss_scale_optimizer(optimizer: Any) -> bool:
 def chain(root: Any) -> list[Any]:
     """Returns a stack's wrappers, the outermost first.
 
-    Raises ValueError if a LossScaleOptimizer or a MultiOptimizer is between
-    them.
+    Raises ValueError if another optimizer, such as a LossScaleOptimizer or a
+    MultiOptimizer, is between them.
     """
     result = [root]
     while is_wrapper(result[-1].inner_optimizer):
         result.append(result[-1].inner_optimizer)
     container = result[-1].inner_optimizer
     if inside := wrappers(container):
-        kind = type(container).__name__
-        raise ValueError(
-            f"{result[-1].name} contains a {kind} that contains"
-            f" {inside[0].name}. Put the {kind} into the innermost tf_xshard"
-            " optimizer: TowerOptimizer(CrossShardOptimizer("
-            f"{kind}(...)), ...). A MultiOptimizer may also be around whole"
-            " stacks. To load a model that was saved with such an optimizer,"
-            " pass compile=False."
-        )
+        refuse_between(result[-1], container, inside[0])
     return result
+
+
+def refuse_between(outer: Any, container: Any, inside: Any) -> NoReturn:
+    """Raises ValueError, since a Keras optimizer is between two wrappers."""
+    kind = type(container).__name__
+    around = (
+        " A MultiOptimizer may also be around whole stacks."
+        if is_multi_optimizer(container)
+        else ""
+    )
+    raise ValueError(
+        f"{outer.name} contains a {kind} that contains {inside.name}. Put the"
+        f" {kind} into the innermost tf_xshard optimizer: TowerOptimizer("
+        f"CrossShardOptimizer({kind}(...)), ...).{around} To load a model that"
+        " was saved with such an optimizer, pass compile=False."
+    )
 
 
 class StackPlan:

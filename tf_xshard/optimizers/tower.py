@@ -237,6 +237,7 @@ class TowerOptimizer(base.GradientWrapper):
                 behind.then(
                     self,
                     self._of_round(totals, count, num_items, weight),
+                    num_items=num_items,
                     writes=[start_round],
                 )
 
@@ -263,7 +264,9 @@ class TowerOptimizer(base.GradientWrapper):
         """Returns the weight of a call in its round; None for equal weights."""
         if self._reduction is not reductions.MEAN:
             return None
-        num_items = loss_records.common_num_items(run.losses)
+        num_items = run.num_items
+        if num_items is None:
+            num_items = loss_records.common_num_items(run.losses)
         if not recorder.is_recording():
             self._check_same_weighting(run, num_items is not None)
         if num_items is None:
@@ -413,10 +416,12 @@ class TowerOptimizer(base.GradientWrapper):
             variables = self._checked_variables(gradients, trainable_variables)
         with reduction_guard.lifted(), tf.name_scope(self.name):
             run = run_lib.begin(self, towers, site)
+            num_items = None
             if weights is None and is_mean:
                 weights = loss_records.num_items_of_towers(
                     run.losses, self._num_towers
                 )
+                num_items = tf.add_n(weights) if weights else None
             undo = run.plan.undo(self, site)
             contributions = [
                 _contribution(
@@ -446,6 +451,7 @@ class TowerOptimizer(base.GradientWrapper):
                     self._num_towers,
                     tf.convert_to_tensor(sum(weights)) if weights else None,
                 ),
+                num_items=num_items,
             )
 
     def _refuse_open_round(self) -> tf.Operation | None:

@@ -1,9 +1,10 @@
 """Makes all replicas skip the same steps, if any gradient is not finite.
 
 A LossScaleOptimizer skips a step and halves its scale if a gradient is not
-finite, but checks only one replica's gradients. One flag is therefore summed
-over all replicas. An overflow on any replica makes all replicas skip.
-`skip_nonfinite` skips by the same vote.
+finite, but checks only one replica's gradients. Here, an overflow on any
+replica makes all replicas skip. If the sum of the gradients does not show it to
+all of them, they vote: one flag is summed over all replicas. `skip_nonfinite`
+skips in the same way.
 """
 
 from __future__ import annotations

@@ -120,6 +120,17 @@ def excluded_from_weight_decay(
     ]
 
 
+def settings(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Returns what a traced update of an optimizer does not read again."""
+    plain = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if value is None or isinstance(value, (bool, int, float, str))
+    }
+    # A variable's value is read in each update; a schedule is traced.
+    return {**plain, "learning_rate": id(optimizer._learning_rate)}
+
+
 def copy_exclusions(
     source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer
 ) -> None:

@@ -479,19 +479,21 @@ def clip_with(optimizer: keras.optimizers.Optimizer, clip: Callable) -> None:
 
 @contextlib.contextmanager
 def choosing(
-    optimizers: Iterable, change: Callable[[Any], None]
+    optimizers: Iterable, change: Callable[[Any, Any], None]
 ) -> Iterator[None]:
     """Makes MultiOptimizers call their functions once for each weight.
 
-    Such a function may create optimizers. Calls `change` with each of them
-    before the MultiOptimizer builds it.
+    Such a function may create optimizers. Calls `change` with the
+    MultiOptimizer and each of them, before the MultiOptimizer builds it.
     """
     with contextlib.ExitStack() as undo:
         for one in optimizers:
             given = getattr(one, "_optimizer_map", None)
             if given is not None:
                 undo.callback(object.__setattr__, one, "_optimizer_map", given)
-                once = _once_for_each(given, one._var_key, change)
+                once = _once_for_each(
+                    given, one._var_key, functools.partial(change, one)
+                )
                 object.__setattr__(one, "_optimizer_map", once)
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import gc
@@ -89,6 +90,7 @@ def withdraw(key: str) -> None:
 
 
 _rounds: dict[str, int] = {}
+_locks: collections.defaultdict = collections.defaultdict(threading.Lock)
 
 
 def rendezvous(
@@ -104,27 +106,29 @@ def rendezvous(
     Raises `absence(worker)` for a worker that does not call in time. Then this
     process can call again.
     """
-    number = _rounds.get(scope, 0)
-    own_rank, _ = cluster()
-    own = f"{scope}/{number}/{own_rank}"
-    publish(own, value)
-    values = []
-    try:
-        for rank in ranks:
-            key = f"{scope}/{number}/{rank}"
-            values.append(lookup(key, timeout_seconds))
-    except BaseException as error:
-        # The leader, which holds the store, may be gone.
-        with contextlib.suppress(tf.errors.OpError):
-            withdraw(own)
-        if isinstance(error, tf.errors.OpError):
-            raise absence(worker(rank)) from error
-        raise
-    _rounds[scope] = number + 1
-    if number:
-        # Processes that are in this round have left the previous round.
-        withdraw(f"{scope}/{number - 1}/{own_rank}")
-    return values
+    rank, _ = cluster()
+    with _locks[scope]:
+        number = _rounds.get(scope, 0)
+        own = f"{scope}/{number}/{rank}"
+        before = f"{scope}/{number - 1}/{rank}"
+        values = []
+        try:
+            publish(own, value)
+            for rank in ranks:
+                key = f"{scope}/{number}/{rank}"
+                values.append(lookup(key, timeout_seconds))
+        except BaseException as error:
+            # The leader, which holds the store, may be gone.
+            with contextlib.suppress(tf.errors.OpError):
+                withdraw(own)
+            if isinstance(error, tf.errors.OpError):
+                raise absence(worker(rank)) from error
+            raise
+        _rounds[scope] = number + 1
+        if number:
+            # Processes that are in this round have left the previous round.
+            withdraw(before)
+        return values
 
 
 _TIMEOUT = names.PrivateNames(
