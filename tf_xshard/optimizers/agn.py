@@ -229,7 +229,7 @@ class AGNOptimizer(base.GradientWrapper):
         self._accumulate = accumulate
         self._normalize = normalize
         self._set_untracked("_seen", accumulator.SeenVariables(name))
-        # What an early exchange was traced for, and its function.
+        # The key and the function of the early exchange that was traced last.
         self._set_untracked("_exchange_of_fits", None)
 
     # Attributes for users.
@@ -650,7 +650,7 @@ class AGNOptimizer(base.GradientWrapper):
         plan: stack.StackPlan,
         indices: Sequence[int],
     ) -> Callable[[tf.Tensor], Any]:
-        """Returns the traced exchange of all replicas, or of a fit before."""
+        """Returns the traced exchange of all replicas, new or as kept."""
         key = (
             plan.chain,
             indices,

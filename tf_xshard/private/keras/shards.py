@@ -56,11 +56,11 @@ class Store(Protocol):
 class _Thread(threading.local):
     """Holds what Keras's calls of optimizers and variables do not pass on."""
 
-    # Whether an optimizer is being built for all replicas at once.
+    # True while an optimizer is built for all replicas at once.
     is_building = False
     # This replica's position in its group; a tensor if only the device knows.
     position: Any = None
-    # Whether the code runs on the owner of a variable only.
+    # True in code that runs only on the owner of a variable.
     is_held = False
     # The variables whose gradients an optimizer clips.
     variables: Any = None
@@ -107,7 +107,7 @@ class Sharded(keras.Variable):
     layout: Any
     store: Store
     whole: Any = None
-    # Whether the variable has a shard's shape, to create slot variables. A slot
+    # True while slot variables are created from this shard's shape. A slot
     # variable then never takes more memory than a shard.
     is_reference = False
 
